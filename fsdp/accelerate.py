@@ -126,35 +126,15 @@ class Accelerator(_PlainAccelerator):
         """Collective. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
 
         Args:
-            parameters: of a sharded model all of them, as ``model.parameters()``.
+            parameters: of any models that were used before.
             max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
             The norm before clipping, the same on every rank.
-
-        Raises:
-            ValueError: for some of a wrapper's parameters, or with others besides.
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        wrapper = self._wrapper_of(listed)
-        if wrapper is not None:
-            self.unscale_gradients()
-            return wrapper.clip_grad_norm_(max_norm, norm_type)
         norm = super().clip_grad_norm_(listed, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors have a part of theirs
-
-    def _wrapper_of(self, parameters: list[Tensor]) -> fsdp.FullyShardedDataParallel | None:
-        given = {id(param) for param in parameters}
-        for model in self._models:
-            own = {id(param) for param in model.parameters()}
-            if isinstance(model, fsdp.FullyShardedDataParallel) and given & own:
-                if given != own:
-                    raise ValueError(
-                        "clip_grad_norm_: a sharded model's gradients are clipped by the norm of all of them. Pass "
-                        "model.parameters() of one model at a time."
-                    )
-                return model
-        return None
 
     # --- saving -------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import pickle
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +16,8 @@ from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.communicator import default_group, own_rank
-from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, local_part
 from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
@@ -27,11 +25,11 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import clean_name, plain_name
-from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
+from fsdp.state_dict.sharded import is_apart
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,7 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
                         f"{paths[0]}{name} is flat: load a FlattenParamsWrapper with load_state_dict"
                     )
                 if tensor is not None and not is_ours(tensor):
-                    device = devices.get(module, torch.device("cpu"))
+                    device = devices.get(module, HOST)
                     target = others.setdefault(id(tensor), UnshardedTensor([], [], device))
                     target.names += [path + name for path in paths]
                     target.places.append((entries, name))
@@ -314,13 +312,8 @@ def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
     if everyone:
         return everyone[0]
     if dist.is_available() and dist.is_initialized():
-        return (communicator(default_group(None), torch.device("cpu")),)
+        return (communicator(default_group(None), HOST),)
     return (LONE_RANK,)
-
-
-def size_of(ranks: Ranks) -> int:
-    """Return the number of ranks."""
-    return math.prod(comm.world_size for comm in ranks)
 
 
 def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
@@ -335,29 +328,13 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
     return {plain_name(name): target for name, target in sorted(named, key=lambda pair: place(pair[0]))}
 
 
-@contextmanager
-def buffers_in_own_precision(units: Iterable[Unit]) -> Iterator[None]:
-    """Have buffers in the dtype that they are kept in, and not that of computation."""
-    units = list(units)
-    for unit in units:
-        unit.buffers.widen()
-    try:
-        yield
-    finally:
-        for unit in units:
-            if not unit.in_full_precision:
-                unit.buffers.narrow()
-
-
 def require_one_model(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise RuntimeError if other ranks have other parameters under the same names."""
     most = max((size_of(unit.everyone) for unit in outermost_units(model)), default=1)
     for unit in units:
-        # Batch norms that each rank trains for itself are saved as buffers are: those of the first rank.
-        is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
         # Expert parallelism: other ranks have other parts of the same parameters, which say so.
         is_spread = all(is_on_many_ranks(handle.flat_param.parts) for handle in unit.owned_handles)
-        if size_of(unit.everyone) < most and not is_own_norm and not is_spread:
+        if is_apart(unit, most) and not is_spread:
             raise RuntimeError(
                 f"cannot save a checkpoint: {unit.name} has a process group of its own, so that ranks outside of it "
                 "have other values under the same names. Save it by itself, once for each group, to a folder for each."
@@ -373,7 +350,7 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
         return {name: hashlib.blake2b(text.encode(), digest_size=8).digest() for name, text in texts.items()}
 
     own = done_by_all([ranks], "find its part of a checkpoint", digests)
-    heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((own_rank(), set(own.values()))))]
+    heard = from_everyone(ranks, (own_rank(), set(own.values())))
     if len({rank for rank, _ in heard}) < len(heard):
         raise NotImplementedError(
             "cannot save a checkpoint: parameters of this model are spread over meshes that overlap in part, of which "

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from fsdp.checkpoint.checksums import (
 )
 from fsdp.checkpoint.formats.source import FoundTensor, SeenFile, StridedTensor, TensorReader
 from fsdp.checkpoint.untrusted import beside, content_of, opened, readable, reading, short
+from fsdp.distributed.devices import is_host
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
@@ -257,17 +257,17 @@ class CheckedFiles(SafetensorsFiles):
             )
 
     @property
-    def fragments(self) -> bytes:
-        """Return the fragments of blocks that this rank has read in part, pickled for the others."""
-        return pickle.dumps(merged(self._fragments))
+    def fragments(self) -> list[Fragment]:
+        """Return the fragments of blocks that this rank has read in part, for the others."""
+        return merged(self._fragments)
 
-    def compare_fragments(self, heard: Iterable[bytes]) -> None:
+    def compare_fragments(self, heard: Iterable[Fragment]) -> None:
         """Compare the blocks that this rank has read in part, with what all ranks have read of them.
 
         Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
         """
-        others = by_name(each for payload in heard for each in pickle.loads(payload))
-        for name, by_block in by_name(merged(self._fragments)).items():
+        others = by_name(heard)
+        for name, by_block in by_name(self.fragments).items():
             for number, mine in by_block.items():
                 self._compare(name, number, self._put_together(mine, others.get(name, {}).get(number, [])))
         self._fragments = []
@@ -326,7 +326,7 @@ class Part:
         values, size = self.values, dtype.itemsize
         # Whole blocks of what is read from files, so that each is compared with its checksum at once.
         group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
-        is_ready = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == dtype
+        is_ready = isinstance(values, Tensor) and is_host(values.device) and values.dtype == dtype
         buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
         first = 0
         for batch in _batches((span for extent in self.extents(dtype) for span in spans(*extent, group)), group):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -40,7 +39,6 @@ from fsdp.checkpoint.manifest import Manifest, TensorSet
 from fsdp.checkpoint.model_tensors import (
     Target,
     all_ranks,
-    buffers_in_own_precision,
     entry_of,
     extra_states,
     handles_of,
@@ -48,16 +46,15 @@ from fsdp.checkpoint.model_tensors import (
     outermost_units,
     prepared,
     require_one_model,
-    size_of,
     written_here,
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, write_at, write_parts
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
-from fsdp.state_dict.full import ensure_same_values
+from fsdp.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"
@@ -287,7 +284,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     try:
         on_first(f"make {destination.folder}", begin)
         fragments = _written(destination, found, ranks)
-        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
+        heard = from_everyone(ranks, (fragments, found.generators))
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
         on_first(f"remove old checkpoints from {place.path}", place.tidy)
     except BaseException:
@@ -331,7 +328,7 @@ class Senders:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
         extents = {entry.name: entry.part.extents(entry.dtype) for entry in entries if entry.part is not None}
-        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(extents))]
+        heard = from_everyone(ranks, extents)
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
         for rank in self.ranks:
             if rank >= self._comm.world_size:

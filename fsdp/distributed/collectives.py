@@ -37,6 +37,7 @@ from fsdp.distributed.communicator import Communicator as Communicator
 from fsdp.distributed.communicator import (
     Group,
     Messages,
+    after_use_of,
     backend_names,
     behind,
     communicators,
@@ -51,6 +52,7 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
+from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, give_up, wire_tag
 from fsdp.distributed.watchdog import watch
 
@@ -110,7 +112,7 @@ class TorchCollectives(Communicator):
         if self._apart is None:
             members = dist.get_process_group_ranks(self._known)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self._apart = communicator(group, torch.device("cpu"))
+            self._apart = communicator(group, HOST)
         return self._apart
 
     def give_up(self) -> None:
@@ -119,12 +121,12 @@ class TorchCollectives(Communicator):
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         work = getattr(dist, _ALL_GATHER)(full, shard, group=self.group, async_op=True)
-        return Pending(what, (work,), lambda: _after_use_of(shard, full))
+        return Pending(what, (work,), lambda: after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out = full.new_empty(full.numel() // self.world_size)
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
-        return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
+        return Pending(what, (work,), lambda: after_use_of(full, out).to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
@@ -259,9 +261,10 @@ class DirectExchange(TorchCollectives):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
         header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
-        works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
+        works, received = self._swap(_TALK, "header", "", [header] * self.world_size)
         finish(works, _TALK)
-        calls = [as_bytes(each)[_LENGTH_BYTES:].decode(errors="replace").strip() for each in headers]
+        headers = list(map(as_bytes, received))
+        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in headers]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
@@ -270,7 +273,7 @@ class DirectExchange(TorchCollectives):
                     f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
                     "order."
                 )
-        bodies = [blank(int.from_bytes(as_bytes(each)[:_LENGTH_BYTES], "little")) for each in headers]
+        bodies = [blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in headers]
         bodies[self.rank] = as_tensor(payload)
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
@@ -340,13 +343,8 @@ def communicator(group: Group, device: torch.device) -> Communicator:
         if _only_torch or behind(group) is not group or not is_gloo:
             communicators[key] = TorchCollectives(group)
         else:
-            communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
+            communicators[key] = DirectExchange(group) if is_host(device) else StagedExchange(group)
         if communicators[key].peers_answer:
             watch()
     found: Communicator = communicators[key]
     return found
-
-
-def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
-    """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
-    return result

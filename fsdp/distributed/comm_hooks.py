@@ -106,14 +106,10 @@ class AllReduceHook:
     """A user's function that changes a shard's gradient in place once it is reduced.
 
     It sums over further replicas, say, which the unit knows nothing of.
-
-    Attributes:
-        function: called with this rank's shard of the averaged gradient, flat.
-        stream: on which it runs; None means the present one.
     """
 
-    function: Callable[[Tensor], None]
-    stream: Any = None
+    function: Callable[[Tensor], None]  # called with this rank's shard of the averaged gradient, flat
+    stream: Any = None  # on which it runs; None means the present one
 
     def __deepcopy__(self, memo: Any) -> AllReduceHook:
         return self  # it knows the ranks

@@ -76,6 +76,11 @@ class Pending:
         return self._arrived
 
 
+def after_use_of(sent: Tensor, result: Tensor) -> Tensor:
+    """Return `result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
+    return result
+
+
 class Communicator(ABC):
     """The ranks of one group. Every method is collective over them."""
 
@@ -156,11 +161,6 @@ class Communicator(ABC):
 
         Not collective: two ranks take part that name each other, with tensors of equal sizes in the same order. All
         are contiguous. The result of `wait` means nothing; what is sent must not change until `settle`.
-
-        Args:
-            incoming, outgoing: by rank of the group; this rank itself is not among them.
-            what: it is, for errors.
-            tag: what it is about.
         """
 
     @abstractmethod
@@ -246,11 +246,7 @@ def explain() -> str:
 
 
 def finish(works: Sequence[Any], what: str) -> None:
-    """Wait for works of `torch.distributed`.
-
-    Raises:
-        CollectiveError: if one did not complete; it says why, if that is known.
-    """
+    """Wait for works of `torch.distributed`; CollectiveError if one did not complete, which says why if it is known."""
     global longest
     thread, since = threading.get_ident(), time.monotonic()
     waits[thread] = Wait(what, _call.get(), since)
@@ -288,11 +284,7 @@ def incomplete(what: str, error: RuntimeError) -> CollectiveError:
 
 @contextmanager
 def during(call: str) -> Iterator[None]:
-    """Have errors inside say that this rank is in a public call: in the outermost one, which the user has made.
-
-    Args:
-        call: as users write it, alike on all ranks.
-    """
+    """Have errors inside say that this rank is in a public call, as users write it: in the outermost one."""
     token = _call.set(_call.get() or call)
     try:
         yield

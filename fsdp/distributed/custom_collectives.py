@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag
+from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag, after_use_of
 
 
 class Collective(Protocol):
@@ -101,7 +101,7 @@ class CustomReduceScatter(_InFront):
         work = self._collective(
             output_tensor=shard, input_tensor=sent, group=self.group, op=dist.ReduceOp.SUM, async_op=True
         )
-        return Pending(what, (work,), lambda: _after_use_of(sent, shard).to(dtype or full.dtype))
+        return Pending(what, (work,), lambda: after_use_of(sent, shard).to(dtype or full.dtype))
 
 
 def moved(comm: Communicator, to: Communicator) -> Communicator:
@@ -111,8 +111,3 @@ def moved(comm: Communicator, to: Communicator) -> Communicator:
 
 def _behind(comm: Communicator) -> Communicator:
     return comm._behind if isinstance(comm, _InFront) else comm
-
-
-def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
-    """Return `result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
-    return result

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.distributed.communicator import Group
+from fsdp.distributed.communicator import Group, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -284,7 +284,7 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
             f"{name} is a DTensor on a mesh of {part.mesh.device_type} and would be computed with on {device}. Make "
             f"the mesh for {device.type} (init_device_mesh), or compute on {part.mesh.device_type}."
         )
-    both = set(_ranks_of(group)) & set(part.mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+    both = set(ranks_of(group)) & set(part.mesh.mesh.flatten().tolist()) - {dist.get_rank()}
     if both:
         raise ValueError(
             f"{name} is a DTensor ({part}) on ranks {part.mesh.mesh.tolist()}, and it is to be sharded over "
@@ -318,14 +318,6 @@ def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.devi
                 f"{name} has DTensors on a mesh of {part.mesh.device_type}: the module cannot be moved to {device}. "
                 f"Build it on a mesh of {device.type} instead."
             )
-
-
-def _ranks_of(group: Any) -> Sequence[int]:
-    """The global ranks of a group; none where torch does not know it (it then is a world of one of the user's)."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
-        return ()
 
 
 # All meshes of a model
@@ -387,7 +379,7 @@ def is_on_many_ranks(parts: Iterable[MeshPart | None]) -> bool:
 def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
     """The ranks that hold parts of the same parameters as this one and are not in `group`."""
     ranks = {rank for part in parts if part is not None for rank in part.mesh.mesh.flatten().tolist()}
-    return sorted(ranks - set(_ranks_of(group)))
+    return sorted(ranks - set(ranks_of(group)))
 
 
 # State dicts

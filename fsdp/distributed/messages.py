@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.communicator import finish, made_once_for_groups
+from fsdp.distributed.devices import HOST
 
 # Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
 _FIRST_TAG = 1 << 20
@@ -83,17 +84,13 @@ def renew(group: Any) -> None:
 
     torch (private, seen in 2.11 and 2.13) has a group look its backend up by the type of device, and never takes
     another backend of a kind that it has. So the new one is of a kind that torch has no name for.
-
-    Args:
-        group: as torch knows it.
     """
-    host = torch.device("cpu")
     kind = _renewed.get(group, _NAMELESS)
     _renewed[group] = kind + 1
     store = dist.PrefixStore(f"fsdp.renewal {kind}", group.get_group_store())
-    timeout = group._get_backend(host).options._timeout
+    timeout = group._get_backend(HOST).options._timeout
     backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-    group._register_backend(host, dist.ProcessGroup.BackendType(kind), backend)
+    group._register_backend(HOST, dist.ProcessGroup.BackendType(kind), backend)
 
 
 _NAMELESS = 64  # the first of the kinds of backends that are nobody's: there are 256

@@ -35,11 +35,7 @@ def is_connected(unit: Unit) -> bool:
 
 
 def prepare_to_copy(unit: Unit) -> None:
-    """Bring a unit into a state in which its shards are all there is to copy.
-
-    Raises:
-        RuntimeError: inside a forward, backward or `summon_full_params`.
-    """
+    """Bring a unit into a state in which its shards are all there is to copy; RuntimeError while it is in use."""
     unit.require_idle("copy the model")
     if unit.runtime is not None:
         unit.runtime.release()
@@ -53,11 +49,7 @@ def prepare_to_copy(unit: Unit) -> None:
 
 
 def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a unit's wrapper as they are pickled: without process groups.
-
-    Raises:
-        NotImplementedError: for `DTensor`s, whose mesh is of these processes.
-    """
+    """Return the attributes of a unit's wrapper as they are pickled: without process groups."""
     prepare_to_copy(unit)
     for handle in unit.handles:
         if any(handle.flat_param.parts):
@@ -88,14 +80,8 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
 def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: Any) -> dict[str, Any]:
     """Have a wrapper's unit communicate over a group that was assigned, once there are all.
 
-    Args:
-        groups_now: the wrapper's groups, by its attributes' names, and its sharding strategy.
-        unit: the wrapper's.
-        name: the attribute that is assigned, ``process_group`` or ``process_group_reduce_scatter``.
-        given: the group.
-
-    Returns:
-        The new values of attributes.
+    `groups_now` are the wrapper's groups and its sharding strategy, by the names of its attributes; their new values
+    are returned.
     """
     was_missing, strategy = is_missing(groups_now["process_group"]), groups_now["sharding_strategy"]
     if name == "process_group":

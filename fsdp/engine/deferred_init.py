@@ -8,7 +8,6 @@ trace: many models initialize themselves with ``module.weight.data.normal_()``, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -35,15 +34,9 @@ _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
-    """Make sure that everything in the units of a module tree has values. Every rank for itself.
+    """Raise RuntimeError before `what` is done if something in the units of a module tree has no values; it is named.
 
-    Args:
-        module: the root to look below.
-        what: is to be done.
-        recurse: look into the units inside of the first one, too.
-
-    Raises:
-        RuntimeError: naming the parameters and buffers without.
+    Every rank looks for itself: into the first unit, or all (`recurse`).
     """
     units = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
     missing: list[str] = []
@@ -65,14 +58,6 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
     """Collective until all ranks have all values. Raise what `require_values` raises on every rank if one lacks any.
 
     Or the others would wait, in their next gather, for a rank that has raised an error.
-
-    Args:
-        root: the unit to look below.
-        what: is to be done.
-        recurse: look into the units inside of the first one, too.
-
-    Raises:
-        RuntimeError: naming the parameters and buffers without values, and the first rank that lacks them.
     """
     units = [unit for _, unit in units_in(root)] if recurse else [root]
     if not any(unit.awaits_values_somewhere for unit in units):
@@ -85,7 +70,7 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
     own = [str(problem or ""), *(unit.awaits_values for unit in units)]
     told = [own]
     if peers_answer(root.everyone):
-        told = [json.loads(other) for other in from_everyone(root.everyone, json.dumps(own).encode())]
+        told = from_everyone(root.everyone, own)
     for number, unit in enumerate(units, start=1):
         unit.awaits_values_somewhere = any(one[number] for one in told)
     if problem is not None:
@@ -154,13 +139,10 @@ def _waits(tensor: Tensor) -> bool:
 
 
 class Uninitialized:
-    """A parameter or buffer without values, while it is given some.
+    """A parameter or buffer without values, while it is given some, in all of its places.
 
-    Args:
-        places: all modules that have it, with the name there.
-        tensor: what these list, on the meta device or in memory that waits for values; None for a unit's parameter,
-            which is shown in marked memory.
-        handle, slot: the handle of a unit's parameter, and its number there.
+    They list a `tensor` on the meta device or in memory that waits for values; or it is a unit's parameter, number
+    `slot` of a handle, which is shown in marked memory.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.distributed.gather_extension import around, values_of
+from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.managed_params import Ignored, is_ours
@@ -274,7 +275,7 @@ def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_g
 
     An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
     """
-    param = nn.Parameter(part.dtensor(as_shown(owner, rows.as_subclass(Tensor))), requires_grad)
+    param = counted(part.dtensor(as_shown(owner, rows.as_subclass(Tensor))), requires_grad)
     param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
     itself = weakref.ref(param)
     param.__dict__["__deepcopy__"] = partial(_copied, itself, part)

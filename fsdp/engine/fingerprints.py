@@ -79,11 +79,9 @@ def _weights(device: torch.device, count: int) -> Tensor:
 
 
 class Fingerprints:
-    """Fingerprints of the parameters of one flat parameter, as this rank has seen them.
+    """Fingerprints of the parameters of one flat parameter, as this rank has seen them, and of its shard of each.
 
-    Args:
-        unsharded: that of each parameter before it was sharded; None if it had no values, or other ones since.
-        shards: those of this rank's shard of each.
+    That of an `unsharded` parameter, from before it was sharded, is None if it had no values, or other ones since.
     """
 
     def __init__(self, unsharded: Iterable[int | None], shards: Iterable[int]) -> None:
@@ -125,8 +123,7 @@ class Fingerprints:
 def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int, int] | None:
     """Return the first rank that saw another value than rank 0, the number of the first such, and how many there are.
 
-    Args:
-        by_rank: each rank's fingerprints of the same parameters. What any rank does not know counts for none.
+    What any rank does not know counts for none.
     """
     known = [all(one is not None for one in each) for each in zip(*by_rank, strict=True)]
     for rank, found in enumerate(by_rank):

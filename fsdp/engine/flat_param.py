@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
 from fsdp.distributed.gather_extension import is_extended, values_of
+from fsdp.engine.counted_data import CountedParameter
 from fsdp.engine.fingerprints import Fingerprints
 from fsdp.engine.layout import ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
@@ -50,25 +51,6 @@ def give_attributes(param: Tensor, attributes: Attributes) -> None:
     for name, value in attributes.items():
         if not hasattr(param, name):
             param.__dict__[name] = value
-
-
-_set_data: Any = vars(torch._C.TensorBase)["data"].__set__
-
-
-class CountedParameter(nn.Parameter):
-    """A parameter whose ``.data`` shares its version counter.
-
-    By that we know when what was gathered is stale. What is written through ``.data`` of other tensors is not counted.
-    """
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach().as_subclass(Tensor)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self.__dict__.pop("_vector", None)
-        _set_data(self, value)
 
 
 class FlatParameter(CountedParameter):

@@ -86,16 +86,12 @@ class ForwardHooks:
         self.depth -= 1
         if unit.runtime is None:
             return None
-        if self.depth > 0:
-            return cast_floats(output, unit.precision.output)
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+        if self.depth > 0 or unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return cast_floats(output, unit.precision.output)
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
-            own = self._outlive_buffers
-            output = own(output) if isinstance(output, Tensor) else map_tensors(own, output)
-            output = cast_floats(output, unit.precision.output)
+            output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
         unit.runtime.after_forward(unit, module, output, failed)

@@ -7,7 +7,6 @@ number of ranks that have it too; so they all come to the same norm, to the bit,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -45,15 +44,10 @@ def clip_by_value(runtime: Runtime, clip_value: float) -> None:
 def clip_grad_norm(
     root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
+    """Collective. Scale all gradients to a norm over all ranks of at most `max_norm`; return that from before.
 
-    Returns:
-        The norm before clipping; see `norm_over_ranks`.
-
-    Raises:
-        RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite: it names
-            parameters whose gradients are not, and none is changed.
-        ValueError, NotImplementedError: as `norm_over_ranks`.
+    If the norm is not finite and that is to be an error, it names parameters whose gradients are not, and none is
+    changed. Gradients that are not reduced yet are one as well.
     """
     reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
@@ -74,7 +68,7 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
         )
         if not part.isfinite().all()
     ]
-    names = list(dict.fromkeys(chain(*map(json.loads, from_everyone(root.everyone, json.dumps(own).encode())))))
+    names = list(dict.fromkeys(chain(*from_everyone(root.everyone, own))))
     more = f" and {len(names) - 3} more" if names[3:] else ""
     return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
 
@@ -87,12 +81,8 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     is taken: all ranks find the same norm, and the right one where they have the same. A unit with ranks of its own
     counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
 
-    Args:
-        root: of the model.
-        units: all of them.
-        owned: local shards of any parameters of the units, and of others.
-        norm_type: p of the p-norm.
-        purpose: words that are alike on all ranks, or else the ranks wait for each other, and say theirs.
+    What is `owned` may be of the units' parameters or of others. Errors say the `purpose`, and ranks with different
+    ones do not take each other's messages.
 
     Raises:
         ValueError: for a norm that is none, or if a unit spans ranks that the root does not.
@@ -129,18 +119,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
 
 
 def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = "") -> None:
-    """Scale gradients of this norm to one of at most `max_norm`.
-
-    Args:
-        grads: all of them.
-        norm: of all of them, on all ranks.
-        max_norm: the largest that it may be.
-        error_if_nonfinite: raise an error if it is not finite.
-        where: says which are not, for that error.
-
-    Raises:
-        RuntimeError: if the norm is not finite and that is to be an error.
-    """
+    """Scale gradients of this norm, over all ranks, to one of at most `max_norm`; `where` says which are not finite."""
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} over all ranks{where}, so they cannot be clipped; they are "
@@ -153,12 +132,7 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_no
 
 
 def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
-    """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
-
-    Raises:
-        RuntimeError: if gradients are not reduced yet.
-        ValueError: for a negative value.
-    """
+    """Clamp every element of the gradients, which must be reduced, to ``[-clip_value, clip_value]``."""
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
     reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
@@ -167,11 +141,7 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
 
 
 def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
-    """Have the gradients of shards where their parameters are.
-
-    Raises:
-        RuntimeError: if gradients are not reduced yet.
-    """
+    """Have the gradients of shards where their parameters are; raise RuntimeError if they are not reduced yet."""
     for handle in handles:
         handle.storage.check(handle.name)
         if handle.orig_params is not None:

@@ -31,11 +31,7 @@ class Ignored:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
-        """Return what the arguments of a front door name.
-
-        Raises:
-            TypeError: if they are not modules, or not parameters.
-        """
+        """Return what the arguments of a front door name, which must be modules and parameters."""
         roots = _checked("ignored_modules", modules, nn.Module)
         inside = frozenset(inner for root in roots for inner in root.modules())
         named = _checked("ignored_parameters", parameters, nn.Parameter)
@@ -50,11 +46,7 @@ class Ignored:
         return Ignored(self.modules | other.modules, self.parameters | other.parameters)
 
     def check(self, sharded: Iterable[ParamInfo]) -> None:
-        """Raise ValueError if an inner unit has taken what is ignored now.
-
-        Args:
-            sharded: where inner units' parameters are used.
-        """
+        """Raise ValueError if an inner unit, whose parameters are used at `sharded`, has taken what is ignored now."""
         names = [name for name in map(taken_by, self.parameters) if name is not None]
         names += [
             f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
@@ -102,17 +94,13 @@ def collect(
     claimed: Collection[tuple[nn.Module, str]] = (),
     *,
     with_values: bool = True,
-    takes_extended: bool = False,
+    takes_all: bool = False,
 ) -> dict[nn.Parameter, Places]:
     """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
-    Args:
-        module: the root to look below.
-        ignored: what to leave out.
-        tied: if given, gets the parameters that another unit took and can share, with their places here.
-        claimed: places that inner units see to.
-        with_values: refuse parameters without values, those on the meta device.
-        takes_extended: take tensor subclasses with torch's all-gather extension.
+    Places that inner units see to (`claimed`) are left out. Parameters that another unit took and can share go to
+    `tied`, if that is given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather
+    extension are taken too.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
@@ -132,7 +120,7 @@ def collect(
                 continue
             if ignored is not None and ignored.has(submodule, param):
                 continue
-            _check(fqn, param, with_values, takes_extended)
+            _check(fqn, param, with_values, takes_all)
             kind = found
             if tied is not None and lender_of(param) is not None:
                 kind = tied
@@ -156,15 +144,15 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
             )
 
 
-def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_extended: bool) -> None:
-    if not param.is_floating_point() and not param.is_complex():
+def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:
+    if param.is_quantized or not (takes_all or param.is_floating_point() or param.is_complex()):
         raise TypeError(
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
             "buffer (register_buffer) if it is not trained."
         )
     check_placements(fqn, param)
     is_known = type(param) in _PLAIN or (is_dtensor(param) and not holds_extended(param))
-    if takes_extended and holds_extended(param):
+    if takes_all and holds_extended(param):
         check_extension(fqn, local_part(param))
         is_known = True
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
@@ -249,18 +237,8 @@ def group(
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
     """Group parameters that can share a flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
 
-    `DTensor`s share one only with others that are spread over the same ranks.
-
-    Args:
-        params: with the places where each is used.
-        kind: what tells uses apart.
-        key: what the user tells apart.
-
-    Returns:
-        Each group with its key, None without `key`.
-
-    Raises:
-        TypeError: if a key cannot be hashed.
+    `DTensor`s share one only with others that are spread over the same ranks. Uses are told apart by `kind`, and users
+    tell parameters apart by `key`, which each group is returned with.
     """
     groups: dict[Hashable, list[nn.Parameter]] = {}
     keys: dict[Hashable, Hashable] = {}
@@ -305,13 +283,9 @@ def text_of_key(key: Hashable) -> str:
 def take_over(
     params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str, lender: Any = None
 ) -> None:
-    """Remove the parameters from their modules; from now on the modules' attributes are ours.
+    """Remove parameters, in the order of the flat parameters that they became, from the modules of the `owner`.
 
-    Args:
-        params: in the order in which they lie in the flat parameters.
-        flat_params: what they have become.
-        owner: of which module they were.
-        lender: the unit that can share them with others.
+    From now on the modules' attributes are ours. The `lender` is a unit that can share them with others.
     """
     lent_by = None if lender is None else weakref.ref(lender)
     slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]

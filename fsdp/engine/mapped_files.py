@@ -74,15 +74,9 @@ class Region:
 
 
 class MappedFiles:
-    """Files for tensors in a folder of this process below `folder`, which must exist or be possible to make.
+    """Files for tensors in a folder of this process below `folder`, which is made if it is not there.
 
-    Args:
-        folder: on a disk with room for what is kept there.
-        keep: leave the files when the process ends. Otherwise they have no names from the beginning, so that they
-            vanish with the process whatever happens to it.
-
-    Raises:
-        ValueError: if the folder cannot be made or written to.
+    Files that are not to be kept have no names from the beginning: they vanish with the process whatever happens to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: bool) -> None:
@@ -110,11 +104,7 @@ class MappedFiles:
         return files_under, (self._below, self._keep)
 
     def allocate(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Tensor, Region]:
-        """A tensor ``[numel]`` of zeros, named after what it is for.
-
-        Raises:
-            RuntimeError: if the disk has no room for it.
-        """
+        """Return a tensor ``[numel]`` of zeros, named after what it is for; RuntimeError if the disk has no room."""
         nbytes = max(numel, 1) * dtype.itemsize
         if self._keep or nbytes >= _SHARED_FILE_BYTES // 4:
             mapping, path = self._map(_in_pages(nbytes), role)

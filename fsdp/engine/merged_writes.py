@@ -17,10 +17,9 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def merge_written(handle: FlatParamHandle) -> None:
-    """Collective. A forward has written to the parameters of a handle: store that in the shards.
+    """Collective. Store in the shards what a forward has written to the parameters of a handle.
 
-    Raises:
-        RuntimeError: on all ranks, if some made different values of one element.
+    All ranks raise RuntimeError if some made different values of one element.
     """
     unsharded, layout, comm, replicas = handle.unsharded, handle.layout, handle.comm, handle.replicas
     slots, parts = unsharded.written(), handle.local_shards
@@ -51,9 +50,7 @@ def merge_written(handle: FlatParamHandle) -> None:
 class Merged:
     """This rank's shards of parameters that every rank has a copy of, and may have written to.
 
-    Args:
-        before: the values that they had; None if nobody knows, so that all ranks must have written the same.
-        values: those that this rank made of them.
+    They had the values `before`; None if nobody knows, so that all ranks must have written the same.
     """
 
     def __init__(self, before: Sequence[Tensor] | None, values: Sequence[Tensor]) -> None:
@@ -62,14 +59,7 @@ class Merged:
         self._clashes = torch.zeros(len(values), dtype=torch.uint8, device=values[0].device)
 
     def exchange(self, comm: Communicator, parts: Sequence[Sequence[Tensor]], what: str, tag: int) -> None:
-        """Collective. Send every rank what is made of its shards, and add what others made of these.
-
-        Args:
-            comm: the ranks.
-            parts: for each of them, its shards.
-            what: what is sent, for messages.
-            tag: of a handle.
-        """
+        """Collective. Send every rank what is made of its shards (`parts`), and add what others made of these."""
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
         outgoing = {peer: [part.contiguous() for part in parts[peer] if part.numel()] for peer in peers}
         made = {peer: [torch.empty_like(value) for value in self.values] for peer in peers}

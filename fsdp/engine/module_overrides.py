@@ -27,13 +27,7 @@ Conversion = Callable[[Tensor], Tensor]
 
 
 def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
-    """Watch over the modules of a unit whose handles are complete.
-
-    Args:
-        unit: the unit.
-        lists_parts: what its modules list can be saved and loaded as it is, and gets memory by `to_empty`.
-        names_shards: its modules list a shard of each parameter under the parameter's name, and save it.
-    """
+    """Watch over the modules of a unit whose handles are complete; the rest is as in `shard_module.ParamForm`."""
     tied = {place.module for one in unit.wanted for place in one.places}
     # What units inside hold they save by themselves. Buffers may be cast.
     is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
@@ -109,12 +103,7 @@ class Conversions:
         return self._module
 
     def _check(self, fn: Conversion) -> None:
-        """Raise before anything is changed by what cannot be followed.
-
-        Raises:
-            RuntimeError: for a part of a unit, for summoned parameters, and in the middle of a forward or backward.
-            ValueError: for a dtype in which a unit cannot compute as it was asked to.
-        """
+        """Raise an error, before anything is changed, for what the shards cannot follow."""
         unit = self.unit
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")

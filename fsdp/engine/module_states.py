@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
-from fsdp.distributed.consensus import from_everyone, peers_answer
+from fsdp.distributed.consensus import from_everyone, peers_answer, sent_by_first
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
@@ -32,16 +32,8 @@ def take_states_of_first(
 
     A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
     What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
-
-    Args:
-        module: its buffers are sent, without those of inner units and of what is ignored.
-        found: the parameters to send, with their places; of `DTensor`s, the local parts.
-        ignored: what is left alone.
-        ranks: those that are to share it, and those that are to hold the same as this one.
-        device: where they communicate.
-
-    Returns:
-        `found`, with the parameters that are there now.
+    Of the parameters `found`, which are returned as they are now, `DTensor`s are sent by their local parts; of buffers,
+    those of inner units and of what is ignored are not sent.
 
     Raises:
         RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0
@@ -51,14 +43,13 @@ def take_states_of_first(
     tensors: list[tuple[str, Tensor]] = [(places[0].fqn, param) for param, places in found.items()]
     tensors += [(names[0], buffer) for buffer, names, _ in buffers]
     described = [f"{name}{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    # Across first, and then within: what the first rank of each group has, when it sends that, is rank 0's.
-    others = [comm for comm in reversed(ranks) if comm.world_size > 1]
+    has_others = any(comm.world_size > 1 for comm in ranks)
     waiting = [False] * len(tensors)
-    if others and peers_answer(ranks):
+    if has_others and peers_answer(ranks):
         agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
         waiting = _waiting(tensors, ranks)
     count = len(found)
-    if others:
+    if has_others:
         found = {
             param if waits else _with_memory(param, places, device): places
             for (param, places), waits in zip(found.items(), waiting, strict=False)
@@ -71,9 +62,11 @@ def take_states_of_first(
     every = [*found, *(entries[0][0][entries[0][1]] for _, _, entries in buffers)]
     sent = [tensor for tensor, waits in zip(every, waiting, strict=True) if not waits]
     with torch.no_grad():
-        for comm in others:
-            for tensor in sent:
-                _send(comm, local_part(tensor).detach(), device)
+        for tensor in sent if has_others else ():
+            local = local_part(tensor).detach()
+            values = sent_by_first(ranks, local.to(device).contiguous())
+            if values.data_ptr() != local.data_ptr():
+                local.copy_(values)
     return found
 
 
@@ -109,19 +102,3 @@ def _buffers(module: nn.Module, ignored: Ignored) -> list[tuple[Tensor, list[str
                 known_as.append(f"{names[inner]}.{name}".lstrip("."))
                 entries.append((inner._buffers, name))
     return list(found.values())
-
-
-def _send(comm: Communicator, tensor: Tensor, device: torch.device) -> None:
-    """Overwrite a tensor with that of rank 0: as bytes, since no backend has all dtypes."""
-    if not tensor.numel():
-        return
-    in_place = tensor.device == device and tensor.is_contiguous()
-    if in_place:
-        sent = tensor
-    elif comm.rank == 0:
-        sent = tensor.to(device).contiguous()
-    else:
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    comm.broadcast(sent.view(-1).view(torch.uint8)).wait()
-    if not in_place and comm.rank != 0:
-        tensor.copy_(sent)

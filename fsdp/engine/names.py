@@ -41,12 +41,7 @@ def plain_name(name: str) -> str:
 
 
 def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
-    """Return the prefix of all names that is not the model's, such as ``module.``; empty if there is none.
-
-    Args:
-        names: of a state that is to be loaded.
-        is_own: whether a name of the model's begins with a part.
-    """
+    """Return the prefix that all names of a state have and none of the model (`is_own`), as ``module.``; or nothing."""
     split = [clean_name(name).split(".") for name in names]
     first = split[0] if split else []
     foreign = list(takewhile(lambda part: not is_own(part), first))

@@ -26,11 +26,7 @@ from fsdp.engine.orig_params import LocalShard
 
 
 class ShardStorage:
-    """The compute device: nothing is moved.
-
-    Args:
-        device: where the unit computes.
-    """
+    """The compute device: nothing is moved."""
 
     flat_parameter: type[FlatParameter] = FlatParameter
     local_shard: type[LocalShard] = LocalShard
@@ -79,12 +75,7 @@ class ShardStorage:
 
 
 class HostStorage(ShardStorage):
-    """Host memory for shards, for gradients, or for both; pinned where there is an accelerator to copy to.
-
-    Args:
-        device: where the unit computes.
-        params, grads: which of the two live on the host.
-    """
+    """Host memory for shards, for gradients, or for both; pinned where there is an accelerator to copy to."""
 
     def __init__(self, device: torch.device, params: bool, grads: bool) -> None:
         super().__init__(device)
@@ -156,12 +147,7 @@ _LIKENESSES: dict[Any, Callable[[Tensor, Any, Any], Tensor]] = {
 
 
 class DiskStorage(ShardStorage):
-    """Files on disk for the shard, its gradient and optimizer state, mapped into memory.
-
-    Args:
-        device: where the unit computes.
-        files: where they are made.
-    """
+    """Files on disk for the shard, its gradient and optimizer state, mapped into memory."""
 
     flat_parameter = DiskFlatParameter
     local_shard = DiskLocalShard
@@ -255,11 +241,7 @@ class Offload:
         move_params_to_cpu: bool,
         move_grads_to_cpu: bool | None,
     ) -> Offload:
-        """The constructor's arguments.
-
-        Raises:
-            ValueError: for arguments that contradict each other, or without a folder for the disk.
-        """
+        """Resolve the constructor's arguments; ValueError for a contradiction, or the disk without a folder."""
         if offload not in (None, "cpu", "disk"):
             raise ValueError(f"offload must be None, 'cpu' or 'disk', got {offload!r}")
         if offload is not None and (move_params_to_cpu or move_grads_to_cpu is not None):
@@ -277,11 +259,7 @@ class Offload:
         return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
 
     def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
-        """Makes one storage for each flat parameter that is computed with on `device`.
-
-        Raises:
-            ValueError: if the folder cannot be used.
-        """
+        """Return what makes a storage for each flat parameter that is computed with on `device`."""
         if self.folder is not None:
             return partial(DiskStorage, device, files_under(self.folder, self.keep_files))
         if self.params or self.grads:

@@ -304,11 +304,7 @@ def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 def _without_signature(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a saved group without what says whose shards it is of, which is right; as it is while that is not known.
-
-    Raises:
-        RuntimeError: if it is of other shards than this rank's.
-    """
+    """Return a saved group without what says whose shards it is of: this rank's; as it is while that is not known."""
     signature, own = saved.get(SHARDS_OF), _shards_in(group) if SHARDS_OF in saved else []
     if not own:
         return saved

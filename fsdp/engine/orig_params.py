@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.flat_param import (
-    Attributes,
-    CountedParameter,
-    FlatParameter,
-    ParamInfo,
-    attributes_of,
-    give_attributes,
-)
+from fsdp.engine.counted_data import CountedParameter
+from fsdp.engine.flat_param import Attributes, FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 
@@ -82,14 +76,7 @@ class LocalShard(CountedParameter):
 
 
 class OrigParams:
-    """The local shards of the original parameters of one flat parameter, and their gradients.
-
-    Args:
-        flat_param: this rank's shard.
-        layout: what is where in it.
-        rank: this rank.
-        places: for each parameter, where it is used.
-    """
+    """The local shards of the original parameters of one flat parameter, and their gradients."""
 
     def __init__(
         self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
@@ -170,11 +157,7 @@ class OrigParams:
     def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of local shards, and follow what they froze.
 
-        Returns:
-            The numbers of the parameters of which it shows that they were written.
-
-        Raises:
-            RuntimeError: for another shape or dtype.
+        Return the numbers of the parameters of which it shows that they were written.
         """
         for slot in self._replaced():
             self._take_back(slot, self.params[slot])
@@ -235,11 +218,7 @@ class OrigParams:
         return self._flat(slot, grad)
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:
-        """Let the missing gradients say why they are missing.
-
-        Args:
-            filled: for each parameter, whether something is accumulated.
-        """
+        """Let missing gradients say why they are missing, of those parameters for which something is accumulated."""
         for slot, param in enumerate(self.params):
             if filled[slot] and param.grad is None:
                 param.grad = unreduced_gradient(param.fqn, param)  # type: ignore[attr-defined]  # both kinds have it

@@ -127,11 +127,7 @@ class Precision:
         buffer_dtype: torch.dtype | None,
         force_input_to_fp32: bool,
     ) -> Precision:
-        """Return the precision that FairScale's arguments ask for, with its defaults.
-
-        Raises:
-            ValueError: for flags that contradict each other.
-        """
+        """Return the precision that FairScale's arguments ask for, with its defaults; contradictions are errors."""
         check_dtype("compute_dtype", compute_dtype)
         check_dtype("buffer_dtype", buffer_dtype)
         if not mixed_precision:
@@ -167,11 +163,11 @@ class Precision:
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters of dtype `own` are unsharded."""
-        return own if self.compute is None or own.is_complex else self.compute
+        return own if self.compute is None or not own.is_floating_point else self.compute
 
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of such parameters are sent."""
-        return self.compute_dtype(own) if self.reduce is None or own.is_complex else self.reduce
+        return self.compute_dtype(own) if self.reduce is None or not own.is_floating_point else self.reduce
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
         """Raise ValueError for a parameter that cannot be trained like this."""
@@ -208,12 +204,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype
 
 
 class Buffers:
-    """The floating-point buffers of a unit: kept in `dtype` for computation, and shown as they were when asked for.
-
-    Args:
-        modules: whose buffers they are.
-        dtype: None leaves all as they are.
-    """
+    """The floating-point buffers of a unit: kept in `dtype` for computation, and shown as they were when asked for."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -295,11 +286,7 @@ def _would_be_cast(module: nn.Module, precision: Precision) -> bool:
 
 
 def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
-    """Have a module compute in its own dtype whatever comes in, and return what it does in the dtype that came in.
-
-    Returns:
-        What undoes this.
-    """
+    """Have a module compute in its own dtype whatever comes in, and return that in the dtype of what came in."""
     casts = _Casts(module)
     return [
         module.register_forward_pre_hook(casts.widen, with_kwargs=True),

@@ -80,19 +80,12 @@ def recover(model: nn.Module) -> bool:
 
 
 class _State(NamedTuple):
-    """The steps of a rank, as the ranks tell each other.
-
-    Attributes:
-        taken: so many.
-        backwards: so many have ended, the last of them before the next step.
-        can_step: it knows the optimizer to take a step with, which has not begun to write.
-        problem: why its weights are not those of the last step; empty if they are.
-    """
+    """The steps of a rank, as the ranks tell each other."""
 
     taken: int = 0
-    backwards: int = 0
-    can_step: bool = False
-    problem: str = ""
+    backwards: int = 0  # that have ended, the last of them before the next step
+    can_step: bool = False  # it knows the optimizer to take a step with, which has not begun to write
+    problem: str = ""  # why its weights are not those of the last step; empty if they are
 
 
 def _recover(root: Unit) -> bool:

@@ -19,18 +19,12 @@ class Chunk:
 
     Rows are its slices along `dim`. Those of a rank lie one behind the other in the order of the local tensor, which is
     contiguous.
-
-    Attributes:
-        shape: of the parameter; of a scalar, that of its only row.
-        dim: along which it is divided.
-        rows: of the chunk; those of the last ranks may be short, or empty.
-        offset: where it begins in a shard.
     """
 
-    shape: torch.Size
-    dim: int
-    rows: int
-    offset: int
+    shape: torch.Size  # of the parameter; of a scalar, that of its only row
+    dim: int  # along which it is divided
+    rows: int  # of the chunk; those of the last ranks may be short, or empty
+    offset: int  # where it begins in a shard
 
     @property
     def total(self) -> int:

@@ -15,22 +15,12 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's shard of one flat parameter, whose original parameters have left their modules.
-
-    Attributes:
-        flat_param: the shard.
-        places: for each original parameter, where it is used, first the place that names it.
-        listed_at: the modules, and the names there, that list the flat parameter itself.
-        new_orig_params: makes what modules list in its place: local shards of the original parameters.
-        post_forward_comm: the ranks that keep it unsharded between forward and backward; see `PostForwardShard`.
-        new_unsharded: makes its unsharded parameters, of the arguments of `UnshardedParameters`.
-        is_replicated: every rank has all of it.
-    """
+    """This rank's shard of one flat parameter, whose original parameters have left their modules."""
 
     flat_param: FlatParameter
-    places: Sequence[Sequence[ParamInfo]]
-    listed_at: Sequence[tuple[nn.Module, str]] = ()
-    new_orig_params: NewOrigParams | None = None
-    post_forward_comm: Communicator | None = None
-    new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
-    is_replicated: bool = False
+    places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it
+    listed_at: Sequence[tuple[nn.Module, str]] = ()  # the modules, and names there, that list the flat parameter itself
+    new_orig_params: NewOrigParams | None = None  # makes what modules list in its place: local shards of the originals
+    post_forward_comm: Communicator | None = None  # the ranks that keep it unsharded until backward: `PostForwardShard`
+    new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # makes its unsharded parameters
+    is_replicated: bool = False  # every rank has all of it

@@ -83,19 +83,7 @@ class ParamForm(Protocol):
 def shard_module(
     module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
 ) -> tuple[Unit, Group]:
-    """Make a module a unit.
-
-    Args:
-        module: the module.
-        options: of the unit.
-        groups: the ranks that shard and replicate it.
-        reduce_over: the process group for gradients, or its name.
-        ignored: what in the module is left alone.
-        form: what its parameters become.
-
-    Returns:
-        The unit, and the group that it reduces gradients over.
-    """
+    """Make a module a unit, whose parameters get this form; return it, and the group that it reduces gradients over."""
     refuse_shared_modules(module)
     inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
     ignored.check([place for unit in inner for place in unit.places()])
@@ -132,7 +120,7 @@ def _shard_params(
         tied if form.takes_tied else None,
         claimed_in(module),
         with_values=False,
-        takes_extended=form.lists_parts,
+        takes_all=form.lists_parts,
     )
     form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
@@ -213,13 +201,7 @@ def _make_unit(
 
 
 def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) -> None:
-    """Raise an error for what `FullyShardedDataParallel` cannot wrap.
-
-    Args:
-        module: what was given.
-        ignored: what in it is left alone.
-        fully_sharded: the class of modules that `fully_shard` was called on.
-    """
+    """Raise an error for what `FullyShardedDataParallel` cannot wrap, as what `fully_shard` gave its class."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
     if (unit := unit_of(module)) is not None and not unit.holds_nothing:
@@ -247,12 +229,8 @@ class WrapperForm:
     """The forms of `FullyShardedDataParallel`.
 
     Modules list flat parameters, or with ``use_orig_params`` this rank's shard of each original parameter; with
-    ``flatten_parameters=False`` each parameter is a flat parameter of its own, under its own name.
-
-    Args:
-        holder: the wrapper inside of the wrapper, which lists flat parameters besides the module.
-        options: of the unit.
-        group_by: tells apart what is not to share a flat parameter.
+    ``flatten_parameters=False`` each parameter is a flat parameter of its own, under its own name. Flat parameters are
+    listed by the wrapper inside of the wrapper (`holder`), too.
     """
 
     lists_parts = brings_inputs = False

@@ -5,7 +5,6 @@ Users give them as a group, a pair of groups, a mesh, or a strategy.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -26,9 +25,8 @@ from fsdp.distributed.communicator import (
     ranks_of,
     reduce_group,
 )
-from fsdp.distributed.consensus import agree_on
-
-_HOST = torch.device("cpu")
+from fsdp.distributed.consensus import agree_on, from_everyone
+from fsdp.distributed.devices import HOST
 
 
 class ShardingStrategy(Enum):
@@ -57,11 +55,7 @@ class ShardingStrategy(Enum):
 
     @classmethod
     def of(cls, given: Any) -> ShardingStrategy | None:
-        """Return the strategy that a user gave.
-
-        Raises:
-            TypeError: if it is no strategy of ours or of torch's.
-        """
+        """Return the strategy that a user gave, which may be torch's."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, Enum) and given.name in cls.__members__:
@@ -72,12 +66,7 @@ class ShardingStrategy(Enum):
 
 
 def reshards_after_forward(given: Any, asked: bool) -> bool:
-    """Return what `reshard_after_forward` is under a strategy.
-
-    Raises:
-        TypeError: see `ShardingStrategy.of`.
-        ValueError: if the two contradict each other.
-    """
+    """Return what `reshard_after_forward` is under a strategy; ValueError if the two contradict each other."""
     strategy = ShardingStrategy.of(given)
     if strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2):
         return False
@@ -98,11 +87,7 @@ class ProcessGroupName(str, Enum):
 
 
 def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Group:
-    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`.
-
-    Raises:
-        TypeError: if it is neither a group nor the name of one.
-    """
+    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`."""
     if given in (None, ProcessGroupName.reduce_scatter):
         return reduce_group(group, device)
     if given == ProcessGroupName.default:
@@ -131,19 +116,12 @@ class LoneGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of one wrapper.
+    """The ranks of one wrapper."""
 
-    Attributes:
-        shard: those that share its parameters.
-        replicate: those that hold the same shards; None without replicas.
-        strategy: what was asked for, or what the rest amounts to.
-        ranks: the numbers of all of them; empty where torch does not know them.
-    """
-
-    shard: Group
-    replicate: Group | None
-    strategy: ShardingStrategy
-    ranks: frozenset[int]
+    shard: Group  # those that share its parameters
+    replicate: Group | None  # those that hold the same shards; None without replicas
+    strategy: ShardingStrategy  # that was asked for, or that the rest amounts to
+    ranks: frozenset[int]  # the numbers of all of them; empty where torch does not know them
 
     @property
     def replicas(self) -> int:
@@ -157,12 +135,9 @@ class Groups:
 
     @classmethod
     def resolve(cls, given: Any, strategy: Any = None, reshards: bool = True) -> Groups:
-        """Return the groups that were asked for. Collective over the ranks if two are given, or are to be made.
+        """Return the groups that `process_group` and `sharding_strategy` ask for.
 
-        Args:
-            given: `process_group`.
-            strategy: `sharding_strategy`, or None.
-            reshards: whether parameters are resharded after forward.
+        Collective over the ranks if two are given, or are to be made.
 
         Raises:
             RuntimeError: without `torch.distributed`; if ranks disagree about what a machine is.
@@ -238,21 +213,14 @@ _groups_apart: dict[Any, Group] = made_once_for_groups()
 
 @during("FullyShardedDataParallel() or fully_shard()")
 def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
-    """Collective the first time. Return the ranks of the rectangle that two groups of this rank are sides of.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Collective the first time. Return the ranks of the rectangle that two groups of this rank must be sides of."""
     key = (shard, replicate)
     if key not in _checked:
         rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
-        over_shard, over_replicas = communicator(shard, _HOST), communicator(replicate, _HOST)
+        over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
         if over_shard.peers_answer and over_replicas.peers_answer:
             # Everybody asks before anybody raises an error.
-            rows = [json.loads(row) for row in over_replicas.all_gather_bytes(json.dumps(list(rows[0])).encode())]
-            columns = [
-                json.loads(column) for column in over_shard.all_gather_bytes(json.dumps(list(columns[0])).encode())
-            ]
+            rows, columns = from_everyone([over_replicas], rows[0]), from_everyone([over_shard], columns[0])
             _check_rectangle(rows, columns, shard, replicate)
         _checked[key] = frozenset(rank for side in (*rows, *columns) for rank in side)
     return _checked[key]
@@ -283,7 +251,7 @@ def _by_machine(group: Group) -> tuple[Group, Group | None]:
     given = os.environ.get("LOCAL_WORLD_SIZE", "missing")
     local = int(given) if given.isdecimal() else 0
     if (group, local) not in _made:
-        agree_on([communicator(group, _HOST)], "values of LOCAL_WORLD_SIZE", given)
+        agree_on([communicator(group, HOST)], "values of LOCAL_WORLD_SIZE", given)
         _made[group, local] = _split(group, local, given)
     return _made[group, local]
 
@@ -308,10 +276,9 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
 
 
 def post_forward_group(group: Group, size: int) -> Group | None:
-    """Collective the first time. Of this rank and the ones beside it in a group, so many together; None for one or all.
+    """Collective the first time. Return a group of this rank and ones beside it, so many together; None for one or all.
 
-    Raises:
-        ValueError: if the group cannot be split like this.
+    Their number must divide that of the ranks.
     """
     ranks = list(ranks_of(group))
     if size < 1 or len(ranks) % size:
@@ -341,7 +308,7 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
         made = [dist.new_group(list(part)) for part in parts]
         return next(each for each, part in zip(made, parts, strict=True) if mine in part)
     agree_on(
-        [communicator(group, _HOST)],
+        [communicator(group, HOST)],
         "numbers of process groups, which torch names new ones by",
         str(number_of_groups()),
     )

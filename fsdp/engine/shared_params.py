@@ -100,11 +100,8 @@ def _check(unit: Unit, asked: Wanted) -> None:
 def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     """Give an original parameter that `owner` took with others a flat parameter of its own. Not collective.
 
-    Under `fully_shard` a module may be tied to one that was sharded before it. What they share has to be a handle by
-    itself, which the unit around both can run.
-
-    Raises:
-        RuntimeError: if the owner was used already.
+    Under `fully_shard` a module may be tied to one that was sharded before it, and not used yet. What they share has to
+    be a handle by itself, which the unit around both can run.
     """
     taken = taken_over(param)
     shard = None if taken is None or taken.flat_param is None else taken.flat_param()
@@ -160,13 +157,8 @@ def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Pa
 def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_inside: bool) -> None:
     """Have each shared parameter run by the lowest unit around all its uses.
 
-    Args:
-        root: the outermost unit at hand.
-        named_units: those in it, outer before inner.
-        all_inside: whether all units that share a parameter must lie in the tree; otherwise such a one stays.
-
-    Raises:
-        RuntimeError: for a tied parameter that is not shared yet, and as `all_inside` says.
+    Units come outer before inner. All that share a parameter must lie in the tree (`all_inside`); otherwise such a one
+    stays. A tied parameter that is not shared yet is a RuntimeError.
     """
     _refuse_wanted(named_units)
     units = [unit for _, unit in named_units]
@@ -185,11 +177,7 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
 
 
 def _move(one: Share, unit: Unit) -> None:
-    """Have another unit run a shared handle, while none of them computes.
-
-    Raises:
-        RuntimeError: if that one works with other ranks, or elsewhere.
-    """
+    """Have another unit run a shared handle, while none of them computes; it must work with the same ranks there."""
     before = one.holder
     if unit is before:
         return

@@ -5,7 +5,6 @@ A unit has at most one of each kind. How a state dict is taken or loaded is deci
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,19 +17,12 @@ from fsdp.engine.unit import Unit, serving, units_in
 
 @dataclass(frozen=True)
 class Saving:
-    """A state dict is being taken.
+    """A state dict is being taken."""
 
-    Args:
-        ranks: that hold a part of the outermost unit.
-        dtype: of floating-point parameters; None leaves them in their own.
-        device: where tensors should be; None leaves them where they are computed with.
-        rank0_only: only the first of the ranks is to have it.
-    """
-
-    ranks: Ranks
-    dtype: torch.dtype | None
-    device: torch.device | None
-    rank0_only: bool
+    ranks: Ranks  # that hold a part of the outermost unit
+    dtype: torch.dtype | None  # of floating-point parameters; None leaves them in their own
+    device: torch.device | None  # of tensors; None leaves them where they are computed with
+    rank0_only: bool  # only the first of the ranks is to have it
 
     @property
     def is_here(self) -> bool:
@@ -64,15 +56,10 @@ class Converting:
 
 @dataclass(frozen=True)
 class LoadPass:
-    """A state dict is being loaded.
+    """A state dict is being loaded."""
 
-    Args:
-        read: units whose values may be read by it; None if it only copies.
-        source: the first rank, if only that one has the values.
-    """
-
-    read: frozenset[Unit] | None = None
-    source: FirstRank | None = None
+    read: frozenset[Unit] | None = None  # units whose values may be read by it; None if it only copies
+    source: FirstRank | None = None  # the first rank, if only that one has the values
 
     def source_of(self, unit: Unit) -> FirstRank | None:
         """Return the rank that alone has the values of a unit's parameters; None if every rank has them."""
@@ -81,19 +68,12 @@ class LoadPass:
 
 @dataclass(frozen=True)
 class Summoning:
-    """Parameters are summoned.
+    """Parameters are summoned."""
 
-    Args:
-        keeps_changes: they are sharded again with what was changed.
-        with_grads: unsharded gradients are shown.
-        rank0_only: only the first rank has them.
-        on_host: they are in host memory.
-    """
-
-    keeps_changes: bool
-    with_grads: bool
-    rank0_only: bool
-    on_host: bool
+    keeps_changes: bool  # they are sharded again with what was changed
+    with_grads: bool  # unsharded gradients are shown
+    rank0_only: bool  # only the first rank has them
+    on_host: bool  # they are in host memory
 
     def require_shown_by(self, other: Summoning | None, unit: Unit) -> None:
         """Raise RuntimeError if what is asked for is not what is there, where a unit is summoned already."""
@@ -133,13 +113,13 @@ class FirstRank:
         """Return whether a unit's parameters are shared by just these ranks."""
         return tuple(self.ranks) == unit.everyone
 
-    def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> list[list[int]]:
+    def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> Sequence[Sequence[int]]:
         """Collective. Return what the first rank has changed.
 
         Raises:
             RuntimeError: on every rank, if one has a problem, naming it.
         """
-        heard = [json.loads(other) for other in from_everyone(self.ranks, json.dumps([changed, problem]).encode())]
+        heard = from_everyone(self.ranks, (changed, problem))
         for rank, (_, text) in enumerate(heard):
             if text:
                 self.is_over = True

@@ -187,13 +187,7 @@ def _check_before(owner: Any, name: str) -> None:
 
 
 class Models:
-    """The sharded models that given parameters are of.
-
-    Args:
-        params: of these models, and perhaps others.
-        function: which was given them.
-        handles: by the ids of flat parameters, with their models.
-    """
+    """The sharded models that parameters are of which a function was given; `handles` are by ids of flat parameters."""
 
     def __init__(
         self, params: Sequence[Any], function: str, handles: Mapping[int, tuple[Runtime, FlatParamHandle]]
@@ -205,20 +199,16 @@ class Models:
         self.whole = self._whole({id(param) for param in params})
 
     def _whole(self, given: set[int]) -> Runtime | None:
-        """The only model, if what was given are all of its parameters that are trained, and no others."""
+        """The only model, if all of its parameters that are trained or have gradients were given, and no others."""
         if len(self._runtimes) != 1:
             return None
         runtime = self._runtimes[0]
         own = [*_parameters(runtime), *unsharded_parameters(runtime.root)]
-        needed = {id(param) for param in own if param.requires_grad}
+        needed = {id(param) for param in own if param.requires_grad or param.grad is not None}
         return runtime if needed <= given <= {id(param) for param in own} else None
 
     def prepare(self) -> None:
-        """Have gradients where their parameters are.
-
-        Raises:
-            RuntimeError: inside a forward or backward, inside `fsdp.join`, or if gradients are not reduced yet.
-        """
+        """Have gradients where their parameters are, and raise RuntimeError where that cannot be."""
         for runtime in self._runtimes:
             if runtime.participation.is_joining:
                 raise RuntimeError(
@@ -259,16 +249,9 @@ class Models:
 def _models_of(
     params: Sequence[Any], function: str, *, of_values: bool = False, dtensors: bool = False
 ) -> Models | None:
-    """The sharded models that parameters are of; None if this rank has all that there is to know.
+    """Return the sharded models that parameters are of, which must have been used; None if torch knows all of them.
 
-    Args:
-        params: to look at.
-        function: which was given them.
-        of_values: for parameters without gradients, too.
-        dtensors: count those among what torch does not know.
-
-    Raises:
-        RuntimeError: for a model that was not used yet.
+    With `of_values`, parameters without gradients count as well; with `dtensors`, those that torch sees to.
     """
     shards = [param for param in params if _is_shard(param) and (dtensors or not is_dtensor(param))]
     if not shards:

@@ -16,7 +16,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     What a nest holds besides is left as it is; containers in which nothing changed are returned themselves, so
     that types that cannot be rebuilt are only a problem where something inside must be replaced.
     """
-    return _mapped(function, tree)[0]
+    return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree)[0]  # nearly always a tensor
 
 
 def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]:

@@ -20,7 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
-from fsdp.engine.flat_param import Attributes, CountedParameter, ParamInfo, give_attributes
+from fsdp.engine.counted_data import counted, version_of_dtensor
+from fsdp.engine.flat_param import Attributes, ParamInfo, give_attributes
 from fsdp.engine.layout import Layout
 from fsdp.engine.leaf_copies import copy_as
 from fsdp.engine.placeholder import Placeholder, sharded_message, sharded_weight, valueless_weight
@@ -101,6 +102,7 @@ class UnshardedParameters:
         self._freed = FreedLeaves(self.leaves)
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
         self._address_of = memory_at if any(parts) else Tensor.data_ptr
+        self._version_of = version_of_dtensor if any(parts) else operator.attrgetter("_version")
         self._numbers_placed = [number for number, view in enumerate(views) if self._lies_there(view)]
         self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
         self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
@@ -121,8 +123,7 @@ class UnshardedParameters:
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a leaf around the unsharded values of a parameter."""
         # What is written through its `.data` has to be found, but where that is the shard.
-        kind = nn.Parameter if self.is_shard or type(tensor) is not Tensor else CountedParameter
-        leaf = kind(tensor, requires_grad)
+        leaf = (nn.Parameter if self.is_shard else counted)(tensor, requires_grad)
         if requires_grad:
             # Weakly: the garbage collector does not see into these hooks, and would never free a model.
             leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
@@ -262,11 +263,11 @@ class UnshardedParameters:
     def rest(self) -> None:
         """Take what is written to the leaves from now on for new."""
         begin = self.full.data_ptr()
-        self._expected = [*[begin + offset for offset in self._offsets], *map(_version_of, self.leaves)]
+        self._expected = [*[begin + offset for offset in self._offsets], *map(self._version_of, self.leaves)]
 
     def _look(self) -> list[int]:
         """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
-        return [*map(self._address_of, self._leaves_placed), *map(_version_of, self.leaves)]
+        return [*map(self._address_of, self._leaves_placed), *map(self._version_of, self.leaves)]
 
     def written(self) -> list[int]:
         """The numbers of the leaves that were written since they are shown, or since `rest`."""
@@ -310,7 +311,7 @@ class UnshardedParameters:
         return found
 
 
-_needs_grad, _version_of = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_needs_grad = operator.attrgetter("requires_grad")
 
 
 def _leave_as_they_are() -> None:

@@ -51,11 +51,7 @@ class _Among:
 
 
 class Usage:
-    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last.
-
-    Attributes:
-        steps: what optimizers have made of the gradients.
-    """
+    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last."""
 
     def __init__(self, root: Unit) -> None:
         self.steps = Steps(root)
@@ -68,9 +64,7 @@ class Usage:
     def begin(self, handles: Sequence[FlatParamHandle], *, ranks_begin_together: bool) -> None:
         """Collective, inside of the backward that begins; the answers are awaited when they are needed.
 
-        Args:
-            handles: those of the root that the backward reduces.
-            ranks_begin_together: whether all ranks do. If not, nothing is known before the end.
+        The backward reduces these handles. Unless `ranks_begin_together`, nothing is known before the end.
         """
         self._differing, self._used, self._times, self._handles = set(), {}, {}, handles
         by_ranks: dict[tuple[Communicator, Communicator], list[FlatParamHandle]] = {}

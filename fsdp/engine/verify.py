@@ -136,8 +136,7 @@ def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
     """Collective. Make sure that all ranks have the same units, of which the same is to be said.
 
-    Raises:
-        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has.
+    The error names the first rank that differs from rank 0, the unit, and what each of the two has.
     """
     text = json.dumps(plan, default=str).encode()
     digests = from_everyone(ranks, hashlib.sha256(text).digest())
@@ -194,9 +193,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
 def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     """Collective. Return what is wrong if the ranks are to write different values; empty if nothing is.
 
-    Args:
-        ranks: that hold shards of the same parameters.
-        written: fingerprints by FQNs; those of which another rank has none are not compared.
+    Of the fingerprints, by FQNs, those of which another rank has none are not compared.
     """
     if not peers_answer(ranks):
         return ""

@@ -26,6 +26,7 @@ from weakref import WeakSet
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -34,12 +35,12 @@ from torchmetrics import Metric
 
 import fsdp
 from fsdp.lightning.checkpoint import Checkpoints
-from fsdp.lightning.precision import sharded
 
 AutoWrapPolicy = Callable[..., bool]
 # What refuses float32 inputs with 16-bit parameters there; on CUDA, autocast casts them.
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NOT_MIXED_ON_CPU = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_INSTANCE_NORMS, nn.Bilinear)
+_AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
@@ -144,11 +145,18 @@ class FullyShardedStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        return sharded(self._precision_plugin)
+        return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Any) -> None:
-        self._precision_plugin = None if precision_plugin is None else sharded(precision_plugin)
+        # Of torch's scaler the settings are taken: with it, each rank would decide alone whether to step.
+        scaler = precision_plugin.scaler if isinstance(precision_plugin, MixedPrecision) else None
+        if scaler is not None and not getattr(scaler, "agrees_over_ranks", False):
+            sharded = fsdp.ShardedGradScaler(device=precision_plugin.device, enabled=scaler.is_enabled())
+            if scaler.is_enabled():
+                sharded.load_state_dict(scaler.state_dict())
+            precision_plugin.scaler = sharded
+        self._precision_plugin = precision_plugin
 
     @property
     def is_distributed(self) -> bool:
@@ -272,13 +280,12 @@ class FullyShardedStrategy(DDPStrategy):
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of every wrapper."""
         arguments = {**self._options, "compute_device": self.root_device}
-        dtype = self.precision_plugin.compute_dtype
-        if dtype is None:
+        if not isinstance(self.precision_plugin, MixedPrecision):
             given = {"compute_dtype": self._compute_dtype, "fp32_reduce_scatter": self._fp32_reduce_scatter}
             return {name: value for name, value in given.items() if value is not None} | arguments
         # What a step is given is left alone: autocast casts it where it is multiplied, and targets keep their digits.
         policy = fsdp.MixedPrecision(
-            param_dtype=self._compute_dtype or dtype,
+            param_dtype=self._compute_dtype or _AUTOCAST_DTYPES[self.precision_plugin.precision],
             reduce_dtype=torch.float32 if self._fp32_reduce_scatter else None,
             cast_forward_inputs=False,
         )

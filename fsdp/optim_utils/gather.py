@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
-from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among, size_of
+from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
 from fsdp.optim_utils.full import copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
@@ -69,14 +70,8 @@ class Window:
 class OptimStream:
     """An `OptimStream` fetches an optimizer's unsharded state from all ranks, once. Making it is a collective.
 
-    Args:
-        model: the outermost wrapper.
-        optim: an optimizer of its parameters.
-        recipient: the number of the rank that wants it, among those of the root; None for all of them.
-
-    Attributes:
-        is_wanted: on this rank.
-        shared: what the ranks have of each parameter that has state.
+    It `is_wanted` by the rank of that number among those of the root (`recipient`), or by all. What the ranks have of
+    each parameter that has state is `shared`.
     """
 
     def __init__(self, model: nn.Module, optim: Any, recipient: int | None) -> None:
@@ -84,7 +79,7 @@ class OptimStream:
         root.require_idle("gather an optimizer state")
         ensure_agreed(root)
         everyone = root.everyone
-        size = everyone[0].world_size * everyone[1].world_size
+        size = size_of(everyone)
         if recipient is not None and not 0 <= recipient < size:
             raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
         self.is_wanted = recipient is None or number_among(everyone) == recipient
@@ -173,7 +168,7 @@ class OptimStream:
         def finish() -> tuple[Original, str, Tensor]:
             if pending is not None:
                 pending.wait()
-                if not self.is_wanted and one.device.type != "cpu":
+                if not self.is_wanted and not is_host(one.device):
                     comm.settle()  # what was copied only to be sent can go
             if not self.is_wanted:
                 return original, key, made

@@ -25,11 +25,7 @@ Place = tuple[OptimParam, Original]
 
 
 class Parameters:
-    """`Parameters` are all that an optimizer of a wrapped model may see.
-
-    Args:
-        wrapper: the outermost one.
-        root: its unit.
+    """`Parameters` are all that an optimizer of a wrapped model, by its outermost wrapper and unit, may see.
 
     Attributes:
         listed: the parameters that optimizers see, in the order of ``wrapper.parameters()``.

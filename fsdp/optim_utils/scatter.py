@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
+from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.managed_params import is_ours, taken_over
 from fsdp.engine.optimizer_hooks import state_of
@@ -170,7 +171,7 @@ def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[O
             state = full.states[one, original]
             return one.local_vector(original, state.pop(key) if is_consumed else state[key])
 
-        found[one] = _state(one, kinds, _shards_of(one, kinds, vector_of, torch.device("cpu")))
+        found[one] = _state(one, kinds, _shards_of(one, kinds, vector_of, HOST))
         if is_consumed:
             for original in one.originals:
                 full.states[one, original].clear()
@@ -362,7 +363,7 @@ def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None]) -> Cal
             pending.wait()
         if one.replicas.world_size > 1 and flat.numel():
             one.replicas.broadcast(flat.view(torch.uint8)).wait()
-        if outgoing and one.device.type != "cpu":
+        if outgoing and not is_host(one.device):
             comm.settle()  # what was brought to the device only to be sent can go
         if arriving is not made:
             made.copy_(arriving)

@@ -10,8 +10,6 @@ are loaded one after the other, and what was loaded before an error stays, as in
 from __future__ import annotations
 
 import functools
-import json
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -285,7 +283,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
     told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
     if peers_answer(unit.everyone):
-        told = [json.loads(other) for other in from_everyone(unit.everyone, json.dumps(told[0]).encode())]
+        told = from_everyone(unit.everyone, told[0])
     if all(flags[0] for flags in told):
         return None
     return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
@@ -317,13 +315,13 @@ def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any
     if source.is_here and not isinstance(state_dict, Mapping):
         error = TypeError(f"rank0_only=True: rank 0 has to pass a state dict, and passed a {type(state_dict).__name__}")
     agree_on_outcome([source.ranks], "load its state dict", error)
-    payload = b""
+    given: Any = None
     if source.is_here:
         tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
         described = {**state_dict, **{key: _without_values(tensor) for key, tensor in tensors.items()}}
         sent = tensors.keys() - _sharded_keys(source, wrapper)
-        payload = pickle.dumps((described, sent, getattr(state_dict, "_metadata", None)))
-    described, sent, metadata = pickle.loads(from_everyone(source.ranks, payload)[0])
+        given = described, sent, getattr(state_dict, "_metadata", None)
+    described, sent, metadata = from_everyone(source.ranks, given)[0]
     found = OrderedDict[str, Any](state_dict if source.is_here else described)
     for key in (key for key in found if key in sent):
         made = torch.empty_like(described[key], device=unit.device)
@@ -405,11 +403,17 @@ def _try(tensor: Tensor, value: Tensor) -> None:
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
+    with memory_to_load_into(units), buffers_in_own_precision(units):
+        yield
+
+
+@contextmanager
+def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
+    """Buffers are in the dtype in which they are saved, and not that of computation."""
+    for unit in units:
+        unit.buffers.widen()
     try:
-        with memory_to_load_into(units):
-            for unit in units:
-                unit.buffers.widen()
-            yield
+        yield
     finally:
         for unit in units:
             if not unit.in_full_precision:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.devices import default_generators
+from fsdp.distributed.devices import HOST, default_generators
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -195,7 +195,7 @@ def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
     devices = [unit.device for unit in units]
     devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
-    return devices[0] if devices else torch.device("cpu")
+    return devices[0] if devices else HOST
 
 
 def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:

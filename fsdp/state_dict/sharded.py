@@ -11,7 +11,6 @@ taken or loaded, so that names, order and hooks are those of `nn.Module`. Parame
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.consensus import agree_on, done_by_all, number_among
+from fsdp.distributed.consensus import agree_on, done_by_all, number_among, size_of
 from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
@@ -370,7 +369,7 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
         pairs = zip(units, shown, strict=True)
-        apart = [part._held for unit, parts in pairs if _is_apart(unit, root) for part in parts]
+        apart = [part._held for unit, parts in pairs if is_apart(unit, size_of(root.everyone)) for part in parts]
     copies: dict[Any, Tensor] = {}  # tied tensors stay tied
     for key, value in state.items():
         if isinstance(value, TensorPart):
@@ -384,12 +383,11 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     return state
 
 
-def _is_apart(unit: Unit, root: Unit) -> bool:
-    """Return True if other ranks of the root have other parameters under the names of this unit's."""
-    ours, everyones = (math.prod(comm.world_size for comm in each.everyone) for each in (unit, root))
+def is_apart(unit: Unit, most: int) -> bool:
+    """Return whether others of so many ranks have other parameters under the names of a unit's."""
     # Batch norms that each rank trains for itself are saved as buffers are: those of some rank.
     is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
-    return ours < everyones and not is_own_norm
+    return size_of(unit.everyone) < most and not is_own_norm
 
 
 def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any]) -> Any:

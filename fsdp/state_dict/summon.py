@@ -12,7 +12,6 @@ tell each other the outcome. Then each one stores its shards of the values, or n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first
+from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
@@ -42,9 +42,8 @@ _Shown = TypeVar("_Shown")
 class Exposure:
     """One unit's modules with ordinary parameters in the place of their sharded ones, until closed.
 
-    Args:
-        tensors: what is shown of each handle of `hidden_handles`; None leaves the modules as they are.
-        by_value: see also changes that no version counts, as those through ``.data``.
+    They show `tensors` for each handle; None leaves them as they are. With `by_value`, changes are seen that no version
+    counts, as those through ``.data``.
     """
 
     def __init__(
@@ -295,12 +294,12 @@ class _Summoned:
         self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
         handles = hidden_handles(unit)
         for handle in handles if form.on_host else ():
-            if any(handle.flat_param.parts) and handle.storage.device.type != "cpu":
+            if any(handle.flat_param.parts) and not is_host(handle.storage.device):
                 raise NotImplementedError(
                     f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
                     "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
                 )
-        device = torch.device("cpu") if form.on_host else None
+        device = HOST if form.on_host else None
         grads: dict[FlatParamHandle, list[Tensor | None]] = {}
         for handle in handles if form.with_grads else ():
             found = _full_gradients(handle)
@@ -372,8 +371,7 @@ class _Summoned:
         handles = self._exposure.handles
         changed = [(handles.index(handle), slot) for handle, slot in values]
         have = [[grad is not None for grad in grads[handle]] for handle in handles if self._form.with_grads]
-        told = from_everyone(self._unit.everyone, json.dumps([changed, have, problems]).encode())
-        changed, have, problems = json.loads(told[0])
+        changed, have, problems = from_everyone(self._unit.everyone, (changed, have, problems))[0]
         deal_changes(handles, changed, values)
         for handle, flags in zip(handles, have, strict=False):
             own = enumerate(grads[handle])

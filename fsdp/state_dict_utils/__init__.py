@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import Group, backend_names
+from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
 from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
 from fsdp.state_dict_utils.host_memory import require_pinning
@@ -62,7 +63,6 @@ from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
 from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
 
 _Result = TypeVar("_Result")
-_CPU = torch.device("cpu")
 _ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
 
 
@@ -106,9 +106,9 @@ def gather_state_dict(
     """
     home = None if device is None else torch.device(device)
     if cpu_offload:
-        if home not in (None, _CPU):
+        if home not in (None, HOST):
             raise ValueError(f"cpu_offload=True and device={str(home)!r} exclude each other: pass one of them")
-        home = _CPU
+        home = HOST
     gathering = Gathering(_group_of(pg), ranks_only)
 
     def check() -> None:
@@ -167,10 +167,10 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
         return emptied(state_dict)
 
     def on_cpu(path: Path, leaf: Any) -> Any:
-        return leaf.detach().to(_CPU, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        return leaf.detach().to(HOST, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
     result = mapped(on_cpu, state_dict)
-    for device in {leaf.device for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)} - {_CPU}:
+    for device in {leaf.device for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)} - {HOST}:
         torch.accelerator.current_stream(device).synchronize()
     return result
 
@@ -319,7 +319,7 @@ def broadcast_state_dict(
     if max_coalesced_bytes < 0:
         raise ValueError(f"max_coalesced_bytes is a number of bytes, got {max_coalesced_bytes}")
     device = torch.device(device)
-    home = _CPU if cpu_offload else device
+    home = HOST if cpu_offload else device
     comm = _ranks_of(pg, device)
     where = _place_in(comm)
     letter = b""  # the description of rank 0's tree, or what is wrong with it
@@ -379,7 +379,7 @@ def distribute_state_dict(
     Raises:
         CompanionMismatch, TypeError, ValueError: as `broadcast_state_dict`.
     """
-    home = _CPU if cpu_offload else torch.device(device)
+    home = HOST if cpu_offload else torch.device(device)
 
     def check() -> Any:
         _check_local(_description(full, type_check), local, strict, type_check)
@@ -502,11 +502,7 @@ def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
 class _Arrivals:
     """Collective. The unsharded tensors of rank 0's tree, in the order of the description.
 
-    Args:
-        device: where they travel.
-        described: the description of the tree.
-        full: the tree itself on rank 0; elsewhere not looked at.
-        budget: bytes that may travel in one message of several tensors; 0 sends each by itself.
+    Several travel in one message of at most `budget` bytes. The tree itself is looked at on rank 0 only.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, described: Any, full: Any, budget: int) -> None:

@@ -72,12 +72,7 @@ def float_of(bits: int) -> float:
 
 
 class Talk:
-    """Rounds of messages among all ranks of one root.
-
-    Args:
-        comms: communicators whose ranks multiply to all (those that shard, and those that replicate).
-        describe: text of a message, for errors.
-    """
+    """Rounds of messages among all ranks of one root, those that shard and those that replicate."""
 
     def __init__(self, comms: Sequence[Communicator], describe: Callable[[Message], str]) -> None:
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.peers_answer]

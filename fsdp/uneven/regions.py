@@ -236,8 +236,7 @@ def visits_of(runtime: Runtime) -> Visits:
 class Visits:
     """The regions of one root, and the visits that are not over: a `Participation` for ranks that do different things.
 
-    Args:
-        runtime: the root's. Calls that it has begun before have positions in front of all others.
+    Calls that the runtime has begun before have positions in front of all others.
     """
 
     def __init__(self, runtime: Runtime) -> None:

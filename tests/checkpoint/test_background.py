@@ -43,7 +43,7 @@ def held_back(gate: threading.Event) -> Any:
     return mock.patch(write_parts, write)
 
 
-@parametrize_pairs(world_size=[1, 2, 3], options=[{}, {"use_orig_params": True}, {"offload": "cpu"}])
+@parametrize_pairs(world_size=[1, 2], options=[{}, {"use_orig_params": True}, {"offload": "cpu"}])
 def test_what_is_saved_is_as_it_was_when_save_was_called(
     ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:

@@ -24,7 +24,7 @@ def test_without_strict_the_result_says_what_does_not_fit(ranks: RankPool, tmp_p
     state = other_values()
     del state["entry.bias"]
     save(tmp_path, state | {"more": torch.ones(1)})
-    ranks(3).run(_load_loosely, tmp_path)
+    ranks(2).run(_load_loosely, tmp_path)
 
 
 def _load_loosely(path: Path) -> None:
@@ -42,7 +42,7 @@ def test_one_error_names_all_that_does_not_fit_and_nothing_is_changed(
     state = other_values()
     del state["entry.bias"]
     save(tmp_path, state | {"more": torch.ones(1), "trunk.0.weight": torch.ones(7, 11)})
-    ranks(3).run(_refuse, tmp_path, strict)
+    ranks(2).run(_refuse, tmp_path, strict)
 
 
 def _refuse(path: Path, strict: bool) -> None:
@@ -117,7 +117,7 @@ def _load_different_files(path: Path) -> None:
 
 def test_a_rank_without_the_file_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(3).run(_load_missing_file, tmp_path)
+    ranks(2).run(_load_missing_file, tmp_path)
 
 
 def _load_missing_file(path: Path) -> None:
@@ -132,7 +132,7 @@ def _load_missing_file(path: Path) -> None:
 
 def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(3).run(_load_unreadable, tmp_path)
+    ranks(2).run(_load_unreadable, tmp_path)
 
 
 def _load_unreadable(path: Path) -> None:

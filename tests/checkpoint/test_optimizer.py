@@ -130,7 +130,7 @@ def _save_and_load_groups(folder: Path) -> None:
 
 
 def test_every_byte_is_written_and_read_once(ranks: RankPool, tmp_path: Path) -> None:
-    counts = ranks(3).run(_count, tmp_path)
+    counts = ranks(2).run(_count, tmp_path)
     total = 3 * sum(value.nbytes for value in nested_mlp().state_dict().values())
     assert sum(written for written, _ in counts) == sum(read for _, read in counts) == total
 
@@ -305,7 +305,7 @@ def _save_single_and_load_flat(folder: Path) -> None:
 
 
 def test_ranks_with_different_states_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_save_different_states, tmp_path)
+    ranks(2).run(_save_different_states, tmp_path)
 
 
 def _save_different_states(folder: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp.checkpoint.cli import main
 from fsdp.distributed.reports import Event, Kind, page, read_events
-from tests.helpers.paths import ROOT
 
 
 def write(folder: Path, *events: tuple[float, int, Kind, str]) -> list[str]:
@@ -65,18 +62,3 @@ def test_a_folder_without_reports_and_none_are_errors(tmp_path: Path, capsys: py
     assert main(["diagnose", str(tmp_path)]) == 1
     assert "there are no reports of ranks in it" in capsys.readouterr().err
     assert main(["diagnose", str(tmp_path / "nowhere")]) == 2
-
-
-def test_the_end_of_a_rank_is_in_the_folder_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FSDP_REPORTS", str(tmp_path / "reports"))
-    command = [sys.executable, "-m", "tests.helpers.ended_rank"]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT) for rank in range(2)]
-    assert [rank.wait(300) for rank in ranks] == [1, 1]
-    assert main(["diagnose", str(tmp_path / "reports")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("The first cause, on rank 1 (")
-    assert lines[1].startswith("  ended by ValueError: a bad batch (ended_rank.py:")
-    followed = "because of another rank, by: all-gather of root (Linear) in forward did not complete"
-    assert any(followed in line for line in lines)

@@ -1,4 +1,4 @@
-"""A short run of `tests.tools.soak`: exceptions, restarts and kills leave the weights of an undisturbed training."""
+"""A short soak (`tests.tools.soak`): exceptions, restarts and kills leave the weights of an undisturbed training."""
 
 from __future__ import annotations
 

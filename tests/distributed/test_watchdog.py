@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, set_watchdog
+from fsdp.checkpoint.cli import main
 from fsdp.distributed import messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.watchdog import Position, Report
@@ -205,7 +206,10 @@ def _be_killed() -> None:
     train(model)
 
 
-def test_why_a_rank_has_ended_is_in_the_error_of_the_others(tmp_path: Path) -> None:
+def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FSDP_REPORTS", str(tmp_path / "reports"))
     command = [sys.executable, "-m", "tests.helpers.ended_rank"]
     waiting, ended = (
         subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -213,9 +217,15 @@ def test_why_a_rank_has_ended_is_in_the_error_of_the_others(tmp_path: Path) -> N
     )
     _, errors = waiting.communicate(timeout=300)
     ended.communicate(timeout=300)
-    assert waiting.returncode == 1
+    assert (waiting.returncode, ended.returncode) == (1, 1)
     why = r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"
     assert re.search(gather_failed(why), errors)
+    assert main(["diagnose", str(tmp_path / "reports")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The first cause, on rank 1 (")
+    assert lines[1].startswith("  ended by ValueError: a bad batch (ended_rank.py:")
+    followed = "because of another rank, by: all-gather of root (Linear) in forward did not complete"
+    assert any(followed in line for line in lines)
 
 
 def test_nobody_is_answered_without_the_secret(ranks: RankPool) -> None:

@@ -42,7 +42,7 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 @parametrize_pairs(
     at_most=6,
     kind=[0, 1, 2, 3, 4],
-    world_size=[2, 3, 1, 4],
+    world_size=[2, 3, 1],
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
     options=OUTER,
@@ -59,7 +59,7 @@ def test_trains_as_the_tied_model_on_one_process(
     ranks(world_size).run(assert_trains_like_plain, *KINDS[kind], make_optimizer, options)
 
 
-@parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[3, 1, 2], options=OUTER)
+@parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[2, 1], options=OUTER)
 def test_gradients_are_accumulated_under_no_sync(
     ranks: RankPool, kind: int, world_size: int, options: dict[str, Any]
 ) -> None:

@@ -196,7 +196,7 @@ def test_a_unit_casts_its_own_buffers_only() -> None:
 # Shown and saved
 
 
-@parametrize_pairs(world_size=[1, 3], flags=[{"mixed_precision": policy(BRAIN)}, {"mixed_precision": True}])
+@parametrize_pairs(world_size=[1, 2], flags=[{"mixed_precision": policy(BRAIN)}, {"mixed_precision": True}])
 def test_what_is_shown_and_saved_has_the_own_dtype(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
     ranks(world_size).run(_show_and_save, flags)
 
@@ -288,7 +288,7 @@ def test_a_cast_of_the_module_leaves_the_dtype_that_a_policy_computes_buffers_in
 
 def test_buffers_are_not_averaged_over_ranks(ranks: RankPool) -> None:
     """As with running statistics: each rank's are of its own batches, and nothing is sent."""
-    ranks(3).run(_keep_ranks_apart)
+    ranks(2).run(_keep_ranks_apart)
 
 
 def _keep_ranks_apart() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp.distributed.dtensor import local_part
 from tests.helpers.ranks import RankPool
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,12 +35,22 @@ def by_data(params: Iterable[nn.Parameter]) -> None:
         param.data.mul_(2)
 
 
+def by_copying_data(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        param.data.copy_(2 * param.data)
+
+
 def through_an_alias(params: Iterable[nn.Parameter]) -> None:
-    for alias in [param.data.view(-1) for param in params]:
+    for alias in [param.data.view(param.shape) for param in params]:
         alias.mul_(2)
 
 
-WRITES = [counted, by_data, through_an_alias]
+def through_local_tensors(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        local_part(param.data).mul_(2)
+
+
+WRITES = [counted, by_data, by_copying_data, through_an_alias, through_local_tensors]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,8 +66,7 @@ def _write(kind: str) -> None:
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
     else:
         model = FullyShardedDataParallel(model, reshard_after_forward=False, **KINDS[kind])
-    writes = WRITES[:1] if kind == "rows" else WRITES  # what is written through a DTensor's .data leaves no trace
-    for write in writes:
+    for write in WRITES:
         for go in (_forward, _backward_without_reduction):
             go(model, inputs, kind)
             write(model.parameters())

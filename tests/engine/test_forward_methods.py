@@ -65,7 +65,7 @@ def model(wrap: Wrap) -> nn.Module:
     return made
 
 
-@parametrize_pairs(kind=list(KINDS), world_size=[1, 2, 3])
+@parametrize_pairs(kind=list(KINDS), world_size=[1, 2])
 def test_pain_point_13_training_through_methods_equals_the_plain_model(
     ranks: RankPool, world_size: int, kind: str
 ) -> None:
@@ -74,7 +74,7 @@ def test_pain_point_13_training_through_methods_equals_the_plain_model(
 
 def _train_through_methods(options: dict[str, Any]) -> None:
     twins = Twins.of(model, **options)
-    for number in range(4):
+    for number in range(2):
         twins.step(number, _step)
     twins.assert_close()
 

@@ -148,7 +148,7 @@ def brought(model: nn.Module) -> list[Tensor]:
 
 @apart
 def test_clipping_brings_and_clips_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_clip, options)
+    ranks(2).run(_clip, options)
 
 
 def _clip(options: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _clip(options: dict[str, Any]) -> None:
 
 @apart
 def test_a_step_of_the_optimizer_brings_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_step, options)
+    ranks(2).run(_step, options)
 
 
 def _step(options: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 # Equal to the unsharded model
 
 
-@parametrize_pairs(mode=[torch.no_grad, torch.inference_mode, nullcontext], world_size=[3, 1], options=OPTIONS)
+@parametrize_pairs(mode=[torch.no_grad, torch.inference_mode, nullcontext], world_size=[2, 1], options=OPTIONS)
 def test_evaluation_equals_the_unsharded_model_bit_for_bit(
     ranks: RankPool, world_size: int, mode: Callable[[], Any], options: dict[str, Any]
 ) -> None:
@@ -63,7 +63,7 @@ def _compare_evaluations(mode: Callable[[], Any], options: dict[str, Any]) -> No
     """Also between steps, when the forward before was in training and the order of units is known."""
     model, plain = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL, **options)), nested_mlp()
     optimizer = sgd_with_momentum(model.parameters())
-    for number in range(4):
+    for number in range(2):
         found = evaluate(model, batch(number), mode)
         assert found.dtype is SINGLE
         assert torch.equal(found, evaluate(plain, batch(number)))
@@ -119,7 +119,7 @@ def test_unless_asked_evaluation_is_as_training(options: dict[str, Any]) -> None
 # Forwards and backwards in both modes
 
 
-@parametrize_pairs(world_size=[3, 1], mode=[torch.no_grad, nullcontext], options=OPTIONS)
+@parametrize_pairs(world_size=[2, 1], mode=[torch.no_grad, nullcontext], options=OPTIONS)
 def test_an_evaluation_between_forward_and_backward_changes_no_gradient(
     ranks: RankPool, world_size: int, mode: Callable[[], Any], options: dict[str, Any]
 ) -> None:

@@ -71,7 +71,7 @@ def gradients(model: FullyShardedDataParallel) -> list[Tensor]:
 
 @parametrize_pairs(
     policy=[*POLICIES, True],
-    world_size=[2, 1, 3],
+    world_size=[2, 1],
     flatten_parameters=[True, False],
     accumulate=[1, 2],
     bucket_cap_mb=[25, 0],
@@ -118,7 +118,7 @@ def _look_at_gradients(dtype: torch.dtype) -> None:
 
 def test_updates_below_the_precision_of_the_computation_add_up(ranks: RankPool) -> None:
     """What the master is for: a bfloat16 weight of 1 would stay there for ever."""
-    ranks(3).run(_step_by_little)
+    ranks(2).run(_step_by_little)
 
 
 def _step_by_little() -> None:

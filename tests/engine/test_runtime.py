@@ -52,7 +52,7 @@ from tests.helpers.twins import (
 # Each kind with one form of parameters, and below with all.
 @pytest.mark.parametrize(("step", "options"), list(zip(STEPS, cycle(OPTIONS), strict=False)))
 def test_a_step_of_this_kind(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, nested_mlp, step, options=options)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, step, options=options)
 
 
 @every_option
@@ -123,7 +123,7 @@ def several_roots(wrap: Wrap) -> nn.Module:
 
 @pytest.mark.parametrize("step", [once, two_forwards_then_backwards, backward_twice])
 def test_units_without_a_common_root_train_side_by_side(ranks: RankPool, step: Step) -> None:
-    ranks(3).run(_train_several_roots, step)
+    ranks(2).run(_train_several_roots, step)
 
 
 def _train_several_roots(step: Step) -> None:
@@ -157,7 +157,7 @@ def in_both_modes(model: nn.Module, inputs: Tensor) -> None:
 @every_option
 def test_unused_parameters_get_no_gradient_or_zero(ranks: RankPool, options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=PartlyUsed)
-    for steps in ([once], [in_eval_mode], [once, in_eval_mode], [in_both_modes], [once, backward_twice]):
+    for steps in ([in_eval_mode, once, in_both_modes], [once, in_eval_mode, backward_twice]):
         ranks(2).run(assert_trains_like_plain, make, *steps, options=options)
 
 
@@ -171,33 +171,27 @@ def test_an_output_may_go_unused(ranks: RankPool) -> None:
     ranks(2).run(assert_trains_like_plain, nested_mlp, returns_no_gradient)
 
 
-@parametrize_pairs(backend=["eager", "aot_eager"], how=["in place", "as a module", "inside"])
-def test_compiled_units(ranks: RankPool, how: str, backend: str) -> None:
-    make = partial(compiled_toolbox, how=how, backend=backend)
-    ranks(2).run(_train_compiled, make)
+def test_two_forwards_of_compiled_units_then_backwards(ranks: RankPool) -> None:
+    ranks(2).run(_train_compiled)
 
 
-def _train_compiled(make: Callable[[Wrap], nn.Module]) -> None:
-    twins = Twins.of(make)
-    for number in range(4):
-        twins.step(number, (once, two_forwards_then_backwards)[number % 2])
+def _train_compiled() -> None:
+    twins = Twins.of(compiled_toolbox)
+    for number, step in enumerate([once, two_forwards_then_backwards]):
+        twins.step(number, step)
     assert_at_rest(twins.sharded)
     found = list(twins.sharded.state_dict().values())
     twins.share_plain()
     torch.testing.assert_close(found, list(twins.plain.state_dict().values()))
 
 
-def compiled_toolbox(wrap: Wrap, how: str, backend: str) -> nn.Module:
-    return toolbox(wrap, tool=tanh_layers if wrap is keep else partial(compiled_layers, how, backend))
+def compiled_toolbox(wrap: Wrap) -> nn.Module:
+    return toolbox(wrap, tool=tanh_layers if wrap is keep else compiled_layers)
 
 
-def compiled_layers(how: str, backend: str) -> nn.Module:
+def compiled_layers() -> nn.Module:
     layers = tanh_layers()
-    if how == "as a module":
-        return torch.compile(layers, backend=backend)
-    if how == "inside":
-        return nn.Sequential(torch.compile(layers, backend=backend))
-    layers.compile(backend=backend)
+    layers.compile(backend="aot_eager")
     return layers
 
 

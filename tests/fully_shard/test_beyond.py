@@ -54,7 +54,7 @@ class TiedUnits(nn.Module):
         return self.second(torch.tanh(self.first(inputs)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_tied_across_units_stays_tied(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(_train_tied)
 
@@ -86,7 +86,7 @@ class TwoDtypes(nn.Module):
 
 
 def test_one_unit_may_have_parameters_of_two_dtypes(ranks: RankPool) -> None:
-    ranks(3).run(_train_two_dtypes)
+    ranks(2).run(_train_two_dtypes)
 
 
 def _train_two_dtypes() -> None:
@@ -117,7 +117,7 @@ class Scaled(nn.Module):
         return self.inner(inputs) * self.scale
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_may_have_no_dimensions(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(assert_trains_as_plain, partial(seeded, Scaled))
 
@@ -141,7 +141,7 @@ class Transposed(nn.Module):
 
 
 def test_a_parameter_may_be_non_contiguous(ranks: RankPool) -> None:
-    ranks(3).run(assert_trains_as_plain, partial(seeded, Transposed))
+    ranks(2).run(assert_trains_as_plain, partial(seeded, Transposed))
 
 
 def test_a_non_contiguous_parameter_is_refused_by_torchs(ranks: RankPool) -> None:
@@ -157,7 +157,7 @@ def last_dim(param: nn.Parameter) -> Shard:
     return Shard(param.dim() - 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_parameter_may_be_cut_unevenly_along_another_dimension(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(assert_trains_as_plain, uneven, shard_placement_fn=last_dim)
 
@@ -193,7 +193,7 @@ def _cut_torchs() -> None:
 
 
 def test_load_state_dict_takes_whole_tensors(ranks: RankPool) -> None:
-    ranks(3).run(_load_whole)
+    ranks(2).run(_load_whole)
 
 
 def _load_whole() -> None:
@@ -213,7 +213,7 @@ def _load_whole_torchs() -> None:
 
 
 def test_deepcopy_gives_a_sharded_copy(ranks: RankPool) -> None:
-    ranks(3).run(_deepcopy)
+    ranks(2).run(_deepcopy)
 
 
 def _deepcopy() -> None:
@@ -342,7 +342,7 @@ def _seed_apart_torchs() -> None:
 
 
 def test_ranks_that_built_different_models_hear_of_it(ranks: RankPool) -> None:
-    ranks(3).run(_build_apart)
+    ranks(2).run(_build_apart)
 
 
 def _build_apart() -> None:

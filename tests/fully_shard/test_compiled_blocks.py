@@ -43,22 +43,22 @@ RECOMPUTING = {
 
 @torchs_own_deprecations
 @pytest.mark.parametrize(
-    ("shape", "kind", "recomputing", "backend"),
+    ("shape", "kind", "recomputing", "backend", "reshards"),
     [
-        ((2, 1), None, "wrapper", "aot_eager"),
-        ((2, 1), None, "call", "aot_eager"),
-        ((1, 2), "heads", "composable", "aot_eager"),
+        ((2, 1), None, "wrapper", "aot_eager", False),
+        ((2, 1), None, "call", "aot_eager", True),
+        ((1, 2), "heads", "composable", "aot_eager", True),
         # Where what is recomputed is inside of the graph, torch 2.13 itself compiles DTensors only so.
-        ((1, 2), "sequence", "ours", "eager"),
+        ((1, 2), "sequence", "ours", "eager", True),
     ],
 )
 def test_recomputed_and_compiled_blocks(
-    ranks: RankPool, shape: tuple[int, int], kind: str | None, recomputing: str, backend: str
+    ranks: RankPool, shape: tuple[int, int], kind: str | None, recomputing: str, backend: str, reshards: bool
 ) -> None:
-    ranks(shape[0] * shape[1], timeout=PATIENCE).run(_compare, shape, kind, recomputing, backend)
+    ranks(shape[0] * shape[1], timeout=PATIENCE).run(_compare, shape, kind, recomputing, backend, reshards)
 
 
-def _compare(shape: tuple[int, int], kind: str | None, recomputing: str, backend: str) -> None:
+def _compare(shape: tuple[int, int], kind: str | None, recomputing: str, backend: str, reshards: bool) -> None:
     mesh, counter = mesh_of(*shape), Counter(backend)
     make = partial(_as_torchtitan, mesh, kind, recomputing, counter)
     if kind is not None:
@@ -66,7 +66,8 @@ def _compare(shape: tuple[int, int], kind: str | None, recomputing: str, backend
     # What is compiled does not all run while a dispatch mode counts.
     how = {"accumulate": 2, "is_counted": False}
     plan = Plan(make_model=make, task=SENTENCES, mesh=mesh["dp"], **how)
-    assert_side_by_side(plan, tolerance=None if kind is None else ROUNDING, mesh=mesh["dp"])
+    options = {"mesh": mesh["dp"], "reshard_after_forward": reshards}
+    assert_side_by_side(plan, tolerance=None if kind is None else ROUNDING, **options)
     assert counter.sizes, "nothing was compiled"
 
 

@@ -35,9 +35,10 @@ class WithoutForward(nn.Module):
         self.inner = linear()
 
 
-def integers() -> nn.Module:
+def of_torch_quantisation() -> nn.Module:
     model = linear()
-    model.steps = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)  # type: ignore[assignment]
+    steps = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    model.steps = nn.Parameter(steps, requires_grad=False)  # type: ignore[assignment]
     return model
 
 
@@ -87,12 +88,12 @@ def number(param: Tensor) -> Any:
         (twice, ValueError, "sharded already: call fully_shard once"),
         (wrapped, ValueError, "FullyShardedDataParallel"),
         (with_wrapper_inside, ValueError, "Sequential has a FullyShardedDataParallel inside"),
-        (integers, TypeError, "steps.*int64"),
+        (of_torch_quantisation, TypeError, "steps.*qint8"),
         (of_dtensors, ValueError, r"weight is a DTensor .* no other dimension of the same mesh.*mesh=mesh\[\"dp\"\]"),
     ],
     ids=[
         "module_list", "module_dict", "parameter_list", "without_forward", "number", "empty", "list",
-        "twice", "wrapped", "wrapper_inside", "integers", "dtensors",
+        "twice", "wrapped", "wrapper_inside", "quantised", "dtensors",
     ],
 )  # fmt: skip
 def test_a_module_that_cannot_be_sharded(
@@ -112,8 +113,8 @@ def test_what_was_refused_is_left_as_it_was(ranks: RankPool) -> None:
 
 
 def _refuse_and_repair() -> None:
-    model: Any = integers()
-    with pytest.raises(TypeError, match=r"steps.*int64"):
+    model: Any = of_torch_quantisation()
+    with pytest.raises(TypeError, match=r"steps.*qint8"):
         fsdp.fully_shard(model)
     assert type(model) is nn.Linear
     assert type(model.weight) is nn.Parameter

@@ -73,7 +73,7 @@ def _call_class() -> None:
 
 
 def test_unshard_and_reshard(ranks: RankPool) -> None:
-    ranks(3).run(_unshard)
+    ranks(2).run(_unshard)
 
 
 def _unshard() -> None:
@@ -90,7 +90,7 @@ def _unshard() -> None:
 
 
 def test_unshard_without_waiting(ranks: RankPool) -> None:
-    ranks(3).run(_unshard_later)
+    ranks(2).run(_unshard_later)
 
 
 def _unshard_later() -> None:
@@ -385,7 +385,7 @@ def _profile() -> None:
 
 
 def test_between_steps_there_are_shards_and_nothing_else(ranks: RankPool) -> None:
-    ranks(3).run(_weigh)
+    ranks(2).run(_weigh)
 
 
 def live_bytes() -> int:

@@ -14,18 +14,15 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard
 
 import fsdp
-from tests.helpers.compile_backends import Counter, call_compile, torchs_own_deprecations
 from tests.helpers.dtensor_twins import (
     Plan,
     Uneven,
     adamw_at_once,
     assert_side_by_side,
-    assert_within,
     last_dim_if_even,
     mesh_of,
     ours,
     seeded,
-    train,
     uneven,
 )
 from tests.helpers.models import Block, Wrap, keep, tiny_transformer
@@ -209,7 +206,7 @@ def test_frozen_parameters_thawed_later(ranks: RankPool, frozen: tuple[str, ...]
 
 
 def _compare_frozen(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
-    compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=6, before_step=partial(_thaw, frozen))
+    compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=3, before_step=partial(_thaw, frozen))
 
 
 def _frozen_mlp(frozen: tuple[str, ...], wrap: Wrap) -> nn.Module:
@@ -226,47 +223,21 @@ def _frozen_mlp(frozen: tuple[str, ...], wrap: Wrap) -> nn.Module:
 
 
 def _thaw(frozen: tuple[str, ...], model: Any, step: int) -> None:
-    if step == 3:
+    if step == 1:
         for name in frozen:
             model.get_submodule(name).requires_grad_(True)
 
 
 def test_parameters_frozen_in_the_middle(ranks: RankPool) -> None:
-    ranks(3).run(compare, {"make_model": uneven}, {}, steps=6, before_step=_freeze)
+    ranks(2).run(compare, {"make_model": uneven}, {}, steps=3, before_step=_freeze)
 
 
 def _freeze(model: Any, step: int) -> None:
-    if step == 3:
+    if step == 1:
         model.trunk.requires_grad_(False)
 
 
-# Compiled blocks
-
-
-@torchs_own_deprecations
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_compiled_blocks(ranks: RankPool, reshard_after_forward: bool) -> None:
-    ranks(2).run(_compare_compiled, reshard_after_forward)
-
-
-def _compare_compiled(reshard_after_forward: bool) -> None:
-    plan = Plan(make_model=partial(_compiled, None), task=TOKENS)
-    expected = train(plan, ours(reshard_after_forward=reshard_after_forward))
-    counter = Counter()
-    plan = Plan(make_model=partial(_compiled, counter), task=TOKENS)
-    found = train(plan, ours(reshard_after_forward=reshard_after_forward))
-    assert counter.sizes
-    assert_within("losses", torch.tensor(found.losses), torch.tensor(expected.losses), IN_FLOAT)
-    for name, value in expected.weights.items():
-        assert_within(name, found.weights[name], value, IN_FLOAT)
-
-
-def _compiled(backend: Any, wrap: Wrap) -> nn.Module:
-    def compiled(module: nn.Module) -> nn.Module:
-        is_block = type(module).__name__ == "Block" and backend is not None
-        return wrap(call_compile(module, backend) if is_block else module)
-
-    return tiny_transformer(compiled)
+# Meshes of modules inside
 
 
 def test_parameters_of_modules_inside_may_be_on_another_mesh_as_with_torchs(ranks: RankPool) -> None:

@@ -159,7 +159,7 @@ def by_checkpoint(model: Any, folder: Path) -> None:
 
 
 @parametrize_pairs(
-    world_size=[1, 3],
+    world_size=[1, 2],
     start=[
         by_reset,
         by_materialize,
@@ -200,7 +200,7 @@ def _materialized() -> dict[str, Tensor]:
 
 
 @parametrize_pairs(
-    world_size=[1, 3],
+    world_size=[1, 2],
     options=[{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}],
 )
 def test_a_deep_copy_is_independent(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:

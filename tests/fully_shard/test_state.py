@@ -69,7 +69,7 @@ def assert_goes_on_alike(one: tuple[Any, Any], other: tuple[Any, Any], tolerance
 
 
 def test_state_dicts_have_plain_names_and_dtensors(ranks: RankPool) -> None:
-    ranks(3).run(_look_at_state)
+    ranks(2).run(_look_at_state)
 
 
 def _look_at_state() -> None:
@@ -85,7 +85,7 @@ def _look_at_state() -> None:
     assert_same_state(wholes(model), expected)
 
 
-@parametrize_pairs(world_size=[1, 3], assign=[False, True], form=["dtensors", "whole", "whole_float64"])
+@parametrize_pairs(world_size=[1, 2], assign=[False, True], form=["dtensors", "whole", "whole_float64"])
 def test_loading_a_state_dict(ranks: RankPool, form: str, assign: bool, world_size: int) -> None:
     if form == "whole_float64" and assign:
         pytest.skip("a parameter that is assigned has the dtype of the value")
@@ -279,7 +279,7 @@ def _load_saved(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
     assert_states_within(wholes(model), expected, 1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_safetensors_files(ranks: RankPool, world_size: int, tmp_path: Path) -> None:
     files = pytest.importorskip("safetensors.torch")
     files.save_file(conv_net().state_dict(), tmp_path / "model.safetensors")

@@ -40,7 +40,7 @@ from tests.helpers.twins import batch, score
 @parametrize_pairs(
     used=["unused", "after a forward", "with accumulated gradients"],
     options=[FLAT, ORIGINAL, UNFLATTENED],
-    world_size=[1, 3],
+    world_size=[1, 2],
 )
 def test_a_copy_costs_its_shards_to_the_byte(
     ranks: RankPool, world_size: int, options: dict[str, Any], used: str
@@ -110,7 +110,7 @@ def _distill(options: dict[str, Any]) -> None:
     optimizers = sgd_with_momentum(students[0].parameters()), sgd_with_momentum(students[1].parameters())
     student = Twins(students[0], students[1], optimizers)
     world = dist.get_world_size()
-    for number in range(4):
+    for number in range(2):
         _loss(student.sharded, teachers[0], batch(number, dist.get_rank())).backward()
         for rank in range(world):
             (_loss(student.plain, teachers[1], batch(number, rank)) / world).backward()
@@ -125,7 +125,7 @@ def _loss(student: nn.Module, teacher: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def test_one_backward_goes_through_both(ranks: RankPool) -> None:
-    ranks(3).run(_train_both)
+    ranks(2).run(_train_both)
 
 
 def _train_both() -> None:

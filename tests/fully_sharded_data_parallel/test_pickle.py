@@ -69,7 +69,7 @@ def connected_through_torch(item: Any) -> Any:
 
 @parametrize_pairs(
     at_most=5,
-    world_size=[2, 3, 4, 1],
+    world_size=[2, 3, 1],
     travel=[through_pickle, connected_through_torch],
     make_optimizer=[sgd_with_momentum, adamw],
     options=[FLAT, ORIGINAL, UNFLATTENED],
@@ -97,7 +97,7 @@ def _go_on(make: Callable[[Wrap], nn.Module], make_optimizer: MakeOptimizer, opt
     second.assert_close()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_each_rank_goes_on_from_its_file(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     """The model and its optimizer in one file per rank; another run reads them."""
     there = ranks(world_size).run(_save, tmp_path)
@@ -328,7 +328,7 @@ def _assign_none() -> None:
 
 
 def test_a_live_model_changes_over_to_another_group_between_steps(ranks: RankPool) -> None:
-    ranks(3).run(_change_over)
+    ranks(2).run(_change_over)
 
 
 def _change_over() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import UserList
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -55,11 +57,22 @@ def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) ->
 
     Without `at_most` there are a third as many rows as every pair would take, or what every value takes.
     """
-    if at_most is None:
-        at_most = max(*map(len, values.values()), len(every_pair(**values)) // 3)
-    rows = every_pair(at_most=at_most, **values)
-    shown = [pytest.param(*row.values(), id="-".join(map(_shown, row.values()))) for row in rows]
-    return pytest.mark.parametrize(list(values), shown)
+    return pytest.mark.parametrize(list(values), _Sample(at_most, values))
+
+
+class _Sample(UserList[Any]):
+    """Rows that are chosen when they are first looked at: ranks import tests as well, and never do."""
+
+    def __init__(self, at_most: int | None, values: dict[str, Sequence[Any]]) -> None:
+        self._at_most, self._values = at_most, values
+
+    @cached_property
+    def data(self) -> list[Any]:
+        at_most, values = self._at_most, self._values
+        if at_most is None:
+            at_most = max(*map(len, values.values()), len(every_pair(**values)) // 3)
+        rows = every_pair(at_most=at_most, **values)
+        return [pytest.param(*row.values(), id="-".join(map(_shown, row.values()))) for row in rows]
 
 
 def _shown(value: Any) -> str:

@@ -46,8 +46,6 @@ PACKAGE = "fsdp"  # and this one where the server would find the right copy
 MAX_THREADS = 200
 MAX_RESIDENT_MIB = 3000
 
-_set_aside = 0  # modules whose objects no collection walks
-
 
 class Ending(Enum):
     """How a rank came out of one request."""
@@ -160,7 +158,7 @@ def _set_up(station: Station) -> None:
     _share_one_event_loop()
     _seed_only_what_is_there()
     _join(station)
-    _set_aside_modules()
+    gc.freeze()  # what is imported lives as long as the process: no collection needs to walk it
 
 
 def _let_each_other_finish() -> None:
@@ -264,7 +262,6 @@ def _answer(request: Request) -> bytes:
 @contextmanager
 def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
     """Every run starts as if in a new process, under the parent's warning filters."""
-    _set_aside_modules()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -280,24 +277,14 @@ def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-
-
-def _set_aside_modules() -> None:
-    """Keep collections from walking what is imported, which lives as long as the process.
-
-    A run that compiles imports so much that it would cost each later one a tenth of a second.
-    """
-    global _set_aside
-    if len(sys.modules) != _set_aside:
-        if _set_aside:
-            gc.collect()  # what the last run left behind must not live as long too
-        _set_aside = len(sys.modules)
-        gc.freeze()
+    # What is left was imported, or is kept for later runs, and each collection of those would walk it.
+    gc.freeze()
 
 
 def _restore(environment: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+    if os.environ != environment:  # setting all of them takes longer than to compare
+        os.environ.clear()
+        os.environ.update(environment)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from fsdp import ShardedGradScaler, fully_shard
+from fsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
@@ -263,6 +264,29 @@ def _save_by_number(folder: Path) -> None:
 # Errors
 
 
+def test_some_parameters_are_clipped_by_their_own_norm_over_the_ranks(ranks: RankPool) -> None:
+    ranks(2, timeout=PATIENCE).run(_clip_some)
+
+
+def _clip_some() -> None:
+    from fsdp.accelerate import Accelerator
+
+    torch.manual_seed(0)
+    plain, inputs = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    sharded = FullyShardedDataParallel(nn.Sequential(*map(FullyShardedDataParallel, copy.deepcopy(plain))))
+    with as_launched():
+        accelerator = Accelerator()
+        model = accelerator.prepare(sharded)
+        for each in (plain, model):
+            each(inputs).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(plain[0].parameters(), 0.1)
+        first, second = model.parameters()
+        torch.testing.assert_close(accelerator.clip_grad_norm_(first, 0.1), norm)
+        norms = (nn.utils.get_total_norm([param.grad for param in each.parameters()]) for each in plain)
+        found = [accelerator.clip_grad_norm_([each], float("inf")) for each in (first, second)]
+        torch.testing.assert_close(found, list(norms))
+
+
 def test_what_would_go_wrong_in_silence_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
 
@@ -274,12 +298,7 @@ def _refused(folder: Path) -> None:
         accelerator = Accelerator()
         with pytest.raises(ValueError, match=r"Sequential has sharded modules inside .* wrap the whole model too"):
             accelerator.prepare(nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))))
-        model = accelerator.prepare(sharded("llama"))
-        some = list(model.parameters())
-        with pytest.raises(ValueError, match="by the norm of all of them"):
-            accelerator.clip_grad_norm_(some[:1], 1.0)
-        with pytest.raises(ValueError, match="by the norm of all of them"):
-            accelerator.clip_grad_norm_([*some, nn.Parameter(torch.ones(2))], 1.0)
+        accelerator.prepare(sharded("llama"))
         with pytest.raises(ValueError, match="always saved as safetensors"):
             accelerator.save_state(folder, safe_serialization=False)
         accelerator.prepare(nn.Linear(2, 2))

@@ -142,7 +142,7 @@ class Counting:
 
 
 def test_a_proxy_of_a_group_of_several_trains(ranks: RankPool) -> None:
-    ranks(3).run(_train_over_a_proxy)
+    ranks(2).run(_train_over_a_proxy)
 
 
 def _train_over_a_proxy() -> None:
@@ -217,7 +217,7 @@ def test_tensors_are_split_from_the_rest() -> None:
 
 
 def test_small_reductions_wait_for_each_other(ranks: RankPool) -> None:
-    ranks(3).run(_reduce_small_ones)
+    ranks(2).run(_reduce_small_ones)
 
 
 def _reduce_small_ones() -> None:

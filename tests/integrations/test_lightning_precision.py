@@ -124,6 +124,8 @@ def test_half_precision_is_scaled_and_steps_are_skipped_together(lit_ranks: LitR
 
 
 def _scale() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
     from tests.helpers import lightning as lit
 
     scaler = ShardedGradScaler(init_scale=256.0, device="cpu")
@@ -133,50 +135,52 @@ def _scale() -> None:
             loss = super().training_step(batch, index)
             return loss * 1e30 if index == 1 and dist.get_rank() == 1 else loss
 
-    trainer = lit.trainer(plugins=[lit.fsdp.lightning.MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer = lit.trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     lit.fitted(Overflowing(), trainer)
     assert trainer.precision_plugin.scaler.get_scale() == 128.0
     # Of four steps the second is left out, on both ranks.
     steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
     assert steps == {3.0}
     scaler = ShardedGradScaler(init_scale=256.0, device="cpu")
-    again = lit.trainer(plugins=[lit.fsdp.lightning.MixedPrecision("16-mixed", "cpu", scaler)])
+    again = lit.trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     trainer = lit.fitted(lit.Regression(), again)
     expected = lit.trained_alone(lit.Regression(), autocast=torch.float16)
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=0.02, atol=0.02)
 
 
-def test_stock_plugins_give_way_to_those_for_shards(lit_ranks: LitRanks) -> None:
+def test_a_scaler_becomes_one_whose_ranks_agree(lit_ranks: LitRanks) -> None:
     lit_ranks(2).run(_convert)
 
 
 def _convert() -> None:
-    from lightning.pytorch.plugins import MixedPrecision, Precision
+    from lightning.pytorch.plugins import MixedPrecision
 
     from tests.helpers import lightning as lit
 
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     trainer = lit.trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     own = trainer.precision_plugin
-    assert isinstance(own, lit.fsdp.lightning.MixedPrecision)
-    assert isinstance(own, MixedPrecision)
     assert isinstance(own.scaler, ShardedGradScaler)
     assert (own.scaler.get_scale(), own.scaler.get_growth_interval()) == (8.0, 3)
     off = lit.trainer(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))])
     assert not off.precision_plugin.scaler.is_enabled()
 
+
+def test_a_plugin_of_one_s_own_clips_by_the_norm_over_all_ranks(lit_ranks: LitRanks) -> None:
+    lit_ranks(2).run(_clip_by_own_plugin)
+
+
+def _clip_by_own_plugin() -> None:
+    from lightning.pytorch.plugins import Precision
+
+    from tests.helpers import lightning as lit
+
     class Mine(Precision):
-        """Of which nobody knows how it clips."""
+        pass
 
-    with pytest.raises(TypeError, match=r"cannot work with the precision plugin Mine.*fsdp\.lightning"):
-        lit.trainer(plugins=[Mine()])
-
-    class MineForShards(lit.fsdp.lightning.Precision):
-        """Which clips as it should."""
-
-    lit.fitted(lit.Regression(), lit.trainer(plugins=[MineForShards()], gradient_clip_val=0.1))
-    with pytest.raises(TypeError, match="Use it with Trainer"):
-        lit.fitted(lit.Regression(), lit.trainer(strategy="ddp", plugins=[MineForShards()]))
+    trainer = lit.fitted(lit.Regression(), lit.trainer(plugins=[Mine()], gradient_clip_val=0.1))
+    expected = lit.trained_alone(lit.Regression(), clip=lambda params: nn.utils.clip_grad_norm_(params, 0.1))
+    torch.testing.assert_close(lit.state_of(trainer), expected)
 
 
 def test_a_scaler_goes_on_where_it_was_saved(lit_ranks: LitRanks, tmp_path: Any) -> None:
@@ -184,12 +188,12 @@ def test_a_scaler_goes_on_where_it_was_saved(lit_ranks: LitRanks, tmp_path: Any)
 
 
 def _save_scaler(folder: Any) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
     from tests.helpers import lightning as lit
 
-    def plugin() -> Any:
-        return lit.fsdp.lightning.MixedPrecision("16-mixed", "cpu", ShardedGradScaler(init_scale=64.0, device="cpu"))
-
-    lit.fitted(lit.Regression(), lit.trainer(folder, plugins=[plugin()])).save_checkpoint(folder / "last.ckpt")
-    trainer = lit.trainer(folder, plugins=[lit.fsdp.lightning.MixedPrecision("16-mixed", "cpu")], max_epochs=2)
+    plugin = MixedPrecision("16-mixed", "cpu", ShardedGradScaler(init_scale=64.0, device="cpu"))
+    lit.fitted(lit.Regression(), lit.trainer(folder, plugins=[plugin])).save_checkpoint(folder / "last.ckpt")
+    trainer = lit.trainer(folder, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=2)
     lit.fitted(lit.Regression(), trainer, ckpt_path=folder / "last.ckpt")
     assert trainer.precision_plugin.scaler.get_scale() == 64.0

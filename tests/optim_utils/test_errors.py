@@ -24,7 +24,7 @@ from tests.optim_utils.test_resume import FORMS
 
 
 def test_state_of_another_shape_is_refused_on_all_ranks(ranks: RankPool) -> None:
-    ranks(3).run(_gather_odd_state)
+    ranks(2).run(_gather_odd_state)
 
 
 def _gather_odd_state() -> None:
@@ -170,7 +170,7 @@ def _load_spoilt(how: str, error: type[Exception], message: str, rank0_only: boo
 
 
 def test_a_rank_that_cannot_load_tells_the_others(ranks: RankPool) -> None:
-    ranks(3).run(_fail_on_one_rank)
+    ranks(2).run(_fail_on_one_rank)
 
 
 def _fail_on_one_rank() -> None:

@@ -49,7 +49,7 @@ def _tensors(state: dict[str, Any]) -> Any:
     }
 
 
-@parametrize_pairs(form=FORMS[:3], world_size=[1, 3])
+@parametrize_pairs(form=FORMS[:3], world_size=[1, 2])
 def test_empty_tied_and_0d_parameters_and_two_dtypes(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_zoo, form)
 
@@ -92,7 +92,7 @@ def _share() -> None:
 
 
 def test_over_torch_collectives(ranks: RankPool) -> None:
-    ranks(3).run(_over_torch_collectives)
+    ranks(2).run(_over_torch_collectives)
 
 
 def _over_torch_collectives() -> None:

@@ -93,7 +93,7 @@ def _load(kind: int, is_used: bool) -> None:
     pair.assert_close()
 
 
-@parametrize_pairs(world_size=[1, 3], sibling=["l1", "l3"], is_used=[False, True])
+@parametrize_pairs(world_size=[1, 2], sibling=["l1", "l3"], is_used=[False, True])
 def test_that_of_one_sibling_alone_is_complete(ranks: RankPool, sibling: str, is_used: bool, world_size: int) -> None:
     ranks(world_size).run(_save_one, sibling, is_used)
 

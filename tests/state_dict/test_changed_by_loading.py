@@ -25,7 +25,7 @@ PARTS = {
     "a part of an inner unit": "trunk.2.0",
 }
 
-in_every_layout = parametrize_pairs(world_size=[3, 1], layout=list(LAYOUTS), whole=[False, True])
+in_every_layout = parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True])
 
 
 def other_state(path: str) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def assert_idle(model: nn.Module) -> None:
 @parametrize_pairs(
     at_most=6,
     part=list(PARTS),
-    world_size=[3, 2, 1],
+    world_size=[2, 1],
     layout=list(LAYOUTS),
     whole=[False, True],
     make_optimizer=[momentum, adamw],
@@ -156,7 +156,7 @@ def _told(module: nn.Module, state: dict[str, Tensor], strict: bool) -> list[str
 
 
 @parametrize_pairs(
-    at_most=4, part=["the module in the wrapper", "a part of a unit"], world_size=[3, 1], layout=list(LAYOUTS)
+    at_most=4, part=["the module in the wrapper", "a part of a unit"], world_size=[2, 1], layout=list(LAYOUTS)
 )
 def test_a_value_of_another_shape_is_an_error_that_names_it(
     ranks: RankPool, part: str, world_size: int, layout: str
@@ -193,7 +193,7 @@ def stubborn(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return wrap(nn.Sequential(nn.Linear(5, 5), wrap(nn.Sequential(nn.Linear(5, 5), Stubborn(5, 5))), nn.Linear(5, 5)))
 
 
-@parametrize_pairs(path=["", "1"], world_size=[3, 1], layout=list(LAYOUTS))
+@parametrize_pairs(path=["", "1"], world_size=[2, 1], layout=list(LAYOUTS))
 def test_an_exception_in_the_middle_leaves_the_model_usable(
     ranks: RankPool, path: str, world_size: int, layout: str
 ) -> None:
@@ -237,7 +237,7 @@ def _load_by_data() -> None:
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-@parametrize_pairs(at_most=6, part=list(PARTS), world_size=[3, 1], layout=list(LAYOUTS))
+@parametrize_pairs(at_most=6, part=list(PARTS), world_size=[2, 1], layout=list(LAYOUTS))
 def test_a_module_is_loaded_inside_summon_full_params(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
     ranks(world_size).run(_load_summoned, PARTS[part], layout)
 
@@ -252,7 +252,7 @@ def _load_summoned(path: str, layout: str) -> None:
 
 
 @parametrize_pairs(
-    at_most=5, part=list(PARTS), world_size=[3, 1], layout=[name for name in LAYOUTS if name != "unflattened"]
+    at_most=5, part=list(PARTS), world_size=[2, 1], layout=[name for name in LAYOUTS if name != "unflattened"]
 )
 def test_the_state_of_a_module_inside_is_refused(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
     ranks(world_size).run(_save_part, PARTS[part], layout)
@@ -269,7 +269,7 @@ def _save_part(path: str, layout: str) -> None:
     twins.train(lambda: None)
 
 
-@parametrize_pairs(part=list(PARTS), world_size=[3, 1])
+@parametrize_pairs(part=list(PARTS), world_size=[2, 1])
 def test_without_flattening_a_module_inside_lists_and_saves_its_shards(
     ranks: RankPool, part: str, world_size: int
 ) -> None:

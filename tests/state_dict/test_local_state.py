@@ -70,7 +70,7 @@ def _takes_the_arguments_of_nn_module() -> None:
 def test_tensors_are_the_model_s_own_and_plain(
     ranks: RankPool, tmp_path: Path, form: dict[str, Any], on_disk: bool
 ) -> None:
-    ranks(3).run(_are_plain_aliases, form, {"offload": "disk", "offload_folder": tmp_path} if on_disk else {})
+    ranks(2).run(_are_plain_aliases, form, {"offload": "disk", "offload_folder": tmp_path} if on_disk else {})
 
 
 def _are_plain_aliases(form: dict[str, Any], offload: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def _are_plain_aliases(form: dict[str, Any], offload: dict[str, Any]) -> None:
 # Round trips
 
 
-@parametrize_pairs(form=FORMS, world_size=[1, 3])
+@parametrize_pairs(form=FORMS, world_size=[1, 2])
 def test_training_goes_on_from_a_loaded_local_state(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_trains_on, form)
 
@@ -144,7 +144,7 @@ def _loads_different_keys() -> None:
 
 
 def test_ranks_that_were_wrapped_with_different_values_agree_after_loading(ranks: RankPool) -> None:
-    ranks(3).run(_agree_after_loading)
+    ranks(2).run(_agree_after_loading)
 
 
 def _agree_after_loading() -> None:
@@ -156,7 +156,7 @@ def _agree_after_loading() -> None:
 
 
 def test_so_they_do_if_each_had_its_own_part_right(ranks: RankPool) -> None:
-    ranks(3).run(_agree_on_what_was_there)
+    ranks(2).run(_agree_on_what_was_there)
 
 
 def _agree_on_what_was_there() -> None:
@@ -214,7 +214,7 @@ def _buffers_keep_their_dtype() -> None:
 
 
 def test_a_local_state_gives_values_to_a_model_from_the_meta_device(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_fills_meta, tmp_path)
+    ranks(2).run(_fills_meta, tmp_path)
 
 
 def _fills_meta(folder: Path) -> None:
@@ -305,7 +305,7 @@ class Metaseq(FullyShardedDataParallel):
 
 
 def test_a_subclass_whose_state_is_local_does_not_recurse(ranks: RankPool) -> None:
-    ranks(3).run(_subclass_round_trip)
+    ranks(2).run(_subclass_round_trip)
 
 
 def _subclass_round_trip() -> None:

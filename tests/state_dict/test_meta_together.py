@@ -70,7 +70,7 @@ def _hand_over() -> None:
 
 @every_form
 def test_ranks_with_and_without_values_load_the_same_state(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(3).run(_load_where_ranks_differ, form)
+    ranks(2).run(_load_where_ranks_differ, form)
 
 
 def _load_where_ranks_differ(form: dict[str, Any]) -> None:

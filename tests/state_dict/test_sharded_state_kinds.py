@@ -86,7 +86,7 @@ def _save_shared(folder: Path, make: Callable[[], nn.Module], wrap: Callable[...
 
 
 def test_ignored_parameters_are_saved_and_loaded_with_the_rest(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_save_ignored, tmp_path)
+    ranks(2).run(_save_ignored, tmp_path)
 
 
 def _with_ignored(seed: int) -> Any:
@@ -295,7 +295,7 @@ def _save_norms(folder: Path) -> None:
 
 
 def test_layers_that_are_not_sharded_are_saved_once(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_save_unsharded_layer, tmp_path)
+    ranks(2).run(_save_unsharded_layer, tmp_path)
 
 
 def _two_layers(seed: int = 0) -> Any:

@@ -35,7 +35,7 @@ def is_first() -> bool:
 # Saving
 
 
-@parametrize_pairs(at_most=7, world_size=[2, 1, 3, 4], options=FORMS, by=["option", "argument"])
+@parametrize_pairs(at_most=7, world_size=[2, 1, 3], options=FORMS, by=["option", "argument"])
 def test_only_the_first_rank_gets_the_state(ranks: RankPool, world_size: int, options: dict[str, Any], by: str) -> None:
     ranks(world_size).run(_save_on_first, options, by)
 
@@ -89,7 +89,7 @@ def _save_from_replicas() -> None:
 
 
 def test_units_with_ranks_of_their_own_are_part_of_it(ranks: RankPool) -> None:
-    ranks(3).run(_save_units_with_own_ranks)
+    ranks(2).run(_save_units_with_own_ranks)
 
 
 def _norms() -> nn.Module:
@@ -146,7 +146,7 @@ def _measure() -> None:
 # Loading
 
 
-@parametrize_pairs(at_most=8, world_size=[2, 1, 3, 4], options=FORMS, given=["nothing", "none", "other"])
+@parametrize_pairs(at_most=8, world_size=[2, 1, 3], options=FORMS, given=["nothing", "none", "other"])
 def test_every_rank_gets_what_the_first_one_has(
     ranks: RankPool, world_size: int, options: dict[str, Any], given: str
 ) -> None:
@@ -166,7 +166,7 @@ def _load_from_first(options: dict[str, Any], given: str) -> None:
 
 
 def test_what_is_missing_stays_and_all_ranks_are_told(ranks: RankPool) -> None:
-    ranks(3).run(_load_less)
+    ranks(2).run(_load_less)
 
 
 def _load_less() -> None:
@@ -182,7 +182,7 @@ def _load_less() -> None:
 
 
 def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(ranks: RankPool) -> None:
-    ranks(3).run(_load_what_does_not_fit)
+    ranks(2).run(_load_what_does_not_fit)
 
 
 def _load_what_does_not_fit() -> None:
@@ -199,7 +199,7 @@ def _load_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(ranks: RankPool, rank0_only: bool) -> None:
-    ranks(3).run(_load_on_one_rank_what_does_not_fit, rank0_only)
+    ranks(2).run(_load_on_one_rank_what_does_not_fit, rank0_only)
 
 
 def _load_on_one_rank_what_does_not_fit(rank0_only: bool) -> None:
@@ -215,7 +215,7 @@ def _load_on_one_rank_what_does_not_fit(rank0_only: bool) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_load_hook_that_fails_on_one_rank_stops_all(ranks: RankPool, failing: int) -> None:
-    ranks(3).run(_fail_in_a_hook, failing)
+    ranks(2).run(_fail_in_a_hook, failing)
 
 
 def _fail_in_a_hook(failing: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp import EMA
-from fsdp.distributed.dtensor import MeshPart
+from fsdp import EMA, fully_shard
+from fsdp.distributed.dtensor import MeshPart, full_tensor, local_part
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import sgd_with_momentum
@@ -34,14 +36,13 @@ def query(model: nn.Module) -> Any:
     return next(module for name, module in model.named_modules() if name.endswith("query"))
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_copies_train_alike(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(4).run(_train_a_copy, options)
+def test_copies_train_alike(ranks: RankPool) -> None:
+    ranks(4).run(_train_a_copy)
 
 
-def _train_a_copy(options: dict[str, Any]) -> None:
+def _train_a_copy() -> None:
     mesh = mesh_of(2, 2)
-    model = gpt(over_data(mesh, **options), mesh=mesh, kind="sequence")
+    model = gpt(over_data(mesh), mesh=mesh, kind="sequence")
     step(model, mesh)  # used before it is copied
     copied = copy.deepcopy(model)
     assert_same_state(copied.state_dict(), model.state_dict())
@@ -119,12 +120,12 @@ def _load_inside() -> None:
 # Ignored, and grouped by a key
 
 
-@pytest.mark.parametrize("kind", ["heads", "sequence"])
-def test_ignored_dtensors_are_clipped_with_the_rest(ranks: RankPool, kind: str) -> None:
-    ranks(4).run(_ignore, kind)
+@pytest.mark.parametrize(("kind", "norm_type"), [("heads", 2.0), ("sequence", torch.inf)])
+def test_ignored_dtensors_are_clipped_with_the_rest(ranks: RankPool, kind: str, norm_type: float) -> None:
+    ranks(4).run(_ignore, kind, norm_type)
 
 
-def _ignore(kind: str) -> None:
+def _ignore(kind: str, norm_type: float) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = mesh_of(2, 2)
     inputs, targets = SENTENCES.batch(torch.Generator().manual_seed(0), 2)  # alike on all ranks: nobody averages
@@ -133,17 +134,15 @@ def _ignore(kind: str) -> None:
         ignored = [param for name, param in module.named_parameters() if "query" in name or "norms.0" in name]
         return over_data(mesh, ignored_parameters=ignored)(module)
 
-    for norm_type in (2.0, torch.inf):
-        model, plain = gpt(ignoring, mesh=mesh, kind=kind), gpt()
-        assert isinstance(query(model).weight, DTensor)
-        for each in (model, plain):
-            SENTENCES.loss(each(inputs), targets).backward()
-        norm = model.clip_grad_norm_(1e-2, norm_type)  # type: ignore[operator]
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1e-2, norm_type))
-        for each in (model, plain):
-            torch.optim.SGD(each.parameters(), lr=1.0, foreach=False).step()
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda text, n=name: f"{n}: {text}")
+    model, plain = gpt(ignoring, mesh=mesh, kind=kind), gpt()
+    assert isinstance(query(model).weight, DTensor)
+    for each in (model, plain):
+        SENTENCES.loss(each(inputs), targets).backward()
+    norm = model.clip_grad_norm_(1e-2, norm_type)  # type: ignore[operator]
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1e-2, norm_type))
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=1.0, foreach=False).step()
+    assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-7, atol=1e-7)
 
 
 def by_kind(name: str, param: nn.Parameter) -> str:
@@ -175,3 +174,75 @@ def _take_a_gradient_in_flight() -> None:
     gradient = part.gradient(partial.redistribute(placements=[Replicate()], async_op=True))
     assert type(gradient) is Tensor
     assert torch.equal(gradient, torch.full((3,), 2.0))
+
+
+# Written in place, while unsharded weights are kept
+
+
+def by_data(param: nn.Parameter) -> None:
+    param.data.mul_(2)
+
+
+def by_copying_data(param: nn.Parameter) -> None:
+    param.data.copy_(2 * param.data)
+
+
+def through_the_local_tensor(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        local_part(param).mul_(2)
+
+
+def through_data_of_the_local_tensor(param: nn.Parameter) -> None:
+    local_part(param.data).mul_(2)
+
+
+WRITES = [by_data, by_copying_data, through_the_local_tensor, through_data_of_the_local_tensor]
+
+
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_what_is_written_in_place_while_weights_are_unsharded_is_kept(ranks: RankPool, door: str) -> None:
+    ranks(4).run(_write_in_place, door)
+
+
+def _write_in_place(door: str) -> None:
+    mesh = mesh_of(2, 2)
+    wrap = over_data(mesh, use_orig_params=True, reshard_after_forward=False)
+    if door == "fully_shard":
+        wrap = partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=False)
+    model, plain = gpt(wrap, mesh=mesh), gpt()
+    shard = next(param for name, param in model.named_parameters() if name.endswith("query.weight"))
+    inputs, _ = SENTENCES.batch(torch.Generator().manual_seed(0), 4)
+    for write in WRITES:
+        for written in ("leaf", "shard"):
+            model(inputs)
+            write(query(model).weight if written == "leaf" else shard)
+            with torch.no_grad():
+                query(plain).weight.mul_(2)
+                torch.testing.assert_close(model(inputs), plain(inputs), msg=f"{write} {written}")
+    saved = next(value for name, value in model.state_dict().items() if name.endswith("query.weight"))
+    torch.testing.assert_close(full_tensor(saved), query(plain).weight.detach())
+
+
+class Clamped(nn.Linear):
+    """A linear layer that keeps its weights small by itself."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(inputs)
+
+
+def test_what_a_forward_writes_through_data_is_kept(ranks: RankPool) -> None:
+    ranks(4).run(_clamp)
+
+
+def _clamp() -> None:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Clamped(8, 4), nn.Linear(4, 2))
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    inputs = torch.randn(3, 8)
+    for each in (model, plain):
+        each(inputs).sum().backward()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full_tensor(model.state_dict()[name]), value, msg=name)

@@ -79,32 +79,31 @@ def _clip(norm_type: float, how: dict[str, Any], options: dict[str, Any]) -> flo
 
 
 @pytest.mark.parametrize(
-    ("norm_type", "placements"),
+    ("norm_type", "placements", "hidden"),
     [
-        (2.0, [[Shard(0), Shard(1)], [Shard(1), Replicate()]]),
-        (2.0, [[Replicate(), Shard(0)], [Replicate(), Replicate()]]),
-        (math.inf, [[Shard(0), Shard(0)], [Replicate(), Shard(1)]]),
+        (2.0, [[Shard(0), Shard(1)], [Shard(1), Replicate()]], 7),
+        (2.0, [[Replicate(), Shard(0)], [Replicate(), Replicate()]], 7),
+        (math.inf, [[Shard(0), Shard(0)], [Replicate(), Shard(1)]], 1),
     ],
     ids=str,
 )
 def test_parts_on_two_tensor_dimensions_are_counted_once(
-    ranks: RankPool, norm_type: float, placements: list[Any]
+    ranks: RankPool, norm_type: float, placements: list[Any], hidden: int
 ) -> None:
-    ranks(4).run(_clip_on_two_dimensions, norm_type, placements)
+    ranks(4).run(_clip_on_two_dimensions, norm_type, placements, hidden)
 
 
-def _clip_on_two_dimensions(norm_type: float, placements: list[Any]) -> None:
+def _clip_on_two_dimensions(norm_type: float, placements: list[Any], hidden: int) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = cube()
-    for hidden in (7, 1):
-        cut: dict[str, Any] = {"mesh": mesh["a", "b"], "hidden": hidden, "placements": placements}
-        model, plain = perceptron(over_data(mesh), **cut), perceptron(**cut)
-        backward(model, DOUBLES, 0, 1)
-        mean_gradients(plain, DOUBLES, 1)
-        norm = model.clip_grad_norm_(1e-3, norm_type)  # type: ignore[operator]
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
-        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0.0)
-        assert_close_gradients(model, plain)
+    cut: dict[str, Any] = {"mesh": mesh["a", "b"], "hidden": hidden, "placements": placements}
+    model, plain = perceptron(over_data(mesh), **cut), perceptron(**cut)
+    backward(model, DOUBLES, 0, 1)
+    mean_gradients(plain, DOUBLES, 1)
+    norm = model.clip_grad_norm_(1e-3, norm_type)  # type: ignore[operator]
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0.0)
+    assert_close_gradients(model, plain)
 
 
 DOUBLES = Task(

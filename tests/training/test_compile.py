@@ -35,7 +35,7 @@ from tests.helpers.compile_backends import (
 from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded
+from tests.helpers.parity import from_one_rank, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
@@ -58,11 +58,6 @@ def eagerly(wrap: Wrap, backend: Any) -> tuple[nn.Module, Loss]:
 
 def blocks_in_place(wrap: Wrap, backend: Any) -> tuple[nn.Module, Loss]:
     model = stack(wrap, partial(call_compile, backend=backend))
-    return model, loss_of(model)
-
-
-def blocks_in_place_as_full_graphs(wrap: Wrap, backend: Any) -> tuple[nn.Module, Loss]:
-    model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True))
     return model, loss_of(model)
 
 
@@ -140,7 +135,6 @@ Way = Callable[[Wrap, Any], tuple[nn.Module, Loss]]
 # In these, a compiler is given blocks. Most ask for an error where it cannot make one graph of a block.
 OF_BLOCKS: list[Way] = [
     blocks_in_place,
-    blocks_in_place_as_full_graphs,
     blocks_as_modules,
     blocks_in_place_inside_units,
     blocks_as_modules_inside_units,
@@ -220,7 +214,7 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
     assert_close(list(found.weights.values()), list(expected.weights.values()), rtol=1e-11, atol=1e-13)
 
 
-@parametrize_pairs(at_most=8, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1, 3], reshard_after_forward=[True, False])
+@parametrize_pairs(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
 def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(
     ranks: RankPool, way: Way, options: dict[str, Any], world_size: int, reshard_after_forward: bool
 ) -> None:
@@ -250,8 +244,8 @@ def _train_across_units(way: Way, options: dict[str, Any]) -> None:
 
 def _train_all(way: Way, options: dict[str, Any]) -> Counter:
     torch.set_default_dtype(torch.float64)
-    compiled = train_plain(way, "eager", dist.get_world_size())
-    eager = train_plain(eagerly, "eager", dist.get_world_size())
+    compiled = from_one_rank(partial(train_plain, way, "eager", dist.get_world_size()))
+    eager = from_one_rank(partial(train_plain, eagerly, "eager", dist.get_world_size()))
     found = train_sharded(way, options, backend := Counter())
     assert_close_trainings(found, compiled)
     assert_close_trainings(found, eager)
@@ -274,10 +268,10 @@ def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool) -> None:
 def _count_shapes() -> None:
     for wrap in (keep, *(fully_sharded(**options) for options in OPTIONS)):
         backend = Counter()
-        model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5, 11))
-        for step in range(3):
+        model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5))
+        for step in range(2):
             score(model(batch(step, 0).float())).backward()
-        assert backend.sizes == [Block.OPERATIONS] * 4, wrap
+        assert backend.sizes == [Block.OPERATIONS] * 3, wrap
 
 
 def test_auto_wrap_finds_blocks_in_compiled_modules(ranks: RankPool) -> None:
@@ -323,7 +317,7 @@ def _train_inductor(folder: Path) -> None:
 
 
 def _small_stack(wrap: Wrap, prepare: Wrap) -> nn.Module:
-    """Blocks of few kernels, each of which the compiler takes seconds for."""
+    """Blocks of two kernels, each of which the compiler takes seconds for; a bias would be a third."""
     torch.manual_seed(0)
-    blocks = [wrap(prepare(nn.Sequential(nn.Linear(5, 5), nn.Tanh()))) for _ in range(2)]
+    blocks = [wrap(prepare(nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh()))) for _ in range(2)]
     return wrap(nn.Sequential(nn.Linear(5, 5), *blocks))

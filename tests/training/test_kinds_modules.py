@@ -254,7 +254,7 @@ KINDS: dict[str, Make] = {
     kind=list(KINDS),
     options=FORMS,
     units=UNITS,
-    world_size=[3, 2, 4],
+    world_size=[3, 2],
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )

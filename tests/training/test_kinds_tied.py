@@ -95,7 +95,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
     at_most=4,
     options=FORMS,
     units=UNITS,
-    world_size=[3, 2, 4],
+    world_size=[3, 2],
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
@@ -257,7 +257,7 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
     at_most=5,
     options=FORMS,
     units=[shared_unit, auto_wrapped, whole],
-    world_size=[2, 3, 4],
+    world_size=[2, 3],
     make_optimizer=[sgd_with_momentum, adamw],
 )
 def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(

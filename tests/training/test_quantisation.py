@@ -117,7 +117,7 @@ class NarrowWeight(nn.Module):
         return inputs @ self.weight.float().T + self.bias
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_pain_point_29_frozen_float8_parameters_are_sharded(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(_shard_float8)
 

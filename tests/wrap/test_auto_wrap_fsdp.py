@@ -95,7 +95,7 @@ class Sizes(RanksTestCase):
     def test_units_by_min_num_params(
         self, kind: str, numel: int, expected: dict[str, int], settings: dict[str, Any]
     ) -> None:
-        self.ranks(3).run(_wrap_by_size, numel, expected, settings)
+        self.ranks(2).run(_wrap_by_size, numel, expected, settings)
 
 
 def _wrap_by_size(numel: int, expected: dict[str, int], settings: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def tied(wrap_it: Wrap) -> nn.Module:
     return plain if wrap_it is keep else wrapped_by(at_least(200), plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tie_that_the_policy_would_cut_is_kept(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(_keep_a_tie)
 
@@ -290,7 +290,7 @@ def _wrap_twice() -> None:
 
 
 def test_layer_by_layer_in_a_constructor(ranks: RankPool) -> None:
-    ranks(3).run(_wrap_in_a_constructor)
+    ranks(2).run(_wrap_in_a_constructor)
 
 
 class Stack(nn.Module):

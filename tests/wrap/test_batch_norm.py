@@ -80,7 +80,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@parametrize_pairs(wrap=list(WRAPS), world_size=[1, 3])
+@parametrize_pairs(wrap=list(WRAPS), world_size=[1, 2])
 def test_pain_point_18_running_statistics_are_the_unsharded_ones(ranks: RankPool, world_size: int, wrap: str) -> None:
     """In 16 bits a statistic stops moving when a batch's share of it falls below half a unit in the last place."""
     ranks(world_size).run(_compare_statistics, wrap)
@@ -92,7 +92,7 @@ def _compare_statistics(wrap: str) -> None:
     model = WRAPS[wrap](copy.deepcopy(plain))
     dtype = SINGLE if wrap == "full precision" else BRAIN
     entry, conv = copy.deepcopy(plain.entry).to(dtype), copy.deepcopy(plain.block[0]).to(dtype)
-    for number in range(4):
+    for number in range(2):
         inputs = batch(number, dist.get_rank())
         model(inputs)
         hidden = plain.norm(entry(inputs.to(dtype)).float()).to(dtype)
@@ -199,7 +199,7 @@ def test_a_model_without_batch_norms_is_left_alone() -> None:
 
 
 def test_a_process_group_of_ones_own(ranks: RankPool) -> None:
-    ranks(3).run(_wrap_with_group)
+    ranks(2).run(_wrap_with_group)
 
 
 def _wrap_with_group() -> None:
@@ -220,7 +220,7 @@ def test_arguments_of_ones_own_replace_the_default_ones() -> None:
 
 
 def test_each_rank_can_train_batch_norms_of_its_own(ranks: RankPool) -> None:
-    ranks(3).run(_train_alone)
+    ranks(2).run(_train_alone)
 
 
 def _train_alone() -> None:
@@ -239,7 +239,7 @@ def _train_alone() -> None:
 
 
 def test_sharded_batch_norms_are_trained_by_all_ranks(ranks: RankPool) -> None:
-    ranks(3).run(_train_together)
+    ranks(2).run(_train_together)
 
 
 def _train_together() -> None:
@@ -295,7 +295,7 @@ def test_a_refused_note_leaves_no_note() -> None:
 
 
 @parametrize_pairs(
-    world_size=[2, 1, 3],
+    world_size=[2, 1],
     dtype=[BRAIN, HALF],
     is_unit=[True, False],
     widens=[True, False],

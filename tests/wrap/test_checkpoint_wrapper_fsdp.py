@@ -68,7 +68,7 @@ def mlp(where: str, wrap: Wrap) -> nn.Module:
 # Training
 
 
-@parametrize_pairs(world_size=[3, 1, 2], where=["inside", "around", "both"], options=OPTIONS)
+@parametrize_pairs(world_size=[2, 1], where=["inside", "around", "both"], options=OPTIONS)
 def test_units_train_like_the_plain_model(
     ranks: RankPool, world_size: int, where: str, options: dict[str, Any]
 ) -> None:
@@ -85,7 +85,7 @@ def tools(where: str, order: str, wrap: Wrap) -> nn.Module:
 
 
 @parametrize_pairs(
-    world_size=[3, 1, 2], where=["inside", "around"], accumulate=[3, 1], no_sync=[True, False], clip=[0.3, None]
+    world_size=[2, 1], where=["inside", "around"], accumulate=[3, 1], no_sync=[True, False], clip=[0.3, None]
 )
 def test_a_transformer_with_accumulation_and_clipping(
     ranks: RankPool, world_size: int, where: str, accumulate: int, no_sync: bool, clip: float | None
@@ -120,11 +120,11 @@ def several_in_one(wrap: Wrap) -> nn.Module:
 
 @every_option
 def test_one_checkpoint_around_several_units(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, several_in_one, *STEPS[1:6], options=options)
+    ranks(2).run(assert_trains_like_plain, several_in_one, *STEPS[1:6], options=options)
 
 
 def test_checkpointed_layers_become_units_by_policy(ranks: RankPool) -> None:
-    ranks(3).run(_auto_wrapped)
+    ranks(2).run(_auto_wrapped)
 
 
 def _auto_wrapped() -> None:
@@ -289,7 +289,7 @@ def _count_gathers(where: str) -> None:
 
 
 def test_disabled_checkpoints_in_some_steps(ranks: RankPool) -> None:
-    ranks(3).run(_sometimes_disabled)
+    ranks(2).run(_sometimes_disabled)
 
 
 def _sometimes_disabled() -> None:

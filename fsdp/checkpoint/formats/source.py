@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, spans
 from fsdp.checkpoint.untrusted import descriptor, readable
+from fsdp.distributed.devices import is_host
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
 _MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
@@ -108,7 +109,7 @@ class TensorReader:
         flat = target.detach().as_strided((numel,), (1,))  # one element may have any stride
         dtype = found.dtype
         size = dtype.itemsize
-        is_ready = flat.device.type == "cpu" and flat.dtype == dtype
+        is_ready = is_host(flat.device) and flat.dtype == dtype
         buffer = flat if is_ready else torch.empty(min(BLOCK_BYTES // size, numel), dtype=dtype, device="cpu")
         for begin, end in spans(start * size, (start + numel) * size):
             first, last = begin // size, end // size

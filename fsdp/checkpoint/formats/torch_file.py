@@ -110,13 +110,7 @@ class _Window(io.RawIOBase):
 
 
 class TorchArchive:
-    """An archive that `torch.save` has written, as a file or within one.
-
-    Args:
-        path: the file.
-        begin: of the archive in it.
-        nbytes: of the archive; None for the rest of the file.
-        what: what messages call it.
+    """An archive that `torch.save` has written: a file, or some bytes of one. Messages call it by `what`.
 
     Raises:
         ValueError: if it is none, or damaged.

@@ -62,7 +62,7 @@ def _loads_of_first_replica(folder: Path) -> None:
 
 @pytest.mark.parametrize("given", [3, 1])
 def test_without_sharding_any_first_ranks_will_do(ranks: RankPool, tmp_path: Path, given: int) -> None:
-    ranks(3).run(_no_shard, given, tmp_path)
+    ranks(2).run(_no_shard, given, tmp_path)
 
 
 def _no_shard(given: int, folder: Path) -> None:
