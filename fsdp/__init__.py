@@ -12,6 +12,7 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.module_overrides import register_fsdp_forward_method
+from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
@@ -80,6 +81,7 @@ __all__ = [
     "cond",
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
+    "detect_nonfinite",
     "disable_checkpointing",
     "enable_wrap",
     "fully_shard",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:
     if not isinstance(files, CheckedFiles):
         return
     heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, files.fragments)]
-    done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(heard))
+    done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(chain(*heard)))
 
 
 def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -351,7 +350,7 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
         return {name: hashlib.blake2b(text.encode(), digest_size=8).digest() for name, text in texts.items()}
 
     own = done_by_all([ranks], "find its part of a checkpoint", digests)
-    heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((own_rank(), set(own.values()))))]
+    heard = from_everyone(ranks, (own_rank(), set(own.values())))
     if len({rank for rank, _ in heard}) < len(heard):
         raise NotImplementedError(
             "cannot save a checkpoint: parameters of this model are spread over meshes that overlap in part, of which "

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -258,17 +257,17 @@ class CheckedFiles(SafetensorsFiles):
             )
 
     @property
-    def fragments(self) -> bytes:
-        """Return the fragments of blocks that this rank has read in part, pickled for the others."""
-        return pickle.dumps(merged(self._fragments))
+    def fragments(self) -> list[Fragment]:
+        """Return the fragments of blocks that this rank has read in part, for the others."""
+        return merged(self._fragments)
 
-    def compare_fragments(self, heard: Iterable[bytes]) -> None:
+    def compare_fragments(self, heard: Iterable[Fragment]) -> None:
         """Compare the blocks that this rank has read in part, with what all ranks have read of them.
 
         Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
         """
-        others = by_name(each for payload in heard for each in pickle.loads(payload))
-        for name, by_block in by_name(merged(self._fragments)).items():
+        others = by_name(heard)
+        for name, by_block in by_name(self.fragments).items():
             for number, mine in by_block.items():
                 self._compare(name, number, self._put_together(mine, others.get(name, {}).get(number, [])))
         self._fragments = []

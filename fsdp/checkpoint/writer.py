@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -285,7 +284,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     try:
         on_first(f"make {destination.folder}", begin)
         fragments = _written(destination, found, ranks)
-        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
+        heard = from_everyone(ranks, (fragments, found.generators))
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
         on_first(f"remove old checkpoints from {place.path}", place.tidy)
     except BaseException:
@@ -329,7 +328,7 @@ class Senders:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
         extents = {entry.name: entry.part.extents(entry.dtype) for entry in entries if entry.part is not None}
-        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(extents))]
+        heard = from_everyone(ranks, extents)
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
         for rank in self.ranks:
             if rank >= self._comm.world_size:

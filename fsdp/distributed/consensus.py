@@ -6,7 +6,6 @@ everybody, so that no rank raises an error while others wait for it in a collect
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -33,19 +32,19 @@ def size_of(ranks: Ranks) -> int:
 
 
 def number_among(ranks: Ranks) -> int:
-    """Return which of the payloads of `from_everyone` is this rank's."""
+    """Return which of the values of `from_everyone` is this rank's."""
     number = 0
     for comm in reversed(ranks):
         number = number * comm.world_size + comm.rank
     return number
 
 
-def from_everyone(ranks: Ranks, payload: bytes) -> list[bytes]:
-    """Collective. Return the payloads of all that `ranks` reach in turn; those of the first change fastest."""
-    payloads = [payload]
+def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
+    """Collective. Return the values, pickled, of all that `ranks` reach in turn; those of the first change fastest."""
+    values = [value]
     for comm in ranks:
-        payloads = [heard for other in comm.all_gather_bytes(pickle.dumps(payloads)) for heard in pickle.loads(other)]
-    return payloads
+        values = [heard for other in comm.all_gather_bytes(pickle.dumps(values)) for heard in pickle.loads(other)]
+    return values
 
 
 def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
     """
     if not peers_answer(ranks):
         return
-    found = [json.loads(other) for other in from_everyone(ranks, json.dumps([name, shown or name]).encode())]
+    found = from_everyone(ranks, (name, shown or name))
     for rank, (other, text) in enumerate(found):
         if other != found[0][0]:
             raise RuntimeError(
@@ -84,7 +83,7 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
             continue
         own = f"rank {number_among(ranks)}"
         mine = heard if error is None else f"{own} could not {what}. {type(error).__name__}: {error}"
-        heard = heard or next((text.decode() for text in from_everyone(ranks, mine.encode()) if text), "")
+        heard = heard or next(filter(None, from_everyone(ranks, mine)), "")
     if error is not None:
         raise error
     if heard:

@@ -10,8 +10,20 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 _KEPT = 1024  # pages on which there is something
+
+
+@dataclass
+class Settings:
+    """The settings of how the ranks compare what they do, see `set_watchdog`."""
+
+    raises: bool = False
+    replicas_every: int = 1000
+
+
+settings = Settings()
 
 
 class Journal:
@@ -22,6 +34,8 @@ class Journal:
         ranks: all that keep this journal, by their numbers in the default process group.
         found: says what a difference on a page means, for messages, with {page} for its number.
         remedy: a sentence for the end of that message.
+        lesser: what is noted behind these words makes a warning, if nothing else differs.
+        lesser_found, lesser_remedy: the words of that warning.
 
     It knows nothing of the model, which the watchdog's thread would keep alive.
 
@@ -29,13 +43,25 @@ class Journal:
         page: the number of the page that is open.
         difference: how the ranks differ; empty while nobody has found that they do.
         is_raised: this rank knows it, by an error.
+        warning: the first lesser difference; empty while nobody has found one.
     """
 
-    def __init__(self, name: str, ranks: Iterable[int], found: str, remedy: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Iterable[int],
+        found: str,
+        remedy: str,
+        *,
+        lesser: str = "",
+        lesser_found: str = "",
+        lesser_remedy: str = "",
+    ) -> None:
         self.ranks = tuple(sorted(ranks))
         self.name = f"{name} of {zlib.crc32(repr(self.ranks).encode())}"
         self.found, self.remedy = found, remedy
-        self.difference = ""
+        self.lesser, self.lesser_found, self.lesser_remedy = lesser, lesser_found, lesser_remedy
+        self.difference = self.warning = ""
         self.is_raised = False
         self.page = 0
         self.first_unsent = 0  # those before it have been sent to the rank that compares, or are forgotten

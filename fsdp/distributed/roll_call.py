@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fsdp.distributed.journal import Journal, journals
+from fsdp.distributed.journal import Journal, journals, settings
 
 _PER_SECOND = 64  # ranks that the first one hears; where there are more, each comes more seldom
 _PAGES = 1024  # that the first rank keeps for a rank that has not sent its own yet
@@ -65,6 +65,7 @@ class RollCall:
             del pages[number]
             if len(set(heard.values())) > 1:
                 self._report(journal, number)
+            if journal.difference:
                 return
 
     def _report(self, journal: Journal, page: int) -> None:
@@ -74,14 +75,21 @@ class RollCall:
         texts = {rank: each["lines"] for rank, each in answers.items() if isinstance(each, dict)}
         texts[self._rank] = journal.lines(page)
         common = set.intersection(*map(set, texts.values()))
+        differing = set.union(*map(set, texts.values())) - common
+        greater = {line for line in differing if not (journal.lesser and line.startswith(journal.lesser))}
+        if not greater and journal.warning:
+            return  # one is enough
         by_text: dict[str, list[int]] = {}
         for rank, lines in sorted(texts.items()):
-            own = [line for line in lines if line not in common]
+            own = [line for line in lines if line in (greater or differing)]
             shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if own[3:] else "")
             by_text.setdefault(shown or "nothing" + " more" * bool(common), []).append(rank)
         found = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
-        difference = "\n".join([journal.found.format(page=page), *found, journal.remedy])
-        message = {"difference": difference, "of": journal.name}
+        before, behind = journal.found, journal.remedy
+        if not greater:
+            before, behind = journal.lesser_found, journal.lesser_remedy
+        what = "difference" if greater or settings.raises else "warning"
+        message = {what: "\n".join([before.format(page=page), *found, behind]), "of": journal.name}
         self._tell(others, message)
         self.answer(message)
 
@@ -95,8 +103,8 @@ class RollCall:
         journal = next((each for each in list(journals) if each.name == message["of"]), None)
         if journal is None:
             return {"lines": []}
-        if "difference" in message:
-            journal.difference = message["difference"]
+        journal.difference = message.get("difference", journal.difference)
+        journal.warning = message.get("warning", journal.warning)
         return {"lines": journal.lines(message.get("page", 0))}
 
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed import communicator
-from fsdp.distributed.journal import journals
+from fsdp.distributed.journal import journals, settings
 from fsdp.distributed.reports import Event, Kind
 from fsdp.distributed.roll_call import RollCall, named
 
@@ -213,7 +213,8 @@ class Watchdog:
 
     def _run(self) -> None:
         asked: communicator.Wait | None = None
-        patience, pause, next_look, logged = 0.0, _TICK, 0.0, ""
+        patience, pause, next_look = 0.0, _TICK, 0.0
+        logged: set[str] = set()
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
             if self._unknown and now > next_look:
@@ -223,9 +224,10 @@ class Watchdog:
             if _patience is None:
                 continue
             self._roll_call.tick()
-            if self._roll_call.difference not in ("", logged):
-                logged = self._roll_call.difference
-                self._log(Kind.DIFFERENCE, logged)
+            known = {text for each in list(journals) for text in (each.difference, each.warning) if text}
+            for text in known - logged:
+                self._log(Kind.DIFFERENCE, text)
+            logged |= known
             if wait is None:
                 continue
             if now - wait.since > _TICK and self._roll_call.difference:
@@ -239,7 +241,7 @@ class Watchdog:
                 if report.is_due:
                     self._show(str(report))
                     self._tell_all({"report": str(report)})
-                    if _raises:
+                    if settings.raises:
                         self._give_up(str(report))
                 else:
                     self._reported_at = now
@@ -312,7 +314,7 @@ class Watchdog:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:
             self._show(message["report"])
-            if _raises:
+            if settings.raises:
                 self._give_up(message["report"])
         elif "meeting" in message:
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
@@ -437,12 +439,17 @@ def _own_ip() -> str:
 # --- the one of this process ----------------------------------------------------------------------------------------
 
 _patience: float | None = 15.0
-_raises = False
 _folder = os.environ.get("FSDP_REPORTS", "")
 _watchdogs: dict[Any, Watchdog] = communicator.made_once_for_groups()  # by the default group
 
 
-def set_watchdog(patience: float | None = 15.0, *, raises: bool = False, reports: str | Path | None = None) -> None:
+def set_watchdog(
+    patience: float | None = 15.0,
+    *,
+    raises: bool = False,
+    reports: str | Path | None = None,
+    replicas_every: int = 1000,
+) -> None:
     """Set how long a rank waits in a collective before all ranks print where they are, and what is done about it.
 
     Call it on every rank.
@@ -452,17 +459,22 @@ def set_watchdog(patience: float | None = 15.0, *, raises: bool = False, reports
             optimizers are not compared.
         raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
             its next collective. The process groups on gloo that sharded models use are of no use afterwards, until
-            `recover` has connected them anew. Others, with NCCL, are left to their own timeouts.
+            `recover` has connected them anew. Others, with NCCL, are left to their own timeouts. Besides, that some
+            ranks have changed shards or gradients between steps, and others not, is an error and no warning.
         reports: a folder, in which each rank writes what it reports and why it ends, for `python -m fsdp diagnose`.
             None: the one that the environment names by FSDP_REPORTS, or that was set before.
+        replicas_every: backwards between two comparisons of replicas, each of which reads all shards once.
 
     Raises:
-        ValueError: if the patience is not positive.
+        ValueError: if the patience or `replicas_every` is not positive.
     """
-    global _patience, _raises, _folder
+    global _patience, _folder
     if patience is not None and not patience > 0:
         raise ValueError(f"set_watchdog: patience is a positive number of seconds, or None for never, got {patience}")
-    _patience, _raises, _folder = patience, raises, str(reports or _folder)
+    if replicas_every < 1:
+        raise ValueError(f"set_watchdog: replicas_every is a positive number of backwards, got {replicas_every}")
+    _patience, _folder = patience, str(reports or _folder)
+    settings.raises, settings.replicas_every = raises, replicas_every
     for journal in list(journals) if patience is None else ():
         journal.difference = ""
 

@@ -80,7 +80,8 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
 def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: Any) -> dict[str, Any]:
     """Have a wrapper's unit communicate over a group that was assigned, once there are all.
 
-    Return the new values of attributes, given those that are `groups_now`, and the sharding strategy.
+    `groups_now` are the wrapper's groups and its sharding strategy, by the names of its attributes; their new values
+    are returned.
     """
     was_missing, strategy = is_missing(groups_now["process_group"]), groups_now["sharding_strategy"]
     if name == "process_group":

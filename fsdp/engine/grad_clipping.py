@@ -7,7 +7,6 @@ number of ranks that have it too; so they all come to the same norm, to the bit,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -69,7 +68,7 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
         )
         if not part.isfinite().all()
     ]
-    names = list(dict.fromkeys(chain(*map(json.loads, from_everyone(root.everyone, json.dumps(own).encode())))))
+    names = list(dict.fromkeys(chain(*from_everyone(root.everyone, own))))
     more = f" and {len(names) - 3} more" if names[3:] else ""
     return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
 
@@ -82,8 +81,8 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     is taken: all ranks find the same norm, and the right one where they have the same. A unit with ranks of its own
     counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
 
-    Parameters that are `owned` may be the units' or others. If ranks have other purposes, they wait for each other, and
-    each says its own.
+    What is `owned` may be of the units' parameters or of others. Errors say the `purpose`, and ranks with different
+    ones do not take each other's messages.
 
     Raises:
         ValueError: for a norm that is none, or if a unit spans ranks that the root does not.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
@@ -21,10 +21,11 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.runtime import runtimes
-from fsdp.engine.steps import Steps, describe_step
+from fsdp.engine.steps import Steps
 
 
 @cache
@@ -86,14 +87,16 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
-    for steps in _steps_of(ours):
-        steps.begin(optimizer)
+    for steps, handles in _steps_of(ours):
+        steps.begin(optimizer, handles)
 
 
-def _steps_of(params: Iterable[Any]) -> list[Steps]:
-    """Return those of all models that have some of the parameters."""
+def _steps_of(params: Iterable[Any]) -> Iterator[tuple[Steps, list[FlatParamHandle]]]:
+    """Yield those of all models that have some of the parameters, with the handles of these."""
     owners = {param.owner for param in params}
-    return [each.usage.steps for each in runtimes() if any(handle.flat_param in owners for handle in each.handles)]
+    for runtime in runtimes():
+        if stepped := [handle for handle in runtime.handles if handle.flat_param in owners]:
+            yield runtime.usage.steps, stepped
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
@@ -126,8 +129,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.shard_storage.files for param in on_disk}:
         files.release()
-    for steps in _steps_of(ours):
-        steps.end(optimizer, describe_step(optimizer))
+    for steps, handles in _steps_of(ours):
+        steps.end(optimizer, handles)
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ Users give them as a group, a pair of groups, a mesh, or a strategy.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -26,7 +25,7 @@ from fsdp.distributed.communicator import (
     ranks_of,
     reduce_group,
 )
-from fsdp.distributed.consensus import agree_on
+from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.distributed.devices import HOST
 
 
@@ -221,10 +220,7 @@ def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
         over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
         if over_shard.peers_answer and over_replicas.peers_answer:
             # Everybody asks before anybody raises an error.
-            rows = [json.loads(row) for row in over_replicas.all_gather_bytes(json.dumps(list(rows[0])).encode())]
-            columns = [
-                json.loads(column) for column in over_shard.all_gather_bytes(json.dumps(list(columns[0])).encode())
-            ]
+            rows, columns = from_everyone([over_replicas], rows[0]), from_everyone([over_shard], columns[0])
             _check_rectangle(rows, columns, shard, replicate)
         _checked[key] = frozenset(rank for side in (*rows, *columns) for rank in side)
     return _checked[key]

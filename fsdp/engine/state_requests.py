@@ -5,7 +5,6 @@ A unit has at most one of each kind. How a state dict is taken or loaded is deci
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -114,13 +113,13 @@ class FirstRank:
         """Return whether a unit's parameters are shared by just these ranks."""
         return tuple(self.ranks) == unit.everyone
 
-    def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> list[list[int]]:
+    def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> Sequence[Sequence[int]]:
         """Collective. Return what the first rank has changed.
 
         Raises:
             RuntimeError: on every rank, if one has a problem, naming it.
         """
-        heard = [json.loads(other) for other in from_everyone(self.ranks, json.dumps([changed, problem]).encode())]
+        heard = from_everyone(self.ranks, (changed, problem))
         for rank, (_, text) in enumerate(heard):
             if text:
                 self.is_over = True

@@ -2,30 +2,41 @@
 
 A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would be those
 of another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
-(`distributed.journal`). Every thousand backwards ranks that hold the same shards note what those are, too.
+(`distributed.journal`). Another journal has what was written between steps, to shards and to gradients: everybody may
+do that, if all do. Every thousand backwards ranks that hold the same shards note what those are, too.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.distributed.communicator import Communicator, ranks_of
 from fsdp.distributed.consensus import peers_answer
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.distributed.journal import Journal
+from fsdp.distributed.journal import Journal, settings
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, units_in
 
-_COMPARE_EVERY = 1000  # backwards, of which one costs more than to read the shards once
 _STEPS_DIFFER = "fsdp: the ranks have taken different optimizer steps after backward {page}:"
 _STEP_ALIKE = (
     "Their shards are of different models from there on. Take the same steps on every rank, with the same options, and "
     "go on from the last checkpoint. (set_watchdog(None) compares nothing.)"
+)
+_CHANGED = "between steps, "
+_CHANGES_DIFFER = "fsdp: some ranks have changed what others have not, found at the step after backward {page}:"
+_CHANGE_ALIKE = (
+    "Change parameters and gradients on every rank, or parameters inside of summon_full_params(). If a rank changes "
+    "nothing because it finds nothing to do in its shard, that is all right. (set_watchdog(raises=True) makes an error "
+    "of it, and set_watchdog(None) compares nothing.)"
 )
 _REPLICAS_DIFFER = "fsdp: replicas of the same shards have different values, found when they were compared ({page}):"
 _KEEP_REPLICAS = (
@@ -51,13 +62,24 @@ class Steps:
         self._compared_at = 0
         self._begun: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
         self._journal: Journal | None = None
+        self._has_warned = False
+        self._left: dict[FlatParamHandle, Any] = {}  # what tells of each shard whether it was written since its step
+        self._looked_at = -1  # the page of the last look at all of these
         self._of_replicas: dict[Communicator, Journal] = {}
         for handle in self.handles if peers_answer(self._root.everyone) else ():
             ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
             tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
             name = " ".join(tags)
             if tags and self._journal is None and self._root.comm in (handle.comm, handle.replicas):
-                self._journal = Journal(f"steps {name}", self._root.ranks, _STEPS_DIFFER, _STEP_ALIKE)
+                self._journal = Journal(
+                    f"steps {name}",
+                    self._root.ranks,
+                    _STEPS_DIFFER,
+                    _STEP_ALIKE,
+                    lesser=_CHANGED,
+                    lesser_found=_CHANGES_DIFFER,
+                    lesser_remedy=_CHANGE_ALIKE,
+                )
             if handle.is_replicated and handle.replicas not in self._of_replicas:
                 ranks = ranks_of(handle.replicas.group)
                 self._of_replicas[handle.replicas] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER, _KEEP_REPLICAS)
@@ -72,22 +94,33 @@ class Steps:
         if self._journal is not None:
             self._journal.page = self.backwards
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a step begins; raise RuntimeError if it is known that the ranks' models differ."""
+    def begin(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
+        """Note that an optimizer is about to step these handles' shards, which has all their gradients.
+
+        Raises:
+            RuntimeError: if it is known that the ranks' models differ.
+        """
         for journal in self._journals:
             if journal.difference:
                 journal.is_raised = True
                 raise RuntimeError(journal.difference)
-        if self._of_replicas and self.backwards - self._compared_at >= _COMPARE_EVERY:
+            if journal.warning and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(journal.warning, stacklevel=6)
+        if self._of_replicas and self.backwards - self._compared_at >= settings.replicas_every:
             self._compare_replicas()
+        if self._journal is not None:
+            for text in self._changes(handles):
+                self._journal.note(object(), _CHANGED + text)  # what is there twice says no more
         self._begun = weakref.ref(optimizer), _version(optimizer)
 
-    def end(self, optimizer: torch.optim.Optimizer, text: str) -> None:
+    def end(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
         """Note that a step was taken."""
         self._begun = None
         self.taken += 1
         if self._journal is not None:
-            self._journal.note(id(optimizer), text)
+            self._journal.note(id(optimizer), _described(optimizer, handles))
+            self._left |= {handle: _written(handle) for handle in handles if self._is_watched(handle)}
 
     @property
     def interrupted(self) -> torch.optim.Optimizer | None:
@@ -108,6 +141,46 @@ class Steps:
     def _journals(self) -> list[Journal]:
         return [*filter(None, [self._journal]), *self._of_replicas.values()]
 
+    def _is_watched(self, handle: FlatParamHandle) -> bool:
+        """Return whether all ranks change a shard if one does.
+
+        Units may have ranks of their own; and of parameters that a rank has nothing of, users leave local shards out.
+        """
+        return handle in self._left or (
+            self._root.comm in (handle.comm, handle.replicas)
+            and not handle.is_local
+            and (
+                handle.orig_params is None
+                or is_dtensor(handle.orig_params.params[0])
+                or all(
+                    handle.layout.interval(slot, rank) is not None
+                    for slot in range(len(handle.layout.slots))
+                    for rank in range(handle.comm.world_size)
+                )
+            )
+        )
+
+    def _changes(self, handles: Sequence[FlatParamHandle]) -> Iterator[str]:
+        """Yield what was changed since the last steps, and between the backward and that of these handles' shards."""
+        if self._looked_at != self.backwards:
+            self._looked_at = self.backwards
+            written = (handle for handle, left in self._left.items() if _written(handle) != left)
+            yield from (f"the shard of {handle.name} was written" for handle in written)
+        counts: dict[str, int] = {}
+        for handle in filter(self._is_watched, handles):
+            grads = [param.grad for param in _listed(handle)]
+            missing = [slot for slot, grad in enumerate(grads) if grad is None]
+            if missing:
+                names = [handle.layout.slots[slot].name for slot in missing]
+                yield f"{handle.name} has no gradient of {', '.join(names)}"
+            counts[handle.name] = sum([grad._version for grad in grads if grad is not None])
+        # One line for what is the same of most of them, as after clipping.
+        tally = Counter(counts.values())
+        usual = min(tally, key=lambda times: (-tally[times], times), default=0)
+        if usual:
+            yield f"gradients were written {usual} times"
+        yield from (f"the gradient of {name} was written {n} times" for name, n in counts.items() if n != usual)
+
     def _compare_replicas(self) -> None:
         self._compared_at = self.backwards
         for handle in self.handles:
@@ -122,19 +195,34 @@ class Steps:
             journal.page += 1
 
 
-def describe_step(optimizer: torch.optim.Optimizer) -> str:
-    """Return what must be alike on all ranks when an optimizer takes a step.
+def _listed(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
+    """Return what optimizers see of a handle."""
+    return [handle.flat_param] if handle.orig_params is None else handle.orig_params.params
+
+
+def _written(handle: FlatParamHandle) -> Any:
+    """Return what changes when a shard is written."""
+    version = handle.flat_param._version
+    return version if handle.orig_params is None else (version, handle.orig_params.versions)
+
+
+def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
+    """Return what must be alike on all ranks when an optimizer has stepped these handles' shards.
 
     Options that the user has added to groups are left out, and what other ranks may have none of: local shards of
     original parameters are often empty, and may not be listed.
     """
-    kind, lines = type(optimizer).__name__, []
+    kind, lines, order = type(optimizer).__name__, [], []
+    numbers = {id(param): (handle.number, slot) for handle in handles for slot, param in enumerate(_listed(handle))}
     for number, group in enumerate(optimizer.param_groups):
         options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]
         params = group["params"]
         is_alike = params and (is_dtensor(params[0]) or getattr(params[0], "owner", None) is params[0])
         count = f", {len(params)} parameters" if is_alike else ""
         lines.append(f"{kind}.step() of group {number}{count}: {', '.join(options)}")
+        order += [numbers.get(id(param)) for param in params] if is_alike else []
+    if order:
+        lines.append(f"{kind}.step() of parameters in the order {zlib.crc32(repr(order).encode()):08x}")
     return "\n".join(lines)
 
 

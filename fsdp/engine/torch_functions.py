@@ -251,7 +251,7 @@ def _models_of(
 ) -> Models | None:
     """Return the sharded models that parameters are of, which must have been used; None if torch knows all of them.
 
-    Parameters without gradients count too `of_values`, and `dtensors` among what torch does not know.
+    With `of_values`, parameters without gradients count as well; with `dtensors`, those that torch sees to.
     """
     shards = [param for param in params if _is_shard(param) and (dtensors or not is_dtensor(param))]
     if not shards:

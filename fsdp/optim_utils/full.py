@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,11 @@ def _goes_by_names(full: Any) -> bool:
     if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
         found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
         raise TypeError(f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}")
+    if not isinstance(full["state"], Mapping) or not all(isinstance(each, Mapping) for each in full["state"].values()):
+        raise TypeError("in a full optimizer state, 'state' is a mapping with a mapping for each parameter")
+    groups = full["param_groups"]
+    if not isinstance(groups, Sequence) or not all(isinstance(each, Mapping) and "params" in each for each in groups):
+        raise TypeError("in a full optimizer state, 'param_groups' is a list of mappings, each with 'params'")
     kinds = {type(key) for key in _keys_in(full)}
     if not kinds <= {str} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))

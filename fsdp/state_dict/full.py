@@ -10,8 +10,6 @@ are loaded one after the other, and what was loaded before an error stays, as in
 from __future__ import annotations
 
 import functools
-import json
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -285,7 +283,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
     told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
     if peers_answer(unit.everyone):
-        told = [json.loads(other) for other in from_everyone(unit.everyone, json.dumps(told[0]).encode())]
+        told = from_everyone(unit.everyone, told[0])
     if all(flags[0] for flags in told):
         return None
     return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
@@ -317,13 +315,13 @@ def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any
     if source.is_here and not isinstance(state_dict, Mapping):
         error = TypeError(f"rank0_only=True: rank 0 has to pass a state dict, and passed a {type(state_dict).__name__}")
     agree_on_outcome([source.ranks], "load its state dict", error)
-    payload = b""
+    given: Any = None
     if source.is_here:
         tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
         described = {**state_dict, **{key: _without_values(tensor) for key, tensor in tensors.items()}}
         sent = tensors.keys() - _sharded_keys(source, wrapper)
-        payload = pickle.dumps((described, sent, getattr(state_dict, "_metadata", None)))
-    described, sent, metadata = pickle.loads(from_everyone(source.ranks, payload)[0])
+        given = described, sent, getattr(state_dict, "_metadata", None)
+    described, sent, metadata = from_everyone(source.ranks, given)[0]
     found = OrderedDict[str, Any](state_dict if source.is_here else described)
     for key in (key for key in found if key in sent):
         made = torch.empty_like(described[key], device=unit.device)
@@ -482,8 +480,15 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
     _tell(exposure.handles, kept, source, problem)
 
 
+def require_mapping(state_dict: Any) -> None:
+    """Raise TypeError, as torch does, for what is no state dict."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+
+
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
     """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    require_mapping(state_dict)
     copied = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:

@@ -25,7 +25,7 @@ from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.state_requests import LocalState
 from fsdp.engine.unit import TrainingState, Unit, serving, unit_of_wrapper, units_in
-from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
+from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
 _EXTRA = "_extra_state"
@@ -216,6 +216,7 @@ class LocalLoad:
 
     def _renamed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values by plain names; those of old versions of FairScale had no number."""
+        require_mapping(state_dict)
         values: dict[str, Any] = {}
         for key, value in state_dict.items():
             name = clean_name(key)
@@ -242,7 +243,7 @@ class LocalLoad:
         """Yield a problem for each value of another size."""
         for key, own in self._wanted.items():
             value = self._values.get(key)
-            if own is None or value is None or (key not in self._shards and self._is_left_alone(key)):
+            if own is None or key not in self._values or (key not in self._shards and self._is_left_alone(key)):
                 continue
             if not isinstance(value, Tensor) or (key in self._shards and is_dtensor(value)):
                 yield f"{key!r} is a {type(value).__name__} instead of a tensor"

@@ -12,7 +12,6 @@ tell each other the outcome. Then each one stores its shards of the values, or n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
@@ -372,8 +371,7 @@ class _Summoned:
         handles = self._exposure.handles
         changed = [(handles.index(handle), slot) for handle, slot in values]
         have = [[grad is not None for grad in grads[handle]] for handle in handles if self._form.with_grads]
-        told = from_everyone(self._unit.everyone, json.dumps([changed, have, problems]).encode())
-        changed, have, problems = json.loads(told[0])
+        changed, have, problems = from_everyone(self._unit.everyone, (changed, have, problems))[0]
         deal_changes(handles, changed, values)
         for handle, flags in zip(handles, have, strict=False):
             own = enumerate(grads[handle])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp.distributed import communicator
+from fsdp.distributed.consensus import agree_on
 from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -58,7 +59,8 @@ def join(
         An object with ``running_ranks``, the number of ranks that took part in the last forward with a batch.
 
     Raises:
-        RuntimeError: on an inner wrapper, inside a forward or backward, inside another `join`.
+        RuntimeError: on an inner wrapper, inside a forward or backward, inside another `join`, or if the ranks give
+            it different optimizers.
         TypeError: if `model` is no `FullyShardedDataParallel`.
         ValueError: without an optimizer.
         NotImplementedError: inside, for optimizers stepped with a closure, and `ShardedGradScaler`.
@@ -69,6 +71,8 @@ def join(
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
     runtime = runtime_of_root(model._unit, "join")
     runtime.ensure_idle("begin fsdp.join")
+    kinds = ", ".join(type(each).__name__ for each in optimizers)
+    agree_on(runtime.root.everyone, "optimizers in fsdp.join", kinds)
     joining = Joining(runtime, model, optimizers, after_step)
     try:
         yield joining

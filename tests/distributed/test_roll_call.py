@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy, set_watchdog
 from fsdp.distributed.journal import Journal, journals
-from fsdp.engine import steps
 from tests.helpers.ranks import RankPool
 
 PATIENCE = 60.0  # seconds until a difference must have been found
@@ -122,6 +122,68 @@ def _differ_unwatched() -> None:
         set_watchdog()
 
 
+# What is changed between steps
+
+
+def shard_written(model: FullyShardedDataParallel) -> None:
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-1, 1)
+
+
+def gradient_lost(model: FullyShardedDataParallel) -> None:
+    model.zero_grad()
+
+
+def gradient_written(model: FullyShardedDataParallel) -> None:
+    next(model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
+
+
+Change = Callable[[FullyShardedDataParallel], None]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (shard_written, "the shard of root (Linear) was written"),
+        (gradient_lost, "root (Linear) has no gradient of weight"),
+        (gradient_written, "gradients were written "),
+    ],
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_one_rank_changes_alone_is_a_warning_or_if_asked_for_an_error(
+    ranks: RankPool, tmp_path: Path, change: Change, words: str, raises: bool
+) -> None:
+    found = ranks(2, backend=None).run(_change, tmp_path, change, raises)
+    for kind, text in found:
+        assert kind == ("RuntimeError" if raises else "UserWarning")
+        assert "some ranks have changed what others have not, found at the step after backward " in text
+        assert f"  rank 1: between steps, {words}" in text
+
+
+def _change(folder: Path, change: Change, raises: bool) -> tuple[str, str]:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+    set_watchdog(raises=raises)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def one_step(number: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        if number == 3 and rank == 1:
+            change(model)
+        optimizer.step()
+        dist.all_reduce(heard := torch.tensor(len(warned)))
+        if heard == 2:
+            raise RuntimeError
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        error = raised_by(one_step)
+    dist.destroy_process_group()
+    return ("UserWarning", str(warned[0].message)) if warned else ("RuntimeError", error)
+
+
 # What must not be taken for a difference
 
 
@@ -182,6 +244,43 @@ def _run_out() -> None:
     assert sorted(page for page, lines in found.items() if lines) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("originals", [False, True])
+def test_what_all_ranks_change_makes_no_difference(ranks: RankPool, tmp_path: Path, originals: bool) -> None:
+    ranks(2).run(_change_alike, tmp_path, originals)
+
+
+def _change_alike(folder: Path, originals: bool) -> None:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), use_orig_params=originals)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    fsdp.save(folder / "saved", model, optimizer)
+    state, local = model.state_dict(), model.local_state_dict()
+    for number in range(8):
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        model(torch.ones(2, 4)).sum().backward()
+        if number % 3 == 0:
+            model.clip_grad_norm_(0.1)
+        optimizer.step()
+        with torch.no_grad():
+            for param in model.parameters():
+                if number == 1 and param.numel():
+                    param.clamp_(-1, 1)
+                elif number == 2 and param.numel():
+                    param.data.mul_(0.9)
+        if number == 3:
+            model.load_state_dict(state)
+        elif number == 4:
+            model.load_local_state_dict(local)
+        elif number == 5:
+            fsdp.load(folder / "saved", model, optimizer)
+        elif number == 6:
+            with model.summon_full_params(rank0_only=True), torch.no_grad():
+                for param in model.parameters() if dist.get_rank() == 0 else ():
+                    param.mul_(2)
+    assert len(same_everywhere()[0]) > 8
+
+
 # Replicas
 
 
@@ -198,13 +297,13 @@ def _drift(folder: Path) -> str:
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps._COMPARE_EVERY = 3
+    set_watchdog(replicas_every=3)
 
     def one_step(number: int) -> None:
         step(model, optimizer)
         if number == 5 and rank == 1:
             with torch.no_grad():
-                next(model.parameters())[-1] += 1e-6
+                next(model.parameters()).numpy()[-1] += 1e-6  # which torch does not count
 
     error = raised_by(one_step)
     dist.destroy_process_group()

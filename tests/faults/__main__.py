@@ -78,13 +78,17 @@ def main() -> None:
                     if size in table()[key].sizes:
                         verdicts.append(runner.run(key, size))
                         _show(verdicts[-1], options.words)
+                        if options.markdown:
+                            options.markdown.write_text(_markdown(verdicts))
         finally:
             pool.close()
     print(summary(verdicts))
-    if options.markdown:
-        lines = [HEADS, ["---"] * len(HEADS), *map(row, verdicts)]
-        options.markdown.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{summary(verdicts)}\n")
     sys.exit(any(each.is_good == bool(each.fault.missed) for each in verdicts))
+
+
+def _markdown(verdicts: Sequence[Verdict]) -> str:
+    lines = [HEADS, ["---"] * len(HEADS), *map(row, verdicts)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{summary(verdicts)}\n"
 
 
 def _show(verdict: Verdict, words: bool) -> None:

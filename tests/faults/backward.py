@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 
 import torch
@@ -10,20 +9,15 @@ import torch
 from tests.faults.fault import (
     DIFFERENT,
     ENDED,
-    GONE,
-    LATE,
-    STUCK,
     Fault,
     also,
-    ends_by,
     in_backward,
     instead,
-    interrupted,
     raises,
     skip,
     sleeps,
-    stops,
     stops_for,
+    usual,
 )
 from tests.faults.job import Job
 
@@ -65,15 +59,7 @@ def clips_to(**options: float) -> Callable[[Job], None]:
 
 FAULTS = {
     "backward": [
-        Fault(
-            "an error inside of the backward",
-            "exceptions",
-            "forward 2",
-            in_backward(raises(ValueError("overflow"))),
-            rank=f"{ENDED} ValueError: overflow",
-            unit=BACKWARD,
-            by="others",
-        ),
+        *usual("forward 2", in_backward, unit=BACKWARD),
         Fault(
             "an error inside of the backward of all ranks, which is caught",
             "exceptions",
@@ -93,24 +79,6 @@ FAULTS = {
             by="others",
         ),
         Fault(
-            "killed inside of the backward",
-            "SIGKILL",
-            "forward 2",
-            in_backward(ends_by(signal.SIGKILL)),
-            rank=GONE,
-            unit=BACKWARD,
-            ends="SIGKILL",
-        ),
-        Fault(
-            "stopped for good in the backward",
-            "SIGSTOP for good",
-            "forward 2",
-            in_backward(stops),
-            rank="rank 1: gives no answer",
-            unit=BACKWARD,
-            ends=STUCK,
-        ),
-        Fault(
             "stopped for seconds in the backward",
             "SIGSTOP for seconds",
             "forward 2",
@@ -122,24 +90,6 @@ FAULTS = {
             after="trained",
         ),
         Fault("slow in the backward", "slow ranks", "forward 2", in_backward(sleeps(1)), quiet=True, after="trained"),
-        Fault(
-            "hangs in the backward",
-            "slow ranks",
-            "forward 2",
-            in_backward(sleeps(5)),
-            rank=LATE,
-            unit=BACKWARD,
-            remedy=r"rank 1: in no collective, at .*in do",
-        ),
-        Fault(
-            "Ctrl-C in the backward",
-            "interrupts",
-            "forward 2",
-            in_backward(interrupted),
-            rank=f"{ENDED} KeyboardInterrupt",
-            unit=BACKWARD,
-            by="others",
-        ),
         Fault("no backward on one rank", "skipping", "backward 2", skip, rank=r"rank 1\b", unit=BACKWARD),
         Fault(
             "a second backward",
@@ -164,9 +114,9 @@ FAULTS = {
             "values",
             "backward 2",
             poisoned(float("nan")),
-            rank=r"rank 1\b",
-            unit="blocks|root",
-            missed="gradients that are not finite are not looked for",
+            program="setup detect train train train",
+            rank="rank 1: the gradient of ",
+            unit="head.bias of unit 'root",
         ),
     ],
     "reduction": [
@@ -220,6 +170,7 @@ FAULTS = {
         ),
     ],
     "clipping": [
+        *usual("clip 2", unit=r"norm of gradients|clip_grad_norm_\(\)", program=CLIPPING),
         Fault(
             "clipping is left out",
             "skipping",
@@ -273,35 +224,6 @@ FAULTS = {
         ),
         Fault("torch's function on one rank", "modes", "clip 2", instead("clip_to_one"), program=CLIPPING, quiet=True),
         Fault(
-            "an error before clipping",
-            "exceptions",
-            "clip 2",
-            raises(ArithmeticError("loss is nan")),
-            program=CLIPPING,
-            rank=f"{ENDED} ArithmeticError",
-            unit="norm of gradients",
-            by="others",
-        ),
-        Fault(
-            "killed before clipping",
-            "SIGKILL",
-            "clip 2",
-            ends_by(signal.SIGKILL),
-            program=CLIPPING,
-            rank=GONE,
-            unit="norm of gradients",
-            ends="SIGKILL",
-        ),
-        Fault(
-            "late for clipping",
-            "slow ranks",
-            "clip 2",
-            sleeps(5),
-            program=CLIPPING,
-            rank=LATE,
-            unit=r"clip_grad_norm_\(\)",
-        ),
-        Fault(
             "clipping under no_sync",
             "order",
             "forward 2",
@@ -315,6 +237,7 @@ FAULTS = {
         ),
     ],
     "accumulation": [
+        *usual("accumulate 2", unit="all-gather", program=ACCUMULATING),
         Fault(
             "a micro-batch less",
             "skipping",
@@ -363,16 +286,6 @@ FAULTS = {
             unit=BACKWARD,
             remedy="no_sync",
             by="others",
-        ),
-        Fault(
-            "killed while accumulating",
-            "SIGKILL",
-            "accumulate 2",
-            ends_by(signal.SIGKILL),
-            program=ACCUMULATING,
-            rank=GONE,
-            unit="all-gather",
-            ends="SIGKILL",
         ),
         Fault(
             "an error while accumulating, which all catch",

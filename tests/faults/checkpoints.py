@@ -15,7 +15,6 @@ from unittest import mock
 from tests.faults.fault import (
     ENDED,
     GONE,
-    LATE,
     STUCK,
     Action,
     Fault,
@@ -28,6 +27,7 @@ from tests.faults.fault import (
     sleeps,
     stops,
     stops_for,
+    usual,
 )
 from tests.faults.job import Job
 from tests.helpers.killed_saves import counted_steps
@@ -132,6 +132,7 @@ def not_readable(job: Job) -> None:
 
 FAULTS = {
     "save": [
+        *usual("save 2", program=SAVE),
         Fault(
             "rank 0 only",
             "extra calls",
@@ -237,18 +238,6 @@ FAULTS = {
             ends="SIGKILL",
         ),
         Fault(
-            "killed before it", "SIGKILL", "save 2", ends_by(signal.SIGKILL), program=SAVE, rank=GONE, ends="SIGKILL"
-        ),
-        Fault(
-            "an error before it",
-            "exceptions",
-            "save 2",
-            raises(ValueError("no path")),
-            program=SAVE,
-            rank=f"{ENDED} ValueError: no path",
-            by="others",
-        ),
-        Fault(
             "values that cannot be saved",
             "structure",
             "save 2",
@@ -315,6 +304,7 @@ FAULTS = {
         ),
     ],
     "background save": [
+        *usual("save_in_background 2", program=BACKGROUND),
         Fault(
             "one rank only",
             "extra calls",
@@ -392,6 +382,7 @@ FAULTS = {
         ),
     ],
     "load": [
+        *usual("load", program=LOAD),
         Fault(
             "one rank only",
             "extra calls",
@@ -453,17 +444,6 @@ FAULTS = {
             by="others",
             unit="saved",
         ),
-        Fault("killed", "SIGKILL", "load", ends_by(signal.SIGKILL), program=LOAD, rank=GONE, ends="SIGKILL"),
-        Fault(
-            "an error before it",
-            "exceptions",
-            "load",
-            raises(FileNotFoundError("config.json")),
-            program=LOAD,
-            rank=f"{ENDED} FileNotFoundError",
-            by="others",
-        ),
-        Fault("late", "slow ranks", "load", sleeps(5), program=LOAD, rank=LATE, unit=LOADING),
         DAMAGED(
             "a bit of the weights",
             do=file("model*.safetensors", flip),
@@ -526,6 +506,7 @@ FAULTS = {
         ),
     ],
     "resume": [
+        *usual("save_step 2", program="setup train save_step train save_step"),
         Fault(
             "from another step",
             "options",

@@ -7,11 +7,7 @@ import signal
 import torch
 
 from tests.faults.fault import (
-    ENDED,
-    GATHER,
     GONE,
-    LATE,
-    STUCK,
     Action,
     Fault,
     also,
@@ -21,8 +17,7 @@ from tests.faults.fault import (
     raises,
     sets,
     skip,
-    sleeps,
-    stops,
+    usual,
 )
 from tests.faults.job import Job
 from tests.faults.wrapping import BUILD_ALIKE, DIFFERS, frozen, in_half, narrow, other_seed
@@ -44,6 +39,7 @@ def sharded(name: str, kind: str, at: str, do: Action, **more: object) -> Fault:
 
 FAULTS = {
     "fully_shard": [
+        *usual("forward 2", in_forward, door="fully_shard"),
         sharded(
             "reshard_after_forward=False on one rank",
             "options",
@@ -121,14 +117,6 @@ FAULTS = {
             after="trained",
         ),
         sharded(
-            "an error in the forward",
-            "exceptions",
-            "forward 2",
-            in_forward(raises(ValueError("a bad batch"))),
-            rank=f"{ENDED} ValueError: a bad batch",
-            by="others",
-        ),
-        sharded(
             "an error in the backward of all, which is caught",
             "exceptions",
             "forward 2",
@@ -145,27 +133,16 @@ FAULTS = {
             rank=GONE,
             ends="SIGKILL",
         ),
-        sharded(
-            "stopped for good",
-            "SIGSTOP for good",
-            "forward 2",
-            stops,
-            rank="rank 1: gives no answer",
-            unit=GATHER,
-            ends=STUCK,
-        ),
-        sharded("late", "slow ranks", "forward 2", sleeps(5), rank=LATE, unit=GATHER),
         sharded("no backward", "skipping", "backward 2", skip, rank=r"rank 1\b"),
         sharded(
             "a state dict loaded on one rank only",
             "extra calls",
             "load_state_dict",
             skip,
-            program="setup train state_dict load_state_dict train",
+            program="setup train state_dict load_state_dict train train pause train",
             rank=r"rank 1\b",
-            unit=r"load_state_dict\(\)",
-            remedy="same call|different",
-            missed="shards that are loaded as DTensors are not compared between ranks",
+            unit="the shard of root",
+            remedy="on every rank",
         ),
         sharded(
             "a checkpoint on one rank only",

@@ -176,3 +176,36 @@ def in_backward(action: Action) -> Action:
         job.in_backward = action
 
     return do
+
+
+# --- what may happen anywhere -----------------------------------------------------------------------------------------
+
+
+def unchanged(action: Action) -> Action:
+    return action
+
+
+def usual(
+    at: str, within: Callable[[Action], Action] = unchanged, where: str = "", unit: str = ANY, **how: Any
+) -> list[Fault]:
+    """Return what may come to a rank in any phase: it raises, is interrupted, killed, stopped, or late.
+
+    Args:
+        at: the operation before which it strikes.
+        within: has an action strike inside of the operation.
+        where: words behind the names, if a phase has several such families.
+        unit: what the others are in then.
+        how: what else all these faults have.
+    """
+    bad, silent = ValueError("a bad batch"), r"rank 1: (gives no answer|has wrapped no model yet)"
+    family = {
+        "an error": ("exceptions", raises(bad), f"{ENDED} ValueError: a bad batch", {"by": "others"}),
+        "Ctrl-C": ("interrupts", interrupted, f"{ENDED} KeyboardInterrupt", {"by": "others"}),
+        "killed": ("SIGKILL", ends_by(signal.SIGKILL), GONE, {"ends": "SIGKILL"}),
+        "stopped for good": ("SIGSTOP for good", stops, silent, {"ends": STUCK}),
+        "late": ("slow ranks", sleeps(5), LATE, {"remedy": "rank 1: in no collective, at .*in do"}),
+    }
+    return [
+        Fault(f"{name} {where}".strip(), kind, at, within(do), rank=rank, unit=unit, **(how | more))
+        for name, (kind, do, rank, more) in family.items()
+    ]

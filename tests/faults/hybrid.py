@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-
 from tests.faults.fault import (
-    ENDED,
-    GONE,
-    LATE,
-    STUCK,
     Fault,
     also,
-    ends_by,
     in_backward,
-    in_forward,
-    raises,
     sets,
     skip,
-    sleeps,
-    stops,
+    usual,
 )
 from tests.faults.job import Job
 from tests.faults.optimizer import write
@@ -31,8 +21,14 @@ def full_sharding(job: Job) -> None:
     job.options.clear()
 
 
+def damage(job: Job) -> None:
+    """Have other bits in memory, which nothing has written."""
+    next(job.model.parameters()).detach().numpy()[0] += 1e-3
+
+
 FAULTS = {
     "hybrid": [
+        *usual("forward 2", in_backward, unit=STEP, program=HYBRID, sizes=(4,)),
         Fault(
             "no replicas on one rank", "options", "build", full_sharding, program=HYBRID, sizes=(4,), rank=r"rank 1\b"
         ),
@@ -46,53 +42,6 @@ FAULTS = {
             rank=r"rank 1\b",
             unit="Unit '",
             remedy="on every rank",
-        ),
-        Fault(
-            "an error",
-            "exceptions",
-            "forward 2",
-            in_forward(raises(ValueError("a bad batch"))),
-            program=HYBRID,
-            sizes=(4,),
-            rank=f"{ENDED} ValueError: a bad batch",
-            unit=STEP,
-            by="others",
-        ),
-        Fault(
-            "killed",
-            "SIGKILL",
-            "forward 2",
-            in_forward(ends_by(signal.SIGKILL)),
-            program=HYBRID,
-            sizes=(4,),
-            rank=GONE,
-            unit=STEP,
-            ends="SIGKILL",
-        ),
-        Fault(
-            "killed in the backward",
-            "SIGKILL",
-            "forward 2",
-            in_backward(ends_by(signal.SIGKILL)),
-            program=HYBRID,
-            sizes=(4,),
-            rank=GONE,
-            unit=STEP,
-            ends="SIGKILL",
-        ),
-        Fault(
-            "stopped for good",
-            "SIGSTOP for good",
-            "forward 2",
-            in_backward(stops),
-            program=HYBRID,
-            sizes=(4,),
-            rank="rank 1: gives no answer",
-            unit=STEP,
-            ends=STUCK,
-        ),
-        Fault(
-            "slow", "slow ranks", "forward 2", in_backward(sleeps(5)), program=HYBRID, sizes=(4,), rank=LATE, unit=STEP
         ),
         Fault("no backward", "skipping", "backward 2", skip, program=HYBRID, sizes=(4,), rank=r"rank 1\b", unit=STEP),
         Fault(
@@ -109,12 +58,24 @@ FAULTS = {
             "a replica drifts",
             "values",
             "batch 2",
+            damage,
+            program="mesh compare_replicas setup train train train pause train",
+            sizes=(4,),
+            rank=r"ranks? 1\b",
+            unit="head.weight of unit 'root",
+            remedy="go on from a checkpoint",
+            by="victim",
+        ),
+        Fault(
+            "a replica is written on one rank",
+            "values",
+            "batch 2",
             write(0.0),
-            program=HYBRID,
+            program=HYBRID + " pause train",
             sizes=(4,),
             rank=r"rank 1\b",
-            unit="head|root",
-            missed="replicas are compared every thousandth backward",
+            unit="the shard of root",
+            remedy="on every rank",
         ),
         Fault(
             "other values",

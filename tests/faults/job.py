@@ -153,6 +153,11 @@ class Job:
     def mesh(self) -> None:
         self.options["process_group"] = mesh_of(2, self.world_size // 2)
 
+    def compare_replicas(self) -> None:
+        from fsdp import set_watchdog
+
+        set_watchdog(2.0, raises=True, replicas_every=1)
+
     def on_disk(self) -> None:
         self.options |= {"offload": "disk", "offload_folder": self.folder / "offload"}
 
@@ -207,6 +212,11 @@ class Job:
     def pause(self) -> None:
         """As long as ranks take to compare the steps of the last seconds, outside of all collectives."""
         time.sleep(2.5)
+
+    def detect(self) -> None:
+        import fsdp
+
+        self.stack.enter_context(fsdp.detect_nonfinite(self.model))
 
     def step_again(self) -> None:
         self.optimizer_.step()

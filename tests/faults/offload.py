@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from pathlib import Path
 from unittest import mock
 
-from tests.faults.fault import ENDED, GATHER, GONE, LATE, Action, Fault, ends_by, in_forward, raises, sleeps
+from tests.faults.fault import ENDED, GATHER, Action, Fault, in_forward, sleeps, usual
 from tests.faults.job import Job
 
 DISK = "on_disk setup train train train"
@@ -57,6 +56,7 @@ def disk_is_full(job: Job) -> None:
 
 FAULTS = {
     "offload to disk": [
+        *usual("forward 2", in_forward, program=DISK),
         Fault(
             "in memory on one rank",
             "options",
@@ -94,25 +94,6 @@ FAULTS = {
             unit=GATHER,
             by="others",
         ),
-        Fault(
-            "an error in the forward",
-            "exceptions",
-            "forward 2",
-            in_forward(raises(ValueError("a bad batch"))),
-            program=DISK,
-            rank=f"{ENDED} ValueError",
-            by="others",
-        ),
-        Fault(
-            "killed",
-            "SIGKILL",
-            "forward 2",
-            in_forward(ends_by(signal.SIGKILL)),
-            program=DISK,
-            rank=GONE,
-            ends="SIGKILL",
-        ),
         Fault("a slow disk", "slow ranks", "step 2", sleeps(1), program=DISK, quiet=True, after="trained"),
-        Fault("a disk that hangs", "slow ranks", "forward 2", sleeps(5), program=DISK, rank=LATE, unit=GATHER),
     ],
 }

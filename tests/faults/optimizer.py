@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests.faults.fault import ENDED, GATHER, GONE, LATE, Fault, also, ends_by, raises, skip, sleeps
+from tests.faults.fault import GATHER, Fault, also, skip, usual
 from tests.faults.job import Job
 
 OPTIMIZER = r"SGD|optimizer"
@@ -24,6 +23,10 @@ def other_class(job: Job) -> None:
 
 def without_gradient(job: Job) -> None:
     next(job.model.parameters()).grad = None
+
+
+def double_gradient(job: Job) -> None:
+    next(job.model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
 
 
 def write(value: float) -> Callable[[Job], None]:
@@ -54,18 +57,22 @@ def _compared(name: str, at: str, do: Callable[[Job], None], unit: str, **how: A
     """Return a fault that ranks find when they compare their steps, while the training goes on."""
     return Fault(
         name,
-        "optimizer",
+        how.pop("kind", "optimizer"),
         at,
         do,
         unit=unit,
-        remedy="Take the same steps on every rank",
-        program="setup train train train pause train",
-        **how,
+        **{"remedy": "Take the same steps on every rank", "program": "setup train train train pause train"} | how,
     )
+
+
+def _changed(name: str, at: str, do: Callable[[Job], None], unit: str) -> Fault:
+    """Return a fault that ranks find when they compare what was written between their steps."""
+    return _compared(name, at, do, unit, kind="values", remedy="Change parameters and gradients on every rank")
 
 
 FAULTS = {
     "step": [
+        *usual("step 2", unit=GATHER),
         _compared("a step is left out", "step 2", skip, OPTIMIZER),
         _compared("two steps", "step 2", also("step_again"), OPTIMIZER),
         _compared("another learning rate", "step 2", group(lr=0.1), "lr"),
@@ -73,41 +80,11 @@ FAULTS = {
         _compared("weight decay", "step 2", group(weight_decay=0.1), "weight_decay"),
         _compared("another optimizer", "batch", other_class, "AdamW"),
         _compared("other groups of parameters", "batch", two_groups, "group"),
-        _compared(
-            "parameters in another order", "batch", reordered, "order|parameters", missed="their order is not noted"
-        ),
-        _compared(
-            "a gradient is dropped before the step",
-            "step 2",
-            without_gradient,
-            "head|root",
-            missed="a step does not say which gradients it has",
-        ),
-        Fault(
-            "a shard is written between steps",
-            "values",
-            "batch 2",
-            write(0.0),
-            unit="head|root",
-            missed="shards that are written are not watched yet",
-        ),
-        Fault(
-            "a shard is not finite",
-            "values",
-            "batch 2",
-            write(float("nan")),
-            unit="head|root",
-            missed="shards that are written are not watched yet",
-        ),
-        Fault(
-            "an error in the step",
-            "exceptions",
-            "step 2",
-            raises(RuntimeError("lr is negative")),
-            rank=f"{ENDED} RuntimeError: lr",
-            unit=GATHER,
-            by="others",
-        ),
+        _compared("parameters in another order", "batch", reordered, "order|parameters"),
+        _changed("a gradient is dropped before the step", "step 2", without_gradient, "no gradient of head.weight"),
+        _changed("a gradient is changed before the step", "step 2", double_gradient, "gradients were written 2 times"),
+        _changed("a shard is written between steps", "batch 2", write(0.0), "the shard of root"),
+        _changed("a shard is not finite", "batch 2", write(float("nan")), "the shard of root"),
         Fault(
             "an error in a hook of the step, which all catch",
             "exceptions",
@@ -116,18 +93,6 @@ FAULTS = {
             victim=None,
             rank="a hook of the optimizer",
             after="kept",
-        ),
-        Fault(
-            "killed in the step", "SIGKILL", "step 2", ends_by(signal.SIGKILL), rank=GONE, unit=GATHER, ends="SIGKILL"
-        ),
-        Fault(
-            "long in the step",
-            "slow ranks",
-            "step 2",
-            sleeps(5),
-            rank=LATE,
-            unit=GATHER,
-            remedy="rank 1: in no collective, at .*in do",
         ),
     ],
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,13 @@ import torch
 from tests.faults.fault import (
     DIFFERENT,
     ENDED,
-    GONE,
-    LATE,
     Action,
     Fault,
     also,
-    ends_by,
     instead,
     raises,
     skip,
-    sleeps,
+    usual,
 )
 from tests.faults.job import Job
 
@@ -56,6 +52,7 @@ def state(change: Callable[[dict[str, Any]], Any]) -> Action:
 
 FAULTS = {
     "summon": [
+        *usual("summon", inside, program=SUMMON),
         Fault(
             "one rank only", "extra calls", "batch 2", also("summon"), unit=r"summon_full_params\(\)", remedy=SAME_CALLS
         ),
@@ -87,16 +84,6 @@ FAULTS = {
             remedy=DIFFERENT + "|every rank",
         ),
         Fault(
-            "an error inside",
-            "exceptions",
-            "summon",
-            inside(raises(KeyError("weight"))),
-            program=SUMMON,
-            rank=f"{ENDED} KeyError",
-            unit=r".",
-            by="others",
-        ),
-        Fault(
             "an error inside on all ranks, which is caught",
             "exceptions",
             "summon",
@@ -105,15 +92,6 @@ FAULTS = {
             program=SUMMON,
             rank="weight",
             after="kept train trained",
-        ),
-        Fault(
-            "killed inside",
-            "SIGKILL",
-            "summon",
-            inside(ends_by(signal.SIGKILL)),
-            program=SUMMON,
-            rank=GONE,
-            ends="SIGKILL",
         ),
         Fault("other values are written", "values", "summon", inside(writes(1.0)), program=SUMMON, unit="head.weight"),
         Fault(
@@ -152,17 +130,9 @@ FAULTS = {
             rank=r"rank 1\b",
             unit="summon_full_params|root",
         ),
-        Fault(
-            "long inside",
-            "slow ranks",
-            "summon",
-            inside(sleeps(5)),
-            program=SUMMON,
-            rank=LATE,
-            remedy="rank 1: in no collective, at .*in do",
-        ),
     ],
     "state dicts": [
+        *usual("state_dict", program=STATE),
         Fault(
             "rank 0 only",
             "extra calls",
@@ -208,16 +178,6 @@ FAULTS = {
             unit=r"full_optim_state_dict\(\)",
             remedy=SAME_CALLS,
         ),
-        Fault(
-            "an error while it is taken",
-            "exceptions",
-            "state_dict",
-            raises(OSError("no space left")),
-            program=STATE,
-            rank=f"{ENDED} OSError",
-            by="others",
-        ),
-        Fault("killed", "SIGKILL", "state_dict", ends_by(signal.SIGKILL), program=STATE, rank=GONE, ends="SIGKILL"),
         Fault(
             "loaded on one rank only",
             "extra calls",

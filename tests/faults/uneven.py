@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-
 from tests.faults.fault import (
     DIFFERENT,
     ENDED,
-    GONE,
-    LATE,
-    STUCK,
     Action,
     Fault,
     also,
-    ends_by,
     in_backward,
     in_forward,
     raises,
     skip,
-    sleeps,
-    stops,
+    usual,
 )
 from tests.faults.job import Block, Job
 
@@ -46,6 +39,7 @@ def another_block(job: Job) -> None:
 
 FAULTS = {
     "cond": [
+        *usual("forward 2", in_forward, program=COND),
         Fault(
             "called directly",
             "modes",
@@ -67,16 +61,6 @@ FAULTS = {
             remedy="fsdp.cond",
         ),
         Fault(
-            "an error inside",
-            "exceptions",
-            "forward 2",
-            in_forward(raises(ValueError("no image"))),
-            program=COND,
-            rank=r"rank 1",
-            unit=r"blocks\.1|root",
-            by="others",
-        ),
-        Fault(
             "an error in its module",
             "exceptions",
             "forward 2",
@@ -86,25 +70,6 @@ FAULTS = {
             unit=r"blocks\.1",
             by="others",
         ),
-        Fault(
-            "killed inside",
-            "SIGKILL",
-            "forward 2",
-            in_forward(ends_by(signal.SIGKILL)),
-            program=COND,
-            rank=GONE,
-            ends="SIGKILL",
-        ),
-        Fault(
-            "stopped for good inside",
-            "SIGSTOP for good",
-            "forward 2",
-            in_forward(stops),
-            program=COND,
-            rank="rank 1: gives no answer",
-            ends=STUCK,
-        ),
-        Fault("long inside", "slow ranks", "forward 2", in_forward(sleeps(5)), program=COND, rank=LATE),
         Fault("no backward", "skipping", "backward 2", skip, program=COND, rank=r"rank 1\b"),
         Fault(
             "an error in the backward",
@@ -126,24 +91,7 @@ FAULTS = {
         ),
     ],
     "join": [
-        Fault(
-            "an error inside",
-            "exceptions",
-            "joined_training",
-            inside(raises(ValueError("a bad batch"))),
-            program=JOIN,
-            rank=f"{ENDED} ValueError: a bad batch",
-            by="others",
-        ),
-        Fault(
-            "killed inside",
-            "SIGKILL",
-            "joined_training",
-            inside(ends_by(signal.SIGKILL)),
-            program=JOIN,
-            rank=GONE,
-            ends="SIGKILL",
-        ),
+        *usual("joined_training", inside, program=JOIN),
         Fault(
             "saved inside",
             "order",
@@ -174,7 +122,6 @@ FAULTS = {
             rank=r"rank 1\b",
             remedy=DIFFERENT,
         ),
-        Fault("long inside", "slow ranks", "joined_training", inside(sleeps(5)), program=JOIN, rank=LATE),
         Fault(
             "a second optimizer on one rank",
             "optimizer",
@@ -182,8 +129,8 @@ FAULTS = {
             lambda job: setattr(job, "joins_twice", True),
             program=JOIN,
             rank=r"rank 1\b",
-            remedy="fsdp.join",
-            missed="what is given to fsdp.join is not compared between ranks",
+            remedy="Every rank must have the same",
+            unit="optimizers in fsdp.join",
         ),
     ],
 }

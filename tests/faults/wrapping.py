@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from tests.faults.fault import ENDED, GONE, LATE, Action, Fault, also, ends_by, raises, sets, sleeps
+from tests.faults.fault import ENDED, LATE, Action, Fault, also, raises, sets, sleeps, usual
 from tests.faults.job import Job
 
 BUILD_ALIKE = "Build and shard the same modules in the same order and with the same options on every rank"
@@ -78,6 +77,7 @@ def structure(name: str, do: Action, unit: str = BLOCK_1, **more: Any) -> Fault:
 
 FAULTS = {
     "wrapping": [
+        *usual("wrap"),
         option("reshard_after_forward=False", reshard_after_forward=False),
         option("mixed precision", mixed_precision=True),
         option("a predivide factor", gradient_predivide_factor=1.0),
@@ -120,15 +120,6 @@ FAULTS = {
             by="others",
         ),
         Fault(
-            "an error while wrapping",
-            "exceptions",
-            "wrap",
-            raises(TypeError("unhashable")),
-            rank="rank 1 was ended by TypeError: unhashable",
-            by="others",
-        ),
-        Fault("killed before wrapping", "SIGKILL", "wrap", ends_by(signal.SIGKILL), rank=r"rank 1\b", ends="SIGKILL"),
-        Fault(
             "building for long",
             "slow ranks",
             "build",
@@ -149,6 +140,7 @@ FAULTS = {
         ),
     ],
     "first use": [
+        *usual("forward"),
         Fault(
             "evaluation where others train",
             "modes",
@@ -193,17 +185,6 @@ FAULTS = {
             rank="rank 1",
             unit="state_dict",
             remedy="Make the same calls on every rank",
-        ),
-        Fault(
-            "killed before the first forward", "SIGKILL", "forward", ends_by(signal.SIGKILL), rank=GONE, ends="SIGKILL"
-        ),
-        Fault(
-            "an error before the first forward",
-            "exceptions",
-            "forward",
-            raises(RuntimeError("no data")),
-            rank="rank 1 was ended by RuntimeError: no data",
-            by="others",
         ),
         Fault(
             "late for the first forward",

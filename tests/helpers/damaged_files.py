@@ -6,6 +6,7 @@ import hashlib
 import json
 import resource
 import signal
+import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from fsdp.checkpoint.cli import described, lines
 from fsdp.checkpoint.formats.open_source import examine, format_of, open_source
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.untrusted import reading
@@ -112,23 +114,26 @@ def edited(data: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
     return data
 
 
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
 def strange_values() -> st.SearchStrategy[Any]:
     """What nobody expects somewhere in JSON."""
     numbers = [None, -1, 0, 1 << 40, 10**30, 1.5]
     return st.sampled_from([*numbers, "", "../x", "/etc/passwd", "\x1b[2J", [], {}, [[]], {"~tuple": 3}, "F32"])
 
 
-def replaced(tree: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
-    """A tree of JSON in which something is gone, or something else."""
+def replaced(tree: Any, draw: Draw, strange: st.SearchStrategy[Any] | None = None) -> Any:
+    """A tree of dictionaries and lists in which something is gone, or something strange."""
     if isinstance(tree, (dict, list)) and tree and draw(st.integers(0, 9)):
         key = draw(st.sampled_from(sorted(tree) if isinstance(tree, dict) else range(len(tree))))
         made = dict(tree) if isinstance(tree, dict) else list(tree)
         if draw(st.integers(0, 9)) == 0:
             del made[key]
         else:
-            made[key] = replaced(made[key], draw)
+            made[key] = replaced(made[key], draw, strange)
         return made
-    return draw(strange_values())
+    return draw(strange or strange_values())
 
 
 def seal(folder: Path, content: Any) -> None:
@@ -141,6 +146,38 @@ def seal(folder: Path, content: Any) -> None:
 def manifest_of(folder: Path) -> Any:
     """What a checkpoint says of itself."""
     return json.loads((folder / "checkpoint.json").read_text())["checkpoint"]
+
+
+def damage(folder: Path, draw: Draw) -> None:
+    """Change bytes of some file."""
+    path = draw(st.sampled_from(sorted(each for each in folder.rglob("*") if each.is_file())))
+    path.write_bytes(edited(path.read_bytes(), draw(edits())))
+
+
+def damage_pickle(folder: Path, draw: Draw) -> None:
+    """Change bytes of the pickle in some file of `torch.save`, checksums and all."""
+    path = draw(st.sampled_from(sorted(each for each in folder.rglob("*") if each.is_file())))
+    zipped_with(path, "data.pkl", edited(TorchArchive(str(path))._pickle, draw(edits())))
+
+
+def damage_manifest(folder: Path, draw: Draw) -> None:
+    """Put something else into the manifest of a checkpoint of ours, checksum and all."""
+    seal(folder / "run", replaced(manifest_of(folder / "run"), draw))
+
+
+def damage_index(folder: Path, draw: Draw) -> None:
+    """Put something else into the index of safetensors files."""
+    index = folder / "run" / "model.safetensors.index.json"
+    index.write_text(json.dumps(replaced(json.loads(index.read_text()), draw)))
+
+
+def damage_header(folder: Path, draw: Draw) -> None:
+    """Put something else into the header of a safetensors file."""
+    path = draw(st.sampled_from(sorted((folder / "run").glob("*.safetensors"))))
+    text = path.read_bytes()
+    length = int.from_bytes(text[:8], "little")
+    header = json.dumps(replaced(json.loads(text[8 : 8 + length]), draw)).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + text[8 + length :])
 
 
 def zipped_with(path: Path, name: str, content: bytes) -> None:

@@ -30,21 +30,24 @@ from tests.checkpoint.formats.test_fairscale import RECORDED
 from tests.checkpoint.formats.test_fsdp1 import save as save_fsdp1
 from tests.helpers.convert_formats import converted, saved
 from tests.helpers.damaged_files import (
+    Draw,
     assert_read_or_refused,
     bounded,
-    edited,
-    edits,
+    damage,
+    damage_header,
+    damage_index,
+    damage_manifest,
+    damage_pickle,
     everything_in,
     manifest_of,
-    replaced,
     seal,
     zipped_with,
 )
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save as save_safetensors
+from tests.helpers.strange_states import load_something, state_dicts
 
 FEW = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck), derandomize=True)
-JSON = ["manifest", "safetensors header", "safetensors index"]
 
 # Random damage
 
@@ -61,10 +64,14 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(ours: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of all formats, each by itself in a folder."""
-    folder = tmp_path_factory.mktemp("others")
+    return of_all_formats(ours, ranks, tmp_path_factory.mktemp("others"))
+
+
+def of_all_formats(ours: Path, ranks: RankPool, folder: Path) -> dict[str, Path]:
+    """Make checkpoints of all formats, each by itself in a folder."""
     for word in ("safetensors", "dcp", "torch", "fairscale", "fsdp1"):
         (folder / word).mkdir()
+    shutil.copytree(ours, folder / "fsdp" / "run")
     converted(ours, folder / "safetensors" / "run", "--to", "safetensors", "--max-file-bytes", "300")
     converted(ours, folder / "dcp" / "run", "--to", "dcp")
     converted(ours, folder / "torch" / "run.pt", "--to", "torch")
@@ -83,60 +90,44 @@ def test_a_damaged_checkpoint_of_ours_gives_what_was_saved_or_an_error(
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged") / "run"
     shutil.copytree(ours, folder)
-    path = folder / data.draw(st.sampled_from(sorted(each.name for each in folder.iterdir())))
-    path.write_bytes(edited(path.read_bytes(), data.draw(edits())))
+    damage(folder, data.draw)
     expected = original(ours)
     assert_read_or_refused(folder, lambda found: found["tensors"] == expected["tensors"], "fsdp")
 
 
+DAMAGES = [
+    *((word, damage) for word in ("safetensors", "dcp", "torch", "fairscale", "fsdp1")),
+    *((word, damage_pickle) for word in ("torch", "fairscale", "fsdp1")),
+    ("fsdp", damage_manifest),
+    ("safetensors", damage_index),
+    ("safetensors", damage_header),
+]
+
+
 @FEW
 @given(data=st.data())
-@pytest.mark.parametrize("word", ["safetensors", "dcp", "torch", "fairscale", "fsdp1"])
-def test_damaged_files_of_others_are_read_or_refused(
-    others: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, word: str, data: st.DataObject
+@pytest.mark.parametrize(("word", "change"), DAMAGES)
+def test_damaged_files_are_read_or_refused_also_with_the_right_checksums(
+    others: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    word: str,
+    change: Callable[[Path, Draw], None],
+    data: st.DataObject,
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged") / word
     shutil.copytree(others[word], folder)
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
-    path = data.draw(st.sampled_from(files))
-    path.write_bytes(edited(path.read_bytes(), data.draw(edits())))
+    change(folder, data.draw)
     assert_read_or_refused(next(folder.iterdir()), lambda _: True, word)
+
+
+# State dicts
 
 
 @FEW
 @given(data=st.data())
-@pytest.mark.parametrize("word", ["torch", "fairscale", "fsdp1"])
-def test_damaged_pickles_with_the_right_checksums_are_read_or_refused(
-    others: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, word: str, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("damaged") / word
-    shutil.copytree(others[word], folder)
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
-    path = data.draw(st.sampled_from(files))
-    zipped_with(path, "data.pkl", edited(TorchArchive(str(path))._pickle, data.draw(edits())))
-    assert_read_or_refused(next(folder.iterdir()), lambda _: True, word)
-
-
-@FEW
-@given(data=st.data())
-@pytest.mark.parametrize("kind", JSON)
-def test_malformed_json_with_the_right_checksums_is_read_or_refused(
-    ours: Path, others: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("malformed") / "run"
-    shutil.copytree(ours if kind == "manifest" else others["safetensors"] / "run", folder)
-    if kind == "manifest":
-        seal(folder, replaced(manifest_of(folder), data.draw))
-    elif kind == "safetensors index":
-        index = folder / "model.safetensors.index.json"
-        index.write_text(json.dumps(replaced(json.loads(index.read_text()), data.draw)))
-    else:
-        path = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
-        text = path.read_bytes()
-        length = int.from_bytes(text[:8], "little")
-        header = json.dumps(replaced(json.loads(text[8 : 8 + length]), data.draw)).encode()
-        path.write_bytes(struct.pack("<Q", len(header)) + header + text[8 + length :])
-    assert_read_or_refused(folder, lambda _: True, "fsdp" if kind == "manifest" else "safetensors")
+def test_strange_state_dicts_are_loaded_or_refused_and_then_nothing_was_changed(data: st.DataObject) -> None:
+    with state_dicts() as loads:
+        load_something(loads, data.draw)
 
 
 # States of random number generators
