@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _KEPT = 1024  # pages on which there is something
 
@@ -26,16 +27,22 @@ class Settings:
 settings = Settings()
 
 
+class Finding(NamedTuple):
+    """A finding has the words for a difference between ranks, in messages."""
+
+    meaning: str  # with {page} for the number of the page
+    remedy: str  # a sentence for the end
+    begin: str = ""  # of the lines that it is about
+
+
 class Journal:
     """A record of what one model has done on this rank.
 
     Args:
         name: alike on all its ranks, and of no other journal of these ranks.
         ranks: all that keep this journal, by their numbers in the default process group.
-        found: says what a difference on a page means, for messages, with {page} for its number.
-        remedy: a sentence for the end of that message.
-        lesser: what is noted behind these words makes a warning, if nothing else differs.
-        lesser_found, lesser_remedy: the words of that warning.
+        error: what is said of a difference.
+        warning_of: what is said where nothing differs but lines that begin in its way.
 
     It knows nothing of the model, which the watchdog's thread would keep alive.
 
@@ -43,24 +50,13 @@ class Journal:
         page: the number of the page that is open.
         difference: how the ranks differ; empty while nobody has found that they do.
         is_raised: this rank knows it, by an error.
-        warning: the first lesser difference; empty while nobody has found one.
+        warning: the first difference that is no error; empty while nobody has found one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ranks: Iterable[int],
-        found: str,
-        remedy: str,
-        *,
-        lesser: str = "",
-        lesser_found: str = "",
-        lesser_remedy: str = "",
-    ) -> None:
+    def __init__(self, name: str, ranks: Iterable[int], error: Finding, warning_of: Finding | None = None) -> None:
         self.ranks = tuple(sorted(ranks))
         self.name = f"{name} of {zlib.crc32(repr(self.ranks).encode())}"
-        self.found, self.remedy = found, remedy
-        self.lesser, self.lesser_found, self.lesser_remedy = lesser, lesser_found, lesser_remedy
+        self._error, self._warning_of = error, warning_of
         self.difference = self.warning = ""
         self.is_raised = False
         self.page = 0
@@ -82,6 +78,16 @@ class Journal:
             oldest = next(iter(self._notes))
             self.first_unsent = max(self.first_unsent, oldest + 1)
             del self._notes[oldest]
+
+    def finding(self, lines: Iterable[str]) -> tuple[Finding, list[str]]:
+        """Return what is to be said of lines that not all ranks have, and which of them it is about."""
+        minor = self._warning_of
+        major = [line for line in lines if minor is None or not line.startswith(minor.begin)]
+        return (self._error, major) if major or minor is None else (minor, list(lines))
+
+    def is_error(self, finding: Finding) -> bool:
+        """Return whether the ranks are to raise it."""
+        return finding is self._error or settings.raises
 
     def closed(self) -> tuple[int, list[str]]:
         """Return the number of the first closed page that was not sent yet, and digests of all from there."""

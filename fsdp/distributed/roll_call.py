@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fsdp.distributed.journal import Journal, journals, settings
+from fsdp.distributed.journal import Journal, journals
 
 _PER_SECOND = 64  # ranks that the first one hears; where there are more, each comes more seldom
 _PAGES = 1024  # that the first rank keeps for a rank that has not sent its own yet
@@ -76,20 +76,17 @@ class RollCall:
         texts[self._rank] = journal.lines(page)
         common = set.intersection(*map(set, texts.values()))
         differing = set.union(*map(set, texts.values())) - common
-        greater = {line for line in differing if not (journal.lesser and line.startswith(journal.lesser))}
-        if not greater and journal.warning:
+        finding, about = journal.finding(differing)
+        if journal.warning and not journal.is_error(finding):
             return  # one is enough
         by_text: dict[str, list[int]] = {}
         for rank, lines in sorted(texts.items()):
-            own = [line for line in lines if line in (greater or differing)]
+            own = [line for line in lines if line in about]
             shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if own[3:] else "")
             by_text.setdefault(shown or "nothing" + " more" * bool(common), []).append(rank)
-        found = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
-        before, behind = journal.found, journal.remedy
-        if not greater:
-            before, behind = journal.lesser_found, journal.lesser_remedy
-        what = "difference" if greater or settings.raises else "warning"
-        message = {what: "\n".join([before.format(page=page), *found, behind]), "of": journal.name}
+        each = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
+        text = "\n".join([finding.meaning.format(page=page), *each, finding.remedy])
+        message = {"difference" if journal.is_error(finding) else "warning": text, "of": journal.name}
         self._tell(others, message)
         self.answer(message)
 

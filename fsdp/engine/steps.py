@@ -2,8 +2,8 @@
 
 A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would be those
 of another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
-(`distributed.journal`). Another journal has what was written between steps, to shards and to gradients: everybody may
-do that, if all do. Every thousand backwards ranks that hold the same shards note what those are, too.
+(`distributed.journal`). So is what was written between steps, to shards and to gradients: everybody may do that, if all
+do. Every thousand backwards ranks that hold the same shards note what those are, too.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from torch import Tensor, nn
 
 from fsdp.distributed.communicator import Communicator, ranks_of
 from fsdp.distributed.consensus import peers_answer
+from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.distributed.journal import Journal, settings
+from fsdp.distributed.journal import Finding, Journal, settings
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, units_in
 
-_STEPS_DIFFER = "fsdp: the ranks have taken different optimizer steps after backward {page}:"
-_STEP_ALIKE = (
+_STEPS_DIFFER = Finding(
+    "fsdp: the ranks have taken different optimizer steps after backward {page}:",
     "Their shards are of different models from there on. Take the same steps on every rank, with the same options, and "
-    "go on from the last checkpoint. (set_watchdog(None) compares nothing.)"
+    "go on from the last checkpoint. (set_watchdog(None) compares nothing.)",
 )
-_CHANGED = "between steps, "
-_CHANGES_DIFFER = "fsdp: some ranks have changed what others have not, found at the step after backward {page}:"
-_CHANGE_ALIKE = (
+_CHANGES_DIFFER = Finding(
+    "fsdp: some ranks have changed what others have not, found at the step after backward {page}:",
     "Change parameters and gradients on every rank, or parameters inside of summon_full_params(). If a rank changes "
     "nothing because it finds nothing to do in its shard, that is all right. (set_watchdog(raises=True) makes an error "
-    "of it, and set_watchdog(None) compares nothing.)"
+    "of it, and set_watchdog(None) compares nothing.)",
+    begin="between steps, ",
 )
-_REPLICAS_DIFFER = "fsdp: replicas of the same shards have different values, found when they were compared ({page}):"
-_KEEP_REPLICAS = (
+_REPLICAS_DIFFER = Finding(
+    "fsdp: replicas of the same shards have different values, found when they were compared ({page}):",
     "Something has changed them on some ranks only, or a device has failed. Change parameters inside of "
-    "summon_full_params(), on every rank, and go on from a checkpoint of before. (set_watchdog(None) compares nothing.)"
+    "summon_full_params(), on every rank, and go on from a checkpoint of before. (set_watchdog(None) compares "
+    "nothing.)",
 )
 
 
@@ -71,18 +73,10 @@ class Steps:
             tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
             name = " ".join(tags)
             if tags and self._journal is None and self._root.comm in (handle.comm, handle.replicas):
-                self._journal = Journal(
-                    f"steps {name}",
-                    self._root.ranks,
-                    _STEPS_DIFFER,
-                    _STEP_ALIKE,
-                    lesser=_CHANGED,
-                    lesser_found=_CHANGES_DIFFER,
-                    lesser_remedy=_CHANGE_ALIKE,
-                )
+                self._journal = Journal(f"steps {name}", self._root.ranks, _STEPS_DIFFER, _CHANGES_DIFFER)
             if handle.is_replicated and handle.replicas not in self._of_replicas:
                 ranks = ranks_of(handle.replicas.group)
-                self._of_replicas[handle.replicas] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER, _KEEP_REPLICAS)
+                self._of_replicas[handle.replicas] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER)
 
     @property
     def handles(self) -> list[FlatParamHandle]:
@@ -111,7 +105,7 @@ class Steps:
             self._compare_replicas()
         if self._journal is not None:
             for text in self._changes(handles):
-                self._journal.note(object(), _CHANGED + text)  # what is there twice says no more
+                self._journal.note(object(), _CHANGES_DIFFER.begin + text)  # what is there twice says no more
         self._begun = weakref.ref(optimizer), _version(optimizer)
 
     def end(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
@@ -229,7 +223,7 @@ def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHand
 def _shown(value: Any) -> str:
     """Return an option as text, so that it does not depend on the last bits of a number; empty if it cannot be told."""
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" or value.numel() != 1:
+        if not is_host(value.device) or value.numel() != 1:
             return ""  # nobody waits for a device
         value = value.item()
     if isinstance(value, float):

@@ -17,7 +17,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy, set_watchdog
-from fsdp.distributed.journal import Journal, journals
+from fsdp.distributed.journal import Finding, Journal, journals
 from tests.helpers.ranks import RankPool
 
 PATIENCE = 60.0  # seconds until a difference must have been found
@@ -314,7 +314,7 @@ def _drift(folder: Path) -> str:
 
 
 def test_a_page_is_closed_when_the_next_one_is_begun_and_lost_when_there_are_too_many() -> None:
-    journal = Journal("of a test", [1, 0], "", "")
+    journal = Journal("of a test", [1, 0], Finding("", ""))
     journal.note("a", "one")
     assert journal.closed() == (0, [])
     journal.page = 2
@@ -329,7 +329,7 @@ def test_a_page_is_closed_when_the_next_one_is_begun_and_lost_when_there_are_too
 
 
 def test_of_notes_with_one_text_those_of_one_thing_count() -> None:
-    journal = Journal("of a test", [0, 1], "", "")
+    journal = Journal("of a test", [0, 1], Finding("", ""))
     for what in ("a", "b", "b"):
         journal.note(what, "one")
     assert journal.lines(0) == ["one (2 times)"]
