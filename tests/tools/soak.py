@@ -67,7 +67,7 @@ class Life:
         world_size = draw.randint(1, max_ranks)
         last = min(steps, begin + draw.randint(steps // 40 + 2, steps // 5 + 2))
         is_killed = world_size > 1 and last < steps and draw.random() < 0.5
-        chosen = [step for step in range(begin, last) if world_size > 1 and draw.random() < 0.04 + 2 / steps]
+        chosen = [step for step in range(begin, last - 1) if world_size > 1 and draw.random() < 0.04 + 2 / steps]
         failures = {step: (draw.randrange(world_size), draw.choice(["forward", "backward", "step"])) for step in chosen}
         return cls(world_size, last, draw.randrange(world_size) if is_killed else None, failures)
 
@@ -174,9 +174,19 @@ def _train(rank: int, life: Life, folder: Path, save_every: int) -> None:
     else:
         training.load(newest)
     begun = saved = training.taken
-    while training.taken < life.last:
+    while True:
         try:
-            training.step()
+            if training.taken % save_every == 0 and training.taken > saved:
+                fsdp.save(folder / "steps", training.model, training.optimizer, step=training.taken, keep=2)
+                saved = training.taken
+                _note(
+                    folder / f"usage {rank}",
+                    usage() | {"step": training.taken - begun, "recovered": recovered, "loaded": loaded},
+                )
+            elif training.taken < life.last:
+                training.step()
+            else:
+                break
         except (ValueError, CollectiveError):
             try:
                 fsdp.recover(training.model)
@@ -186,13 +196,6 @@ def _train(rank: int, life: Life, folder: Path, save_every: int) -> None:
                     raise
                 training.load(checkpoint.newest(folder / "steps"))
                 loaded += 1
-        if training.taken % save_every == 0 and training.taken > saved:
-            fsdp.save(folder / "steps", training.model, training.optimizer, step=training.taken, keep=2)
-            saved = training.taken
-            _note(
-                folder / f"usage {rank}",
-                usage() | {"step": training.taken - begun, "recovered": recovered, "loaded": loaded},
-            )
     if rank == life.killed:
         os.kill(os.getpid(), signal.SIGKILL)
     if life.killed is not None:
