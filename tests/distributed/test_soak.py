@@ -1,4 +1,4 @@
-"""A short soak (`tests.tools.soak`): exceptions, restarts and kills leave the weights of an undisturbed training."""
+"""A short run of `tests.tools.soak`: exceptions, restarts and kills leave the weights of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ import sys
 
 
 def test_a_disturbed_training_ends_with_the_weights_of_an_undisturbed_one() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.tools.soak",
-        "--steps",
-        "24",
-        "--save-every",
-        "4",
-        "--ranks",
-        "3",
-        "--seed",
-        "14",
-    ]
+    options = "--steps 10 --save-every 3 --ranks 2 --seed 252"  # three lives, one with a kill, two with exceptions
     found = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", "tests.tools.soak", *options.split()],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert found.returncode == 0, found.stdout + found.stderr
+    assert "'lives': 3, 'killed': 1, 'exceptions': 2" in found.stdout
     assert "nothing has grown, and the weights are right" in found.stdout
-    assert "'killed': 0" not in found.stdout
-    assert "'exceptions': 0" not in found.stdout

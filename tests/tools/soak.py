@@ -274,6 +274,8 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def soak(steps: int, save_every: int, max_ranks: int, seed: int, folder: Path) -> list[str]:
     """Train, print what happens, and return what must not be."""
+    # First, so that what torch imports for the first step is there in all processes that are forked.
+    wide, narrow = undisturbed(steps, torch.float64), undisturbed(steps, torch.float32)
     draw, counts, problems, begin = random.Random(seed), Counter[str](), list[str](), 0
     while begin < steps:
         life = Life.drawn(draw, begin, steps, max_ranks)
@@ -288,7 +290,6 @@ def soak(steps: int, save_every: int, max_ranks: int, seed: int, folder: Path) -
         print(f"steps {begin}-{life.last}, {life.world_size} ranks, {len(life.failures)} exceptions, {end}", flush=True)
         begin = steps if life.last == steps else int(str(newest).rpartition("-")[2]) if newest else 0
     found = torch.load(folder / "weights")
-    wide, narrow = undisturbed(steps, torch.float64), undisturbed(steps, torch.float32)
     noise, apart = distance(narrow, wide), distance(found["weights"], wide)
     print(f"{steps} steps, seed {seed}: {dict(counts)}")
     print(f"weights differ from an undisturbed training in float64 by {apart:.1e}, one in float32 does by {noise:.1e}")
