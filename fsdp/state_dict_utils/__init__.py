@@ -467,6 +467,10 @@ def _info(path: Path, leaf: Any) -> Any:
 
 
 def _packed(described: Any) -> bytes:
+    for path, leaf in leaves(described):
+        if isinstance(leaf, torch.UntypedStorage):
+            reason = TypeError("torch.load makes one of another class of it; send a tensor that views it")
+            raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be sent', reason)}")
     try:
         return _saved(described)
     except Exception as problem:
@@ -479,8 +483,6 @@ def _packed(described: Any) -> bytes:
 
 
 def _saved(value: Any) -> bytes:
-    if isinstance(value, torch.UntypedStorage):
-        raise TypeError("torch.load makes a storage of another class of it. Send a tensor that views it")
     file = io.BytesIO()
     torch.save(value, file)  # and not pickle, which brings tensors to the device that they come from
     return file.getvalue()

@@ -46,6 +46,8 @@ PACKAGE = "fsdp"  # and this one where the server would find the right copy
 MAX_THREADS = 200
 MAX_RESIDENT_MIB = 3000
 
+_set_aside = 0  # modules whose objects no collection walks
+
 
 class Ending(Enum):
     """How a rank came out of one request."""
@@ -158,7 +160,7 @@ def _set_up(station: Station) -> None:
     _share_one_event_loop()
     _seed_only_what_is_there()
     _join(station)
-    gc.freeze()  # what is imported lives as long as the process: no collection needs to walk it
+    _set_aside_modules()
 
 
 def _let_each_other_finish() -> None:
@@ -262,6 +264,7 @@ def _answer(request: Request) -> bytes:
 @contextmanager
 def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
     """Every run starts as if in a new process, under the parent's warning filters."""
+    _set_aside_modules()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -277,8 +280,19 @@ def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-    # What is left was imported, or is kept for later runs, and each collection of those would walk it.
-    gc.freeze()
+
+
+def _set_aside_modules() -> None:
+    """Keep collections from walking what is imported, which lives as long as the process.
+
+    A run that compiles imports so much that it would cost each later one a tenth of a second.
+    """
+    global _set_aside
+    if len(sys.modules) != _set_aside:
+        if _set_aside:
+            gc.collect()  # what the last run left behind must not live as long too
+        _set_aside = len(sys.modules)
+        gc.freeze()
 
 
 def _restore(environment: Mapping[str, str]) -> None:

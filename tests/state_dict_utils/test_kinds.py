@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
@@ -246,6 +246,7 @@ WRITERS: list[Callable[..., Any]] = [
 
 
 @settings(max_examples=100, deadline=None)
+@example(ALL["storage"](), ALL["storage"](), WRITERS[2], False)  # which torch.load makes another class of
 @given(TREES, TREES, st.sampled_from(WRITERS), st.booleans())
 def test_any_tree_is_written_whole_or_refused_with_nothing_changed(
     full: Any, other: Any, write: Callable[..., Any], type_check: bool
