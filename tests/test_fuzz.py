@@ -27,9 +27,10 @@ def test_random_cases_equal_the_unsharded_model(ranks: RankPool, world_size: int
         except RankError as error:
             failures.append(str(error))
             seed = re.search(r"seed (\d+) at", failures[-1])
-            if seed is None:
-                break  # the ranks died, and said nothing of the case
-            left = now[now.index(int(seed[1])) + 1 :] + left
+            if seed is None:  # the ranks have died or waited for each other, and said nothing of the case
+                failures[-1] = f"one of the seeds {now}: {failures[-1]}"
+            else:
+                left = now[now.index(int(seed[1])) + 1 :] + left
     assert not failures, f"{len(failures)} cases failed, the first one:\n{failures[0]}"
 
 
