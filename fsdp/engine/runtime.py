@@ -73,6 +73,7 @@ class Runtime:
         self.usage = Usage(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._complete: set[FlatParamHandle] = set()  # gradients that wait for those of other handles of their unit
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
@@ -345,6 +346,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self._backward_order.begin()
+        self._complete.clear()
         self.participation.begin_backward()
         for unit in self.units:
             unit.begin_backward()
@@ -373,8 +375,17 @@ class Runtime:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
         if not self.participation.announce_gradient(unit, handle):
             return
-        if handle.gradients.is_reduced and not self.usage.differs(handle):
-            self._reductions.submit(handle, unit.postdivide, keep=self.participation.is_uneven)
+        if not handle.gradients.is_reduced or self.usage.differs(handle):
+            return
+        # Ranks may complete the handles of a unit in different orders, and must reduce them in one. A handle is not
+        # waited for if it has been submitted, or if some rank may not complete it before backward ends.
+        self._complete.add(handle)
+        for each in reversed(unit.handles):
+            if each in self._complete:
+                self._complete.discard(each)
+                self._reductions.submit(each, unit.postdivide, keep=self.participation.is_uneven)
+            elif each in unit.incomplete and self.usage.is_coming(each):
+                break
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
@@ -421,7 +432,8 @@ class Runtime:
         self.usage.end()
         while any(map(self.usage.is_due, self.handles)):
             for unit in self.units:
-                for handle in filter(self.usage.is_due, unit.handles):  # asked one by one: a bucket takes several
+                # Asked one by one, because a bucket reduces several at once.
+                for handle in filter(self.usage.is_due, reversed(unit.handles)):
                     handle.gradients.owe(self.usage.unused(handle))
                     self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()

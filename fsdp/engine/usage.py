@@ -87,6 +87,13 @@ class Usage:
         self._read_forecasts()
         return handle in self._differing
 
+    def is_coming(self, handle: FlatParamHandle) -> bool:
+        """Return whether every rank will complete a handle in this backward: all its gradients are expected there."""
+        if self.differs(handle) or handle not in self._used:
+            return False  # on some ranks only; or nothing is known before the end
+        trained = zip(self._used[handle], handle.requires_grad_each, strict=True)
+        return all(state == _COMING for state, is_trained in trained if is_trained)
+
     def _read_forecasts(self) -> None:
         for among in self._among:
             if among.forecast is not None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, get_fsdp_instances
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -686,6 +686,44 @@ def _complete_in_different_orders() -> None:
         for each in (model, plain):
             torch.optim.SGD(each.parameters(), lr=0.01).step()
             each.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Choosing(nn.Module):
+    """Computes with two of its four layers at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
+
+    def forward(self, inputs: Tensor, first: int) -> Tensor:
+        return self.layers[first](inputs) * self.layers[first + 1](inputs)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_ranks_may_complete_the_parameters_of_one_unit_in_different_orders(ranks: RankPool, strategy: str) -> None:
+    """Each is reduced by itself, and ranks that wait for different ones would wait for ever."""
+    ranks(2, timeout=20).run(_complete_one_unit_in_different_orders, strategy)
+
+
+def _complete_one_unit_in_different_orders(strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = Choosing().double()
+    model = fully_sharded(flatten_parameters=False, bucket_cap_mb=0, sharding_strategy=ShardingStrategy[strategy])(
+        copy.deepcopy(plain)
+    )
+    order = (0, 2) if dist.get_rank() else (2, 0)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for number in range(2):
+        for each in (model, plain):
+            sum(each(batch(number, turn), first).square().sum() for turn, first in enumerate(order)).backward()
+        for param in plain.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
