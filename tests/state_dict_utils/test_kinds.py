@@ -36,7 +36,12 @@ CPU = "cpu"
 # Of torch, about kinds of tensors that it made and does not promise to keep.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}:UserWarning")
-    for text in ("torch.quantize_per_tensor", "Sparse CSR tensor support", "The PyTorch API of nested tensors")
+    for text in (
+        "torch.quantize_per_tensor",
+        "TypedStorage is deprecated",
+        "Sparse CSR tensor support",
+        "The PyTorch API of nested tensors",
+    )
 ]
 
 
