@@ -118,6 +118,7 @@ class FlatParamHandle:
         places: for each parameter, where modules use it.
         registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
+        listed_params: those, or `flat_param`: what optimizers step.
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
         forms: the unsharded parameters for each dtype of computation, made when first needed.
@@ -163,7 +164,8 @@ class FlatParamHandle:
         self.post_forward_shard: PostForwardShard | None = None
         if shard.post_forward_comm is not None and shard.post_forward_comm.world_size > 1:
             self.post_forward_shard = PostForwardShard(shard.post_forward_comm)
-        self.gradient_hooks = GradientHooks(flat_param, self.orig_params)
+        self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
+        self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
         self._make_unsharded = shard.new_unsharded
         self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
@@ -208,11 +210,6 @@ class FlatParamHandle:
         if self.orig_params is not None:
             return self.orig_params.requires_grad
         return [self.flat_param.requires_grad] * len(self.layout.slots)
-
-    @property
-    def listed_params(self) -> Sequence[nn.Parameter]:
-        """The parameters that modules list and optimizers step: `flat_param`, or the local shards of the originals."""
-        return [self.flat_param] if self.orig_params is None else self.orig_params.params
 
     @property
     def valueless(self) -> set[int]:

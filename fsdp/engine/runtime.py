@@ -32,6 +32,7 @@ from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.memory import return_freed_memory
+from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.registration import Contents
@@ -254,7 +255,9 @@ class Runtime:
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
                 )
-            unit.take_written()
+            for handle in unit.handles:
+                if handle.was_written:
+                    merge_written(handle)
         except BaseException:
             self._end_failed_forward(unit)
             raise

@@ -19,7 +19,6 @@ from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
-from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
@@ -490,12 +489,6 @@ class Unit:
     def was_written(self) -> bool:
         """True if a forward has written to its weights."""
         return True in [handle.was_written for handle in self.handles]
-
-    def take_written(self) -> None:
-        """Collective: keep what a forward has written to its weights."""
-        for handle in self.handles:
-            if handle.was_written:
-                merge_written(handle)
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""
