@@ -313,8 +313,8 @@ class Unit:
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
-        handle.compute_in_full(self.in_full_precision)
         handle.unit = self
+        handle.follow_precision()
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -386,8 +386,10 @@ class Unit:
         """Compute in the shards' own precision from now on, or no longer."""
         if wanted is not self.in_full_precision:
             for handle in self.handles:
-                handle.compute_in_full(wanted)
+                handle.absorb()  # if that raises, nothing has changed
             self.in_full_precision = wanted
+            for handle in self.handles:
+                handle.follow_precision()
             if wanted:
                 self.buffers.widen()
             else:
