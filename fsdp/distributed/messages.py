@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import behind, finish, made_once_for_groups
+from fsdp.distributed.communicator import ClosedConnectionError, behind, finish, made_once_for_groups
 from fsdp.distributed.devices import HOST
+
+_LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo says that a peer has not closed its connection
 
 # Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
 _FIRST_TAG = 1 << 20
@@ -69,7 +72,8 @@ class Receiving:
         if not isinstance(self._group, dist.ProcessGroup):
             return error
         peer = dist.get_process_group_ranks(self._group)[self._peer]
-        return RuntimeError(f"nothing comes from rank {peer}: {error}")
+        text = f"nothing comes from rank {peer}: {error}"
+        return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, peer)
 
 
 def give_up(group: Any) -> None:
