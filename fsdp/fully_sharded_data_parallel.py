@@ -213,7 +213,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrapper's own parameters, as optimizers see them: flat ones, or local shards of original ones."""
-        return [param for handle in self._listed_handles for param in handle.registry.params]
+        return [param for handle in self._listed_handles for param in handle.listed_params]
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """Return the own parameters without those of `append_shared_param`."""
-        return [param for handle in self._unit.owned_handles for param in handle.registry.params]
+        return [param for handle in self._unit.owned_handles for param in handle.listed_params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Share a parameter that another wrapper has taken and that this one's module uses too (docs/wrapping.md).
@@ -749,7 +749,7 @@ class FullyShardedDataParallel(nn.Module):
         self._unit.require_idle("free full parameters")
         wanted = None if params is None else {id(param) for param in params}
         for handle in self._unit.handles:
-            if wanted is None or not wanted.isdisjoint(map(id, handle.registry.params)):
+            if wanted is None or not wanted.isdisjoint(map(id, handle.listed_params)):
                 handle.reshard()
 
     def _register_post_backward_hooks(self) -> None:

@@ -5,9 +5,8 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -22,6 +21,7 @@ from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name
+from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.shard import Shard
 
@@ -51,7 +51,11 @@ class UnitRuntime(Protocol):
     @property
     def root(self) -> Unit: ...
 
-    def is_used_by(self, unit: Unit) -> bool: ...
+    @property
+    def has_run(self) -> bool: ...
+
+    @property
+    def stage(self) -> str: ...
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
@@ -82,43 +86,6 @@ class UnitForward(Protocol):
     def give_up(self, depth: int) -> None: ...
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-
-@dataclass
-class Policy:
-    """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
-
-    Attributes:
-        reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
-        keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
-        unshard_in_backward: whether its backward needs its parameters.
-        forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
-        sync: how far the gradients of the next backwards go.
-        fills_unused: whether a parameter that no rank used gets a gradient of zeros.
-        reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
-    """
-
-    reshard_after_forward: bool
-    keeps_as_root: bool
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    forward_prefetch: Sequence[Unit] | None = None
-    backward_prefetch: Sequence[Unit] | None = None
-    sync: GradientSync = GradientSync.FULL
-    fills_unused: bool = False
-    reductions_in_flight: int = 1
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Follow what a user says, also of the outermost unit."""
-        self.reshard_after_forward, self.keeps_as_root = reshard, False
-
-    def ahead(self, is_backward: bool) -> Sequence[Unit] | None:
-        """Return the units to unshard ahead; None if the user has not said."""
-        return self.backward_prefetch if is_backward else self.forward_prefetch
-
-    def of_copy(self) -> Policy:
-        """Return those of a copied unit, with which other units may not be copied."""
-        return replace(self, forward_prefetch=None, backward_prefetch=None)
 
 
 @dataclass(eq=False)
@@ -194,7 +161,8 @@ class Unit:
         self.comm, self.replicas, self.ranks = comm, replicas, ranks
         self.device = device
         self.ignored = ignored
-        ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
+        every = own_modules(module)
+        ours = [inner for inner in every if inner not in ignored.modules]
         kept = kept_modules(ours, precision)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
@@ -220,7 +188,8 @@ class Unit:
         self.runtime: UnitRuntime | None = None
         self.is_agreed = False  # the ranks have compared what they have
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
-        self.awaits_values = _lists_meta(own_modules(module))
+        listed = [tensor for inner in every for tensor in (*inner._parameters.values(), *inner._buffers.values())]
+        self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.unpassed: set[object] = set()  # calls: backward has reached their outputs and not their inputs
@@ -235,6 +204,11 @@ class Unit:
     def modules(self) -> Sequence[nn.Module]:
         """The modules that it runs around."""
         return tuple(self.module) if isinstance(self.module, ModuleGroup) else (self.module,)
+
+    @property
+    def stage(self) -> str:
+        """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
+        return "" if self.runtime is None else self.runtime.stage
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -277,7 +251,7 @@ class Unit:
         if all("_parameters" in place.module.__dict__ for place in places):
             self.handles = self.__dict__.pop("_incomplete_handles")
             for handle in self.handles:
-                handle.wake(self.on_gradient)
+                handle.wake(self)
 
     def ensure_runtime(self) -> UnitRuntime:
         """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
@@ -333,7 +307,7 @@ class Unit:
     def add_handle(self, shard: Shard, reduce_comm: Communicator) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
         comms = (LONE_RANK, LONE_RANK, self.comm) if shard.is_replicated else (self.comm, reduce_comm, self.replicas)
-        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self.on_gradient)
+        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self)
         self.handles.append(handle)
         self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
@@ -341,8 +315,7 @@ class Unit:
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
-        handle.on_gradient = self.on_gradient
-        handle.comm_hook, handle.shard_gradient.all_reduce_hook = self.comm_hook, self.all_reduce_hook
+        handle.unit = self
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -354,19 +327,14 @@ class Unit:
     def restore_order(self) -> None:
         """Have modules list their parameters in the order from before they were wrapped."""
         for unit in dict.fromkeys([self, *(member for one in self.shares for member in one.members)]):
-            unit._restore_own_order()
-
-    def _restore_own_order(self) -> None:
-        wanted = [place.module for one in self.wanted for place in one.places]
-        for module in {
-            *wanted,
-            *(place.module for handle in self.visible_handles for used in handle.places for place in used),
-        }:
-            params = dict(module._parameters)
-            order = self.param_order.get(module, list(params))
-            module._parameters.clear()
-            module._parameters.update({name: params.pop(name) for name in order if name in params})
-            module._parameters.update(params)
+            wanted = [one.places for one in unit.wanted]
+            used = [places for handle in unit.visible_handles for places in handle.places]
+            for module in {place.module for places in (*wanted, *used) for place in places}:
+                params = dict(module._parameters)
+                module._parameters.clear()
+                order = unit.param_order.get(module, ())
+                module._parameters.update({name: params.pop(name) for name in order if name in params})
+                module._parameters.update(params)
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
         """The dtypes for a parameter that is used at these places."""
@@ -378,15 +346,6 @@ class Unit:
         for handle in self.handles:
             for places in handle.places:
                 yield from places
-
-    def follow(self, device: torch.device) -> None:
-        """Follow parameters that were cast or moved, and compute on `device`."""
-        self.device = device
-        self.comm, self.replicas = self.comm.for_device(device), self.replicas.for_device(device)
-        for handle in self.handles:
-            handle.storage.device = device
-            handle.follow_shard()
-            handle.renew_fingerprints()
 
     @property
     def mode(self) -> str:
@@ -442,7 +401,7 @@ class Unit:
     def rename(self, name: str) -> None:
         self.name = name
         for number, handle in enumerate(self.handles):
-            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})", unit=name)
+            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})")
 
     def unshard(self) -> None:
         for handle in self.handles:
@@ -516,8 +475,6 @@ class Unit:
         """Have gradients averaged by a hook from now on, what is accumulated already included."""
         self.set_divide_factors(1.0, 1.0)
         self.comm_hook = comm_hook
-        for handle in self.handles:
-            handle.comm_hook = comm_hook
 
     def connect(self, way: Callable[[FlatParamHandle], tuple[Communicator, Communicator]]) -> None:
         """All-gather and reduce over other communicators with the same ranks.
@@ -528,12 +485,6 @@ class Unit:
         for handle in self.handles:
             if handle.is_sharded:
                 handle.connect(*way(handle), handle.replicas)
-
-    def use_all_reduce_hook(self, hook: AllReduceHook) -> None:
-        """Have a hook change reduced gradients from now on."""
-        self.all_reduce_hook = hook
-        for handle in self.handles:
-            handle.shard_gradient.all_reduce_hook = hook
 
     @property
     def was_written(self) -> bool:
@@ -551,22 +502,6 @@ class Unit:
         for handle in self.handles:
             if handle.unsharded.written():
                 handle.forget_written()
-
-
-@contextmanager
-def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
-    """Have the state of units under a request, instead of one of the same kind, while the context lasts."""
-    kind = type(request)
-    outer = {unit: unit.requests.get(kind) for unit in units}
-    for unit in outer:
-        unit.requests[kind] = request
-    try:
-        yield
-    finally:
-        for unit, before in outer.items():
-            del unit.requests[kind]
-            if before is not None:
-                unit.requests[kind] = before
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -601,9 +536,3 @@ def units_in(root: Unit) -> list[tuple[str, Unit]]:
             found.setdefault(unit, []).append(clean_name(name))
     root_name = f"root ({type(root.module).__name__})"
     return [(", ".join(names) if names[0] else root_name, unit) for unit, names in found.items()]
-
-
-def _lists_meta(modules: Sequence[nn.Module]) -> bool:
-    """Return whether modules list anything without values themselves."""
-    tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)

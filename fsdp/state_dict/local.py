@@ -23,8 +23,8 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.state_requests import LocalState
-from fsdp.engine.unit import TrainingState, Unit, serving, unit_of_wrapper, units_in
+from fsdp.engine.state_requests import LocalState, serving
+from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -82,7 +82,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
-        handle.refuse_lent("save or load its shards")
+        handle.registry.refuse_lent("save or load its shards", handle.unit.name)
         handle.storage.check(handle.name)
     with serving(units, LocalState()):
         yield

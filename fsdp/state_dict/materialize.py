@@ -26,8 +26,8 @@ from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.state_requests import Filling
-from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
+from fsdp.engine.state_requests import Filling, serving
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.redistribute import as_modules_see, blanks
 from fsdp.state_dict.summon import Exposure, beside_ours, hidden_handles
 
