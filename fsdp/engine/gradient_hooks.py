@@ -17,17 +17,16 @@ class GradientHooks:
 
     Args:
         flat_param: this rank's shard.
-        orig_params: the local shards of its original parameters, if these are listed in its place.
+        params: those that may have hooks: it, or the local shards of its original parameters.
+        orig_params: what has these, if they are listed in its place.
     """
 
-    def __init__(self, flat_param: FlatParameter, orig_params: OrigParams | None) -> None:
-        self._flat_param, self._orig_params = flat_param, orig_params
+    def __init__(
+        self, flat_param: FlatParameter, params: Sequence[nn.Parameter], orig_params: OrigParams | None
+    ) -> None:
+        self._flat_param, self._params, self._orig_params = flat_param, params, orig_params
         self.waiting: Tensor | None = None  # [shard_numel]
         self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought
-
-    @property
-    def _params(self) -> Sequence[nn.Parameter]:
-        return [self._flat_param] if self._orig_params is None else self._orig_params.params
 
     def keep(self, reduced: Tensor) -> bool:
         """Keep a reduced gradient ``[shard_numel]``, or add it to what is kept; False if there are no hooks."""

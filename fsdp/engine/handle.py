@@ -92,6 +92,7 @@ class HandleUnit(Protocol):
     def stage(self) -> str:
         """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
 
+    in_full_precision: bool  # it computes in the shards' own dtypes, as in `eval()` if that was asked for
     comm_hook: CommHook | None  # the user's own reduce-scatter; None for ours
     all_reduce_hook: AllReduceHook | None  # a user's function that a reduction ends with
 
@@ -118,6 +119,7 @@ class FlatParamHandle:
         places: for each parameter, where modules use it.
         registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
+        listed_params: those, or `flat_param`: what optimizers step.
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
         forms: the unsharded parameters for each dtype of computation, made when first needed.
@@ -163,9 +165,9 @@ class FlatParamHandle:
         self.post_forward_shard: PostForwardShard | None = None
         if shard.post_forward_comm is not None and shard.post_forward_comm.world_size > 1:
             self.post_forward_shard = PostForwardShard(shard.post_forward_comm)
-        self.gradient_hooks = GradientHooks(flat_param, self.orig_params)
+        self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
+        self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
         self._make_unsharded = shard.new_unsharded
-        self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
@@ -210,11 +212,6 @@ class FlatParamHandle:
         return [self.flat_param.requires_grad] * len(self.layout.slots)
 
     @property
-    def listed_params(self) -> Sequence[nn.Parameter]:
-        """The parameters that modules list and optimizers step: `flat_param`, or the local shards of the originals."""
-        return [self.flat_param] if self.orig_params is None else self.orig_params.params
-
-    @property
     def valueless(self) -> set[int]:
         """The numbers of the parameters that have no values yet; the shard holds zeros for them."""
         return self.flat_param.valueless
@@ -223,7 +220,7 @@ class FlatParamHandle:
     def dtype(self) -> torch.dtype:
         """The dtype of the computation."""
         own = self.flat_param.dtype
-        return own if self._in_full_precision else self.precision.compute_dtype(own)
+        return own if self.unit.in_full_precision else self.precision.compute_dtype(own)
 
     @property
     def is_cast(self) -> bool:
@@ -353,14 +350,12 @@ class FlatParamHandle:
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
 
-    def compute_in_full(self, wanted: bool) -> None:
-        """Choose whether parameters are gathered in the shard's own dtype from now on."""
-        if wanted is self._in_full_precision or not self.is_cast:
-            return
-        self.absorb()
-        self.reshard()
-        self._in_full_precision = wanted
-        self._choose_unsharded()
+    def follow_precision(self) -> None:
+        """Gather in the dtype that the unit computes in now."""
+        if self.forms.get(self.dtype) is not self.unsharded:
+            self.absorb()
+            self.reshard()
+            self._choose_unsharded()
 
     # --- unshard and reshard ------------------------------------------------------------------------------------
 

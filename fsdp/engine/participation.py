@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from fsdp.distributed.communicator import own_rank
+from fsdp.engine.call_stack import MODULE_CALL, calls_on
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
@@ -126,7 +125,8 @@ class EvenRanks:
     def abandon(self) -> None:
         """Raise RuntimeError if what looks like a forward that was given up is another thread's."""
         for thread, frame in sys._current_frames().items():
-            if thread != threading.get_ident() and _computes(frame, self._outermost.module):
+            running = calls_on(frame, {MODULE_CALL: self._outermost.module})
+            if thread != threading.get_ident() and any(running):
                 raise RuntimeError(
                     f"rank {own_rank()}: {self._outermost.name} is called while another thread is in its "
                     "forward. A sharded model unshards its parameters for one thread at a time: call it from one "
@@ -138,12 +138,3 @@ class EvenRanks:
 
     def announce_clip_value(self, clip_value: float) -> None:
         pass
-
-
-def _computes(frame: FrameType | None, module: nn.Module) -> bool:
-    """Return whether a module's forward runs in a frame, or in one that it was called from."""
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
-    return False

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.distributed.collectives import Communicator, Pending, Tag
+from fsdp.distributed.collectives import Pending
 from fsdp.distributed.communicator import labelled
+from fsdp.distributed.staged_sum import summed
 from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
-
 
 # Each step first waits for what the last one has started.
 Stages = Generator[None, None, None]
@@ -91,37 +91,6 @@ def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
     reduce_scatter = first.reduce_comm.reduce_scatter
     return labelled("reduce_scatter", f"{first.name} to {last.name}", reduce_scatter, together, what, tag, dtype)
-
-
-def summed(
-    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
-) -> Generator[None, None, Tensor]:
-    """Collective, in stages. The sum of all ranks' tensors ``[n]``, the same bits on all of them.
-
-    Moves 2 (W - 1) / W of the tensor's bytes per rank, as a ring does.
-
-    Args:
-        comm: the ranks.
-        tensor: may be overwritten.
-        dtype: in which it is sent.
-        what, tag: see `Communicator`.
-    """
-    if not comm.sends_pieces:
-        pending = comm.all_reduce(tensor.to(dtype), what=what)
-        del tensor
-        yield
-        return pending.wait()
-    numel, wide = tensor.numel(), tensor.dtype
-    tensor = tensor.to(dtype)
-    if numel % comm.world_size:
-        tensor = torch.cat([tensor, tensor.new_zeros(-numel % comm.world_size)])
-    pending = comm.reduce_scatter(tensor, what, tag, wide)
-    del tensor
-    yield
-    shard = pending.wait().to(dtype)
-    pending = comm.all_gather(shard.new_empty(comm.world_size * shard.numel()), shard, what, tag)
-    yield
-    return pending.wait()[:numel]
 
 
 class Reductions:

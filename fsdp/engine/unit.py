@@ -19,10 +19,10 @@ from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
-from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
+from fsdp.engine.schedule import UnitCalls
 from fsdp.engine.shard import Shard
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class Unit:
         self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
+        self.calls = UnitCalls()
         self.unpassed: set[object] = set()  # calls: backward has reached their outputs and not their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
@@ -231,6 +232,7 @@ class Unit:
             "runtime": None,
             "is_agreed": False,
             "incomplete": set(),
+            "calls": UnitCalls(),
             "unpassed": set(),
             "yet_to_run": set(),
             "policy": self.policy.of_copy(),
@@ -314,8 +316,8 @@ class Unit:
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
-        handle.compute_in_full(self.in_full_precision)
         handle.unit = self
+        handle.follow_precision()
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -387,8 +389,10 @@ class Unit:
         """Compute in the shards' own precision from now on, or no longer."""
         if wanted is not self.in_full_precision:
             for handle in self.handles:
-                handle.compute_in_full(wanted)
+                handle.absorb()  # if that raises, nothing has changed
             self.in_full_precision = wanted
+            for handle in self.handles:
+                handle.follow_precision()
             if wanted:
                 self.buffers.widen()
             else:
@@ -445,6 +449,7 @@ class Unit:
 
     def begin_backward(self) -> None:
         self.expect_gradients()
+        self.calls.begin_backward()
         self.unpassed.clear()
         sync = self.policy.sync
         if sync is GradientSync.SHARDS and self.replicas.world_size == 1:
@@ -454,7 +459,11 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Expect gradients: a backward begins, or begins again in a re-entrant checkpoint."""
-        self.incomplete = {handle for handle in self.handles if handle.requires_grad}
+        self.incomplete = set(self.trained_handles)
+
+    @property
+    def trained_handles(self) -> list[FlatParamHandle]:
+        return [handle for handle in self.handles if handle.requires_grad]
 
     def set_divide_factors(self, pre: float, post: float) -> None:
         """Divide by these from now on, what is accumulated already included.
@@ -490,12 +499,6 @@ class Unit:
     def was_written(self) -> bool:
         """True if a forward has written to its weights."""
         return True in [handle.was_written for handle in self.handles]
-
-    def take_written(self) -> None:
-        """Collective: keep what a forward has written to its weights."""
-        for handle in self.handles:
-            if handle.was_written:
-                merge_written(handle)
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""

@@ -189,6 +189,7 @@ class OwnerOfOne:
     """Stands for a unit that does nothing with a gradient but call a function."""
 
     name, stage, comm_hook, all_reduce_hook = "its unit", "", None, None
+    in_full_precision = False
 
     def __init__(self, on_gradient: Callable[..., None]) -> None:
         self.on_gradient = on_gradient
