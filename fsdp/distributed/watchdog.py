@@ -188,7 +188,7 @@ class Watchdog:
         """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
         places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
         text = " ".join(str(error).split())
-        end = f"{type(error).__name__}{': ' * bool(text)}{text[:300]}{''.join(f' ({place})' for place in places)}"
+        end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{''.join(f' ({place})' for place in places)}"
         if isinstance(error, communicator.CollectiveError):
             self._log(Kind.FOLLOWED, str(error))
         else:
