@@ -64,7 +64,9 @@ CONCERNS = {
     ),
     "engine/usage engine/participation": "uneven/used_on_some_ranks training/autograd_uses training/kinds_frozen",
     "engine/autograd engine/trees": "training/autograd_uses training/kinds_calls engine/nested_calls engine/errors",
-    "engine/reduction distributed/staged_sum": "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks",
+    "engine/reduction distributed/staged_sum": (
+        "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks"
+    ),
     "engine/grad_clipping engine/torch_functions": (
         "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
         "training/kinds_clip"
