@@ -27,7 +27,7 @@ from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import clean_name, plain_name
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.sharding_strategy import ranks_of
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
+from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
 from fsdp.state_dict.sharded import is_apart
 
@@ -287,12 +287,7 @@ def outermost_units(module: nn.Module) -> Iterator[Unit]:
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
     """Make sure that every shard is complete and not in use."""
     for unit in units:
-        unit.require_idle(what)
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.visible_handles):
-            raise RuntimeError(
-                f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "
-                f"{what.capitalize()} outside of it."
-            )
+        unit.require_shards(what)
     for module in model.modules():
         guarding = module.__dict__.get("_apply")
         if isinstance(guarding, Conversions) and guarding.unit not in units:

@@ -17,8 +17,7 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
+from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
 Place = tuple[OptimParam, Original]
@@ -95,19 +94,11 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
-def require_shards(root: Unit, what: str) -> None:
-    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
-    inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.request(Summoning) is not None]
-    if summoned:
-        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
-
-
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see; not inside a forward, backward, or `summon_full_params`."""
     root = root_of(model)
-    root.require_idle(what)
-    require_shards(root, what)
+    for _, unit in units_in(root):
+        unit.require_shards(what)
     return Parameters(model, root)
 
 

@@ -24,7 +24,7 @@ from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.state_requests import LocalState
-from fsdp.engine.unit import TrainingState, Unit, serving, unit_of_wrapper, units_in
+from fsdp.engine.unit import Unit, serving, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -73,12 +73,8 @@ def local(root: Unit, what: str) -> Iterator[None]:
         yield
         return
     units = [unit for _, unit in units_in(root)]
-    summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
-    if summoned:
-        raise RuntimeError(
-            f"cannot {what} inside summon_full_params(): {summoned[0]} shows unsharded parameters and no shards now. "
-            "Leave it first, or use state_dict() and load_state_dict() inside."
-        )
+    for unit in units:
+        unit.require_shards(what)
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
