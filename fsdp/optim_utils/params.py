@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import clean_name, paths_in
 from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -56,13 +56,11 @@ class Parameters:
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
         self.by_name = {original.name: (one, original) for one, original in self.by_number.values()}
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in wrapper.named_modules(remove_duplicate=False):
-            paths.setdefault(module, []).append(clean_name(path))
+        paths = paths_in(wrapper)
         for one, original in self.by_number.values():  # and by the other names of tied ones
             for place in [] if one.handle is None else one.handle.places[original.slot]:
                 for path in paths.get(place.module, ()):
-                    self.by_name.setdefault(join(path, place.name), (one, original))
+                    self.by_name.setdefault(path + place.name, (one, original))
 
     def of(self, param: Any) -> OptimParam | None:
         """Return what a parameter of an optimizer is; None if it is not of the model."""

@@ -21,7 +21,7 @@ from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import clean_name, join, paths_in
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.state_requests import LocalState
 from fsdp.engine.unit import Unit, serving, unit_of_wrapper, units_in
@@ -109,15 +109,13 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
     `members` are the outermost wrapper, `root`, and those inside of it.
     """
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(clean_name(path))
+    paths = paths_in(root)
     entries = [_entry(member) for member in members]
     for member, entry in zip(members, entries, strict=True):
         for handle in member.unit.owned_handles:
             for slot, places in zip(handle.layout.slots, handle.places, strict=True):
                 primary = join(member.path, slot.name)
-                names = [join(path, place.name) for place in places for path in paths.get(place.module, ())]
+                names = [path + place.name for place in places for path in paths.get(place.module, ())]
                 for name in dict.fromkeys(names):
                     if name != primary:
                         is_inside = not member.path or name.startswith(f"{member.path}.")
