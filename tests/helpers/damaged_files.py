@@ -133,7 +133,7 @@ def replaced(tree: Any, draw: Draw, strange: st.SearchStrategy[Any] | None = Non
         else:
             made[key] = replaced(made[key], draw, strange)
         return made
-    return draw(strange or strange_values())
+    return draw(strange_values() if strange is None else strange)
 
 
 def seal(folder: Path, content: Any) -> None:

@@ -33,6 +33,16 @@ from tests.helpers.parity import RankPool
 from tests.helpers.state_trees import counting, mesh_of, spread
 
 CPU = "cpu"
+# Of torch, about kinds of tensors that it made and does not promise to keep.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}:UserWarning")
+    for text in (
+        "torch.quantize_per_tensor",
+        "TypedStorage is deprecated",
+        "Sparse CSR tensor support",
+        "The PyTorch API of nested tensors",
+    )
+]
 
 
 def quantised(scale: float, zero_point: int = 3, dtype: torch.dtype = torch.qint8) -> Tensor:
