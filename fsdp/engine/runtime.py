@@ -76,7 +76,7 @@ class Runtime:
         self.steps = Steps(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._complete: set[FlatParamHandle] = set()  # gradients that wait for those of other handles of their unit
+        self._complete: set[FlatParamHandle] = set()  # those that will be reduced when it is their turn
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
@@ -225,6 +225,8 @@ class Runtime:
         if call.recomputed:
             self.participation.leave(call, output, needs_backward=needs_backward)
             return
+        if needs_backward:
+            unit.calls.add(call)
         unit.state = TrainingState.IDLE
         needed_at_once = (
             needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
@@ -310,6 +312,11 @@ class Runtime:
             self.participation.reach(call)
             if self.participation.is_uneven:
                 self._reductions.drain()
+            unit.calls.reach(call)
+            if unit.calls.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
+                unit.incomplete.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
+            if self._complete:
+                self._reduce_complete(unit)
         if call.in_full_precision is not unit.in_full_precision:
             if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
                 raise RuntimeError(
@@ -351,8 +358,8 @@ class Runtime:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
-        in_order = [handle for handle in self.handles if handle.gradients.is_reduced]
-        self._usage.begin(in_order, ranks_begin_together=not self.participation.is_uneven)
+        ages = {one: unit.calls.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
+        self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.incomplete:
@@ -363,7 +370,7 @@ class Runtime:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
         self.has_trained = True
-        if unit.state is not TrainingState.FORWARD:
+        if unit.state is not TrainingState.FORWARD and not unit.calls.may_come:
             unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
@@ -376,15 +383,25 @@ class Runtime:
             return
         if not handle.gradients.is_reduced or self._usage.differs(handle):
             return
-        # Ranks may complete the handles of a unit in different orders, and must reduce them in one. A handle is not
-        # waited for if it has been submitted, or if some rank may not complete it before backward ends.
         self._complete.add(handle)
+        self._reduce_complete(unit)
+
+    def _reduce_complete(self, unit: Unit) -> None:
+        """Have the handles of a unit reduced that are complete, at the same time and in the same order on all ranks.
+
+        They may complete at different ones, where ranks use different parameters, or use them in different calls of
+        the unit. So backward must have come to all calls; and in the last one, a handle waits for those before it that
+        all ranks expect. What is left (of units around others, whose calls come between) is reduced when backward ends.
+        """
         for each in reversed(unit.handles):
             if each in self._complete:
+                oldest = self._usage.oldest_call(each)
+                if oldest > 1 and (oldest > unit.calls.reached or unit.contains_units):
+                    return
                 self._complete.discard(each)
                 self._reductions.submit(each, unit.postdivide, keep=self.participation.is_uneven)
             elif each in unit.incomplete and self._usage.is_coming(each):
-                break
+                return
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
@@ -393,7 +410,7 @@ class Runtime:
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.incomplete or unit.unpassed or unit.state is TrainingState.FORWARD:
+        if unit.incomplete or unit.unpassed or unit.calls.may_come or unit.state is TrainingState.FORWARD:
             return
         if unit.has_frozen_handle and any(unit_of(inner) not in (None, unit) for inner in unit.module.modules()):
             return  # what is frozen may be on the way to the gradients of the units inside

@@ -22,6 +22,7 @@ from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import clean_name
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
+from fsdp.engine.schedule import UnitCalls
 from fsdp.engine.shard import Shard
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ class Unit:
         self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
+        self.calls = UnitCalls()
         self.unpassed: set[object] = set()  # calls: backward has reached their outputs and not their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
@@ -229,6 +231,7 @@ class Unit:
             "runtime": None,
             "is_agreed": False,
             "incomplete": set(),
+            "calls": UnitCalls(),
             "unpassed": set(),
             "yet_to_run": set(),
             "policy": self.policy.of_copy(),
@@ -441,6 +444,7 @@ class Unit:
 
     def begin_backward(self) -> None:
         self.expect_gradients()
+        self.calls.begin_backward()
         self.unpassed.clear()
         sync = self.policy.sync
         if sync is GradientSync.SHARDS and self.replicas.world_size == 1:
@@ -450,7 +454,11 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Expect gradients: a backward begins, or begins again in a re-entrant checkpoint."""
-        self.incomplete = {handle for handle in self.handles if handle.requires_grad}
+        self.incomplete = set(self.trained_handles)
+
+    @property
+    def trained_handles(self) -> list[FlatParamHandle]:
+        return [handle for handle in self.handles if handle.requires_grad]
 
     def set_divide_factors(self, pre: float, post: float) -> None:
         """Divide by these from now on, what is accumulated already included.

@@ -14,7 +14,7 @@ about again. And where ranks run different modules (`Participation.is_uneven`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -56,21 +56,25 @@ class Usage:
         self._differing: set[FlatParamHandle] = set()
         self._used: dict[FlatParamHandle, Sequence[int]] = {}  # for each parameter, whether on any rank
         self._times: dict[FlatParamHandle, int] = {}  # how often it is reduced
-        self._handles: Sequence[FlatParamHandle] = ()
+        self._oldest_calls: dict[FlatParamHandle, int] = {}  # of the handle's unit, on any rank, by its age
+        self._handles: Collection[FlatParamHandle] = ()
 
-    def begin(self, handles: Sequence[FlatParamHandle], *, ranks_begin_together: bool) -> None:
+    def begin(self, handles: Mapping[FlatParamHandle, int], *, ranks_begin_together: bool) -> None:
         """Collective, inside of the backward that begins; the answers are awaited when they are needed.
 
-        The backward reduces these handles. Unless `ranks_begin_together`, nothing is known before the end.
+        The backward reduces these handles, each with the age of its unit's oldest call (see `UnitCalls`). Unless
+        `ranks_begin_together`, nothing is known before the end.
         """
-        self._differing, self._used, self._times, self._handles = set(), {}, {}, handles
+        self._differing, self._used, self._times, self._oldest_calls = set(), {}, {}, {}
+        self._handles = handles.keys()
         by_ranks: dict[tuple[Communicator, Communicator], list[FlatParamHandle]] = {}
         for handle in handles:
             if not handle.is_local:
                 by_ranks.setdefault((handle.reduce_comm, handle.replicas), []).append(handle)
         self._among = [_Among(ranks, some) for ranks, some in by_ranks.items()]
         for among in self._among if ranks_begin_together else ():
-            among.forecast = among.largest(_forecast(among.handles))
+            ages = bytes([min(handles[handle], 255) for handle in among.handles])
+            among.forecast = among.largest(_forecast(among.handles) + ages)
 
     def abandon(self) -> None:
         """After a backward that failed: take what other ranks have sent, which the next one would take for its own."""
@@ -91,14 +95,18 @@ class Usage:
         trained = zip(self._used[handle], handle.requires_grad_each, strict=True)
         return all(state == _COMING for state, is_trained in trained if is_trained)
 
+    def oldest_call(self, handle: FlatParamHandle) -> int:
+        """Return the age of the oldest call of a handle's unit that any rank expects backward to come to."""
+        return self._oldest_calls.get(handle, 0)
+
     def _read_forecasts(self) -> None:
         for among in self._among:
             if among.forecast is not None:
                 pending, among.forecast, among.is_open = among.forecast, None, False
                 told = pending.wait().tolist()
-                states, lacks = told[: len(told) // 2], told[len(told) // 2 :]
-                start = 0
-                for handle in among.handles:
+                start, params = 0, (len(told) - len(among.handles)) // 2
+                states, lacks, ages = told[:params], told[params : 2 * params], told[2 * params :]
+                for handle, self._oldest_calls[handle] in zip(among.handles, ages, strict=True):
                     stop = start + len(handle.layout.slots)
                     self._take_in(among, handle, states[start:stop], lacks[start:stop])
                     start = stop

@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -712,11 +713,69 @@ def _complete_one_unit_in_different_orders(strategy: str) -> None:
     model = fully_sharded(flatten_parameters=False, bucket_cap_mb=0, sharding_strategy=ShardingStrategy[strategy])(
         copy.deepcopy(plain)
     )
-    order = (0, 2) if dist.get_rank() else (2, 0)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for number in range(2):
+    _trains_with_two_calls(model, plain, (0, 2) if dist.get_rank() else (2, 0))
+
+
+class Skipping(nn.Module):
+    """Has layers that it may leave out, around and behind what it contains."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, inputs: Tensor, is_used: bool) -> Tensor:
+        outputs = self.before(inputs) if is_used else inputs + 0.5
+        for module in self.inside:
+            outputs = outputs + module(outputs, is_used)
+        return torch.tanh(self.after(outputs) if is_used else outputs / 2)
+
+
+class Always(nn.Module):
+    """Has a layer that is always used, so that its output has a gradient."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.inside = nn.Linear(5, 5), inside
+
+    def forward(self, inputs: Tensor, is_used: bool) -> Tensor:
+        return self.inside(self.layer(inputs), is_used)
+
+
+@pytest.mark.parametrize("kind", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "rows"])
+def test_ranks_may_use_the_parameters_of_a_unit_in_different_ones_of_its_calls(ranks: RankPool, kind: str) -> None:
+    """They complete its gradient early or late in a backward of several calls, and must not wait for each other."""
+    ranks(2, timeout=30).run(_use_parameters_in_different_calls, kind)
+
+
+def _use_parameters_in_different_calls(kind: str) -> None:
+    torch.manual_seed(0)
+    blocks = [Skipping(Skipping(), Skipping()) for _ in range(3)]
+    plain = Always(Skipping(*blocks)).double()
+    model = copy.deepcopy(plain)
+    every = [module for module in model.modules() if isinstance(module, Skipping)]
+    if kind == "rows":
+        for module in (*reversed(every), model):
+            fully_shard(module)
+    else:
+        wrapped = fully_sharded(sharding_strategy=ShardingStrategy[kind])
+        for module in reversed(every):
+            module.inside = nn.ModuleList(wrapped(inner) for inner in module.inside)
+        model.inside = wrapped(model.inside)
+        model = wrapped(model)
+    _trains_with_two_calls(model, plain, (True, False) if dist.get_rank() else (False, True))
+
+
+def _trains_with_two_calls(model: nn.Module, plain: nn.Module, choices: tuple[Any, Any]) -> None:
+    """A backward of two calls, with a choice of parameters in each, has the plain model's gradients and weights."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain)]
+    for number in range(3):
         for each in (model, plain):
-            sum(each(batch(number, turn), first).square().sum() for turn, first in enumerate(order)).backward()
+            if number == 1:  # one that backward doesn't come to, on one rank for as long as the others are computed
+                kept = each(batch(number, 2), choices[0])
+                if dist.get_rank():
+                    del kept
+            sum(each(batch(number, turn), choice).square().mean() for turn, choice in enumerate(choices)).backward()
         for param in plain.parameters():
             assert param.grad is not None
             dist.all_reduce(param.grad)
@@ -724,7 +783,10 @@ def _complete_one_unit_in_different_orders(strategy: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    state = model.state_dict()
+    for name, value in state.items():
+        state[name] = value.full_tensor() if isinstance(value, DTensor) else value
+    torch.testing.assert_close(dict(state), dict(plain.state_dict()))
 
 
 class InOwnDtype(nn.Linear):
