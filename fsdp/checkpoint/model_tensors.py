@@ -101,7 +101,7 @@ class SlotTensor:
 
     def fill(self, files: TensorReader, key: str) -> None:
         self.handle.storage.check(self.handle.name)
-        self.handle.fill(self.slot, lambda shard, _: read_held(files, key, shard, self))
+        self.handle.values.fill(self.slot, lambda shard, _: read_held(files, key, shard, self))
         self.handle.storage.release()
 
 

@@ -147,7 +147,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     if not isinstance(listed, DTensorParams):
         raise TypeError(f"{handle.name} is not in rows")
     flat_param = old.part_of_shard(slots, handle.comm.rank, handle.comm.world_size)
-    flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
+    flat_param.fingerprints = handle.values.fingerprints and handle.values.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
     shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)

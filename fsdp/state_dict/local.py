@@ -275,7 +275,7 @@ class LocalLoad:
         """Load, and return torch's result with the plain names of missing and unexpected keys."""
         for handle in self._handles.values():
             handle.settle()
-            handle.touch()  # also where nothing is given: other ranks may be given something
+            handle.values.touch()  # also where nothing is given: other ranks may be given something
         done: set[int] = set()  # tied parameters have several names
         for key, own in self._shards.items():
             if key in self._values and id(own) not in done:
@@ -283,7 +283,7 @@ class LocalLoad:
                 handle = self._handle(own)
                 shards = handle.orig_params.params if handle.orig_params is not None else []
                 slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: the flat one
-                handle.fill_local(self._values[key], slot)
+                handle.values.fill_local(self._values[key], slot)
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
             rest._metadata = self._given._metadata  # type: ignore[attr-defined]

@@ -258,7 +258,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
 
     def keep(handle: FlatParamHandle, slot: int) -> None:
         if (handle, slot) in slots:
-            handle.store(slot, handle.registry.replacement(slot))
+            handle.values.store(slot, handle.registry.replacement(slot))
 
     exposure = Exposure(unit, memory)
     is_filled = False
