@@ -22,7 +22,7 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
-from fsdp.distributed.devices import accelerator, current_device, has_streams
+from fsdp.distributed.devices import accelerator, current_device, has_streams, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
@@ -530,8 +530,7 @@ class FSDPModule:
         They are issued in the order of the stream that is current, which waits for the event now; that orders them
         after a step on another stream. On CPU there is nothing to wait for.
         """
-        if has_streams(_of(self).device.type):
-            torch.get_device_module(_of(self).device).current_stream().wait_event(event)
+        run_after(event, _of(self).device)
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -632,7 +631,7 @@ class FSDPModule:
         """
         if stream is not None and _of(self).replicas.world_size > 1:
             raise ValueError("set_all_reduce_hook: a stream cannot be given for a module with replicas, leave it out")
-        _of(self).use_all_reduce_hook(AllReduceHook(hook, stream))
+        _of(self).all_reduce_hook = AllReduceHook(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Collective. Set whether gradients are reduced over a process group of their own, or that of all-gathers.

@@ -36,7 +36,7 @@ from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import LocalState, Saving, Summoning
+from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary
@@ -213,7 +213,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrapper's own parameters, as optimizers see them: flat ones, or local shards of original ones."""
-        return [param for handle in self._listed_handles for param in handle.registry.params]
+        return [param for handle in self._listed_handles for param in handle.listed_params]
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """Return the own parameters without those of `append_shared_param`."""
-        return [param for handle in self._unit.owned_handles for param in handle.registry.params]
+        return [param for handle in self._unit.owned_handles for param in handle.listed_params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Share a parameter that another wrapper has taken and that this one's module uses too (docs/wrapping.md).
@@ -628,8 +628,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
         """
-        for unit in self._units():
-            unit.require_shards("take a sharded state dict")
+        require_shards(self._units(), "take a sharded state dict")
         ensure_agreed(self._unit)
         return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
@@ -644,8 +643,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
                 kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
         """
-        for unit in self._units():
-            unit.require_shards("load a sharded state dict")
+        require_shards(self._units(), "load a sharded state dict")
         ensure_agreed(self._unit)
         given = with_wrapped_metadata(state_dict, self)
         for key, value in state_dict.items():
@@ -746,7 +744,7 @@ class FullyShardedDataParallel(nn.Module):
         self._unit.require_idle("free full parameters")
         wanted = None if params is None else {id(param) for param in params}
         for handle in self._unit.handles:
-            if wanted is None or not wanted.isdisjoint(map(id, handle.registry.params)):
+            if wanted is None or not wanted.isdisjoint(map(id, handle.listed_params)):
                 handle.reshard()
 
     def _register_post_backward_hooks(self) -> None:

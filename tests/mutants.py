@@ -36,32 +36,37 @@ CONCERNS = {
     "engine/layout engine/rows_layout": (
         "engine/layout engine/boxes engine/flat_param fully_shard/local_tensors engine/clip"
     ),
-    "engine/flat_param engine/shard": (
+    "engine/flat_param engine/shard engine/user_attributes": (
         "engine/flat_param engine/clip_torch engine/gradient_elsewhere fully_sharded_data_parallel/copies engine/units"
     ),
     "engine/orig_params": (
         "engine/orig_params* engine/changed_shards training/orig_params fully_sharded_data_parallel/copies"
     ),
     "engine/dtensor_params": "fully_shard/local_tensors fully_shard/tensor_parallel fully_shard/state fully_shard/uses",
-    "engine/unsharded_params engine/registration": (
+    "engine/unsharded_params engine/arrangement engine/recurrent engine/registration": (
         "engine/flat_param engine/changed_parameters engine/changed_whole training/functional_call engine/units "
         "engine/written_in_forward fully_sharded_data_parallel/copies"
     ),
-    "engine/grad_buffer": "engine/no_sync engine/gradient_elsewhere engine/precision_gradients training/orig_params",
+    "engine/grad_buffer engine/gradient_hooks": (
+        "engine/no_sync engine/gradient_elsewhere engine/precision_gradients training/orig_params "
+        "engine/parameter_hooks"
+    ),
     "engine/handle": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
         "engine/nested_calls training/functional_call uneven/used_on_some_ranks "
         "state_dict/local_state"
     ),
-    "engine/unit engine/runtime engine/schedule engine/forward_hooks": (
+    "engine/unit engine/runtime engine/policy engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
         "fully_shard/uses fully_shard/settings training/kinds_calls training/autograd_uses engine/errors uneven/cond "
         "engine/written_in_forward"
     ),
     "engine/usage engine/participation": "uneven/used_on_some_ranks training/autograd_uses training/kinds_frozen",
     "engine/autograd engine/trees": "training/autograd_uses training/kinds_calls engine/nested_calls engine/errors",
-    "engine/reduction": "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks",
+    "engine/reduction distributed/staged_sum": (
+        "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks"
+    ),
     "engine/grad_clipping engine/torch_functions": (
         "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
         "training/kinds_clip"

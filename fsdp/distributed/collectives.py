@@ -22,8 +22,6 @@ matched by their order alone, and one that meets another of another length ends 
 
 from __future__ import annotations
 
-import atexit
-import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,7 +40,6 @@ from fsdp.distributed.communicator import (
     behind,
     communicators,
     finish,
-    in_stage,
     incomplete,
     own_rank,
     present_call,
@@ -171,8 +168,7 @@ class DirectExchange(TorchCollectives):
         pieces = full.view(self.world_size, -1)
         incoming = {peer: [pieces[peer]] for peer in self._peers}
         outgoing = {peer: [shard] for peer in self._peers}
-        what, kind = in_stage(what, "gather")
-        received, works = self._post(what, kind, tag, incoming, outgoing)
+        received, works = self._post(what, "gather", tag, incoming, outgoing)
         self._sent.append(sending := Sending(works, shard, what))
         pieces[self.rank].copy_(shard)
         return Pending(what, received, lambda: self._answer(sending, full))
@@ -264,14 +260,13 @@ class DirectExchange(TorchCollectives):
         works, received = self._swap(_TALK, "header", "", [header] * self.world_size)
         finish(works, _TALK)
         headers = list(map(as_bytes, received))
-        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in headers]
+        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() or _TRAINING for each in headers]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
                 raise RuntimeError(
-                    f"rank {own_rank()}: the ranks are in different calls, rank {ranks[0]} in {calls[0] or _TRAINING} "
-                    f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
-                    "order."
+                    f"rank {own_rank()}: the ranks are in different calls, rank {ranks[0]} in {calls[0]} and rank "
+                    f"{ranks[number]} in {call}. Make the same calls on every rank, in the same order."
                 )
         bodies = [blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in headers]
         bodies[self.rank] = as_tensor(payload)
@@ -322,14 +317,6 @@ class StagedExchange(DirectExchange):
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
-
-
-@atexit.register
-def _let_groups_go() -> None:
-    """Leave models that live until the end without their groups; see `made_once_for_groups`."""
-    for comm in communicators.values():
-        comm.group = None
-    gc.collect()  # models that nobody has any more, and that are full of cycles, hold their groups too
 
 
 def communicator(group: Group, device: torch.device) -> Communicator:

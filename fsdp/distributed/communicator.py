@@ -7,6 +7,7 @@ process groups as users give them: which devices they serve, and which ones stan
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import threading
@@ -36,10 +37,6 @@ Tag = int | str | tuple[int | str, ...]
 
 # The public call that this thread is in, as users write it; empty in forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
-
-# The pass that a model is in, or was in last: its direction and mode. It is a part of the tag of all-gathers outside of
-# public calls, so ranks in different ones do not take each other's messages. Empty where ranks may differ in it.
-stage = ""
 
 
 _MANY_TAGS = 1 << 20  # more than handles ever ask for
@@ -297,13 +294,17 @@ def present_call() -> str:
     return _call.get()
 
 
-def in_stage(what: str, kind: str) -> tuple[str, str]:
+def in_stage(stage: str, what: str, tag: int) -> tuple[str, Tag]:
     """Return what a collective is, for people and for its tag, with the pass or the public call that this rank is in.
 
-    People are told of the call beside. Without a `stage`, ranks may be in different calls as well: in `fsdp.join`.
+    So ranks in different ones do not take each other's messages. People are told of the call beside.
+
+    Args:
+        stage: the pass that a model is in, or was in last; empty where ranks may be in different ones, and calls.
+        what, tag: of the collective, in any pass.
     """
     call = _call.get()
-    return f"{what} in {stage}" if stage and not call else what, f"{kind} in {call or stage}" if stage else kind
+    return f"{what} in {stage}" if stage and not call else what, (tag, call or stage) if stage else tag
 
 
 def own_rank() -> int:
@@ -359,6 +360,14 @@ def made_once_for_groups() -> dict[Any, Any]:
 
 # The ways to the ranks of process groups, by group and device: made in `collectives`.
 communicators: dict[tuple[Any, str, bool], Any] = made_once_for_groups()
+
+
+@atexit.register
+def _let_groups_go() -> None:
+    """Leave models that live until the end without their groups; see above."""
+    for comm in communicators.values():
+        comm.group = None
+    gc.collect()  # models that nobody has any more, and that are full of cycles, hold their groups too
 
 
 class Group(Protocol):

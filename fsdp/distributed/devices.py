@@ -173,6 +173,17 @@ def arrival_on(device: torch.device) -> Arrival:
     return QueuedArrival(torch.get_device_module(device).current_stream(device))
 
 
+def run_after(event: Any, device: torch.device) -> None:
+    """Have what the current stream of a device queues from now on run after a user's event; a CPU has no queue."""
+    if has_streams(device.type):
+        torch.get_device_module(device).current_stream().wait_event(event)
+
+
+def finish_queued(device: torch.device) -> None:
+    """Block until all is done that the current stream of an accelerator has queued."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
 # --- pinned host memory -----------------------------------------------------------------------------------------------
 
 

@@ -26,11 +26,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.distributed.gather_extension import around, values_of
 from fsdp.engine.counted_data import counted
-from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.managed_params import Ignored, is_ours
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 
 @cache

@@ -15,6 +15,7 @@ from fsdp.engine.counted_data import CountedParameter
 from fsdp.engine.fingerprints import Fingerprints
 from fsdp.engine.layout import ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
+from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
 
 
 class ParamInfo(NamedTuple):
@@ -34,25 +35,6 @@ class SharedParamInfo(NamedTuple):
     primary: ParamInfo
 
 
-Attributes = dict[str, Any]
-
-
-def attributes_of(param: Tensor) -> Attributes:
-    """Return the attributes that users have set on a parameter, and not its class."""
-    own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
-    return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
-
-
-_NOT_SET = "__", "_dynamo"  # by users
-
-
-def give_attributes(param: Tensor, attributes: Attributes) -> None:
-    """Set what users had set on the parameter that this one stands for, but for what it has itself."""
-    for name, value in attributes.items():
-        if not hasattr(param, name):
-            param.__dict__[name] = value
-
-
 class FlatParameter(CountedParameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
@@ -70,19 +52,19 @@ class FlatParameter(CountedParameter):
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
-    _layout_type: type[Layout]  # how it is divided into shards
-    _dims: tuple[int, ...] | None  # along which each is sharded; None: the first
-    _align: int  # at a multiple of so many elements each parameter starts
-    _is_sharded: bool  # it holds one rank's shard
-    _is_managed: bool  # a handle runs it
-    _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
-    valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
-    shard_storage: Any  # where a shard and its gradient live
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
+    valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
+    shard_storage: Any = None  # where a shard and its gradient live
+    _layout_type: type[Layout] = ContiguousLayout  # how it is divided into shards
+    _dims: tuple[int, ...] | None = None  # along which each is sharded; None: the first
+    _align: int = 1  # at a multiple of so many elements each parameter starts
+    _is_sharded: bool = False  # it holds one rank's shard
+    _is_managed: bool = False  # a handle runs it
+    _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was made from, until a handle takes them over
     example: Tensor | None = None  # an empty tensor of its parameter's class, if that has torch's all-gather extension
-    _vector: Tensor | None = None  # the last one that was asked for
+    _vector: Tensor | None = None  # once asked for; gone when other `.data` is assigned
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -98,26 +80,18 @@ class FlatParameter(CountedParameter):
             raise ValueError(f"FlatParameter flattens parameters of one dtype, got {sorted(map(str, dtypes))}")
         data = torch.cat([param.detach().reshape(-1) for param in params])
         shapes = tuple(param.shape for param in params)
-        self = cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
-        self.attributes = tuple(map(attributes_of, params))
-        return self
+        names, attributes = tuple(names or map(str, range(len(params)))), tuple(map(attributes_of, params))
+        return cls._build(data, requires_grad, names, shapes, attributes=attributes)
 
     @classmethod
     def _build(
-        cls,
-        data: Tensor,
-        requires_grad: bool,
-        names: tuple[str, ...],
-        shapes: tuple[torch.Size, ...],
-        layout_type: type[Layout] = ContiguousLayout,
+        cls, data: Tensor, requires_grad: bool, names: tuple[str, ...], shapes: tuple[torch.Size, ...], **known: Any
     ) -> FlatParameter:
+        """Return one around `data`, with what is known of it by the names of its attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
-        self._is_sharded = self._is_managed = self._has_unreduced = False
-        self._layout_type, self._align, self._dims = layout_type, 1, None
-        self.valueless = set()
-        self.attributes = tuple({} for _ in shapes)
-        self.shard_storage = None
+        self.attributes, self.valueless = tuple({} for _ in shapes), set()
+        self.__dict__.update(known)
         return self
 
     @classmethod
@@ -155,14 +129,22 @@ class FlatParameter(CountedParameter):
                 layout.shard_of(slot, local, shard, rank)
         if keeps_shape and world_size == 1 and not is_dtensor(params[0]):
             shard = shard.view(shapes[0])
-        self = storage.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, layout_type)
-        self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
-        self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
-        self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
+        self = storage.flat_parameter._build(
+            shard,
+            params[0].requires_grad,
+            tuple(names),
+            shapes,
+            parts=tuple(map(MeshPart.of, params)),
+            attributes=tuple(map(attributes_of, params)),
+            valueless={slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()},
+            shard_storage=storage,
+            _layout_type=layout_type,
+            _dims=dims,
+            _align=align,
+            _is_sharded=world_size > 1 and layout.numel > 0,
+        )
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
             self.fingerprints = Fingerprints.of(locals_, layout.local_shards(self.vector, rank))
-        self.shard_storage = storage
-        self.attributes = tuple(map(attributes_of, params))
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
         if is_extended(first := local_part(params[0].detach())):  # of the only one
@@ -170,47 +152,60 @@ class FlatParameter(CountedParameter):
         storage.release()
         return self
 
-    @classmethod
-    def part_of_shard(cls, shard: FlatParameter, slots: Sequence[int], rank: int, world_size: int) -> FlatParameter:
-        """A shard of some of the parameters of another one, with a storage of its own of the same kind.
+    def part_of_shard(self, slots: Sequence[int], rank: int, world_size: int) -> FlatParameter:
+        """Return a shard of some of its parameters, with a storage of its own of the same kind.
 
         Args:
-            shard: this rank's.
             slots: the numbers of the parameters.
-            rank, world_size: which shard, of how many.
+            rank, world_size: which shard this is, of how many.
         """
-        storage = copy.deepcopy(shard.shard_storage)
-        names, shapes = tuple(shard._names[slot] for slot in slots), tuple(shard._shapes[slot] for slot in slots)
-        dims = None if shard._dims is None else tuple(shard._dims[slot] for slot in slots)
-        layout = shard._layout_type.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
-        data, old = storage.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
-        values, places = old.local_shards(shard.detach(), rank), layout.local_shards(data, rank)
-        for number, slot in enumerate(slots):
-            places[number].copy_(values[slot])
-        self = storage.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._layout_type)
-        self._dims, self.parts = dims, tuple(shard.parts[slot] for slot in slots)
-        self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
-        self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
-        self.group, self.shard_storage = shard.group, storage
-        self.attributes = tuple(shard.attributes[slot] for slot in slots)
-        self.example = shard.example
-        return self
+        storage, layout = copy.deepcopy(self.shard_storage), self.make_layout(world_size, slots)
+        data = storage.allocate(layout.shard_numel, self.dtype)
+        own = self.make_layout(world_size).local_shards(self.detach(), rank)
+        for slot, place in zip(slots, layout.local_shards(data, rank), strict=True):
+            place.copy_(own[slot])
+        return self._with(data, storage, slots, _is_sharded=world_size > 1 and layout.numel > 0)
+
+    def _with(self, data: Tensor, storage: Any, slots: Sequence[int], **others: Any) -> FlatParameter:
+        """Return one of some of its parameters, around other data."""
+
+        def some(each: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(each[slot] for slot in slots)
+
+        return type(self)._build(
+            data,
+            self.requires_grad,
+            some(self._names),
+            some(self._shapes),
+            parts=some(self.parts),
+            attributes=some(self.attributes),
+            valueless={number for number, slot in enumerate(slots) if slot in self.valueless},
+            shard_storage=storage,
+            group=self.group,
+            example=self.example,
+            _layout_type=self._layout_type,
+            _dims=self._dims and some(self._dims),
+            _align=self._align,
+            **others,
+        )
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
         pass
 
-    def make_layout(self, world_size: int = 1) -> Layout:
-        """Return the layout of the parameters in the vector when `world_size` ranks share it."""
-        return self._layout_type.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
+    def make_layout(self, world_size: int = 1, slots: Sequence[int] | None = None) -> Layout:
+        """Return the layout of the parameters, or of some of them, in a vector that `world_size` ranks share."""
+        slots = range(len(self._names)) if slots is None else slots
+        named_shapes = [(self._names[slot], self._shapes[slot]) for slot in slots]
+        dims = self._dims and [self._dims[slot] for slot in slots]
+        return self._layout_type.of(named_shapes, world_size, self._align, dims)
 
     @property
     def vector(self) -> Tensor:
         """Its elements in one dimension, in the same memory."""
-        known = self._vector
-        if known is None or known.data_ptr() != self.data_ptr() or known.dtype is not self.dtype:
+        if self._vector is None:
             with torch.inference_mode(False):
-                known = self._vector = self.detach().as_subclass(Tensor).view(-1)
-        return known
+                self._vector = self.detach().as_subclass(Tensor).view(-1)
+        return self._vector
 
     @property
     def owner(self) -> FlatParameter:
@@ -293,14 +288,8 @@ class FlatParameter(CountedParameter):
         if storage is not None:
             data = data.view(self.shape).copy_(self.detach())
             storage.release()
-        copied = memo[id(self)] = type(self)._build(
-            data, self.requires_grad, self._names, self._shapes, self._layout_type
-        )
-        copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
-        copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
-        copied.valueless = set(self.valueless)
-        copied.shard_storage = storage
-        copied.attributes, copied.example = self.attributes, self.example
+        same = {"_is_sharded": self._is_sharded, "_is_managed": self._is_managed}
+        copied = memo[id(self)] = self._with(data, storage, range(len(self._names)), **same)
         give_attributes(copied, attributes_of(self))
         return copied
 
@@ -340,10 +329,10 @@ def _rebuild_flat_parameter(
     attributes: tuple[Attributes, ...] | None = None,
     own_attributes: Attributes | None = None,
 ) -> FlatParameter:
-    flat = kind._build(data, requires_grad, names, shapes, layout_type)
-    flat._is_sharded, flat._align, flat.group = sharded, align, group
-    flat.valueless = set(valueless)
-    flat.attributes = flat.attributes if attributes is None else attributes
+    known = {"valueless": set(valueless), "group": group, "_layout_type": layout_type, "_align": align}
+    if attributes is not None:
+        known["attributes"] = attributes
+    flat = kind._build(data, requires_grad, names, shapes, _is_sharded=sharded, **known)
     give_attributes(flat, own_attributes or {})
     return flat
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
+from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 # The wrapped module keeps the views besides, as FairScale's does.
 _VIEWS = "_unflattened_param_views"

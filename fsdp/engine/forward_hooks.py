@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.autograd.graph import register_multi_grad_hook
 
 from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform, outside_transforms
+from fsdp.engine.call_stack import MODULE_CALL, calls_on, uncompiled
 from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def uncompiled(function: Function) -> Function:
-    """Have compilers leave a function alone, and all that it calls: it moves data between ranks.
-
-    As `torch.compiler.disable` does, which imports for seconds, and has a wrapper that asks eight things in each call.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
-    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 and 2.13)
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return function
 
 
 class ForwardHooks:
@@ -120,15 +107,8 @@ class ForwardHooks:
 
         A backward may have a stack of its own, but what computes again in one, while a forward runs, is inside of that.
         """
-        frame: FrameType | None = sys._getframe(1)
-        calls = 0
-        while frame is not None and calls < 2:  # the first is the one that begins
-            if frame.f_code is nn.Module._call_impl.__code__:
-                calls += frame.f_locals.get("self") is self._module
-            elif frame.f_code is ForwardHooks.around.__code__:
-                calls += frame.f_locals.get("self") is self
-            frame = frame.f_back
-        return calls == 2
+        calls = calls_on(sys._getframe(1), {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
+        return sum(1 for _ in islice(calls, 2)) == 2  # the first is the one that begins
 
     def _cast_inputs(self, inputs: Any) -> Any:
         unit, kind = self._unit, self._unit.precision.inputs

@@ -1,8 +1,4 @@
-"""The two gradients of one handle: the unsharded one, filled as autograd delivers, and the shard's, which is reduced.
-
-`GradientBuffer` collects the gradients of a handle's parameters in a flat tensor, which a reduce-scatter takes away.
-What that makes of it goes through a `ShardGradient` into ``flat_param.grad``, where the optimizer finds it.
-"""
+"""`GradientBuffer` collects the gradients of a handle's parameters in a flat tensor, which a reduction takes away."""
 
 from __future__ import annotations
 
@@ -12,13 +8,9 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp.distributed.comm_hooks import AllReduceHook
-from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
-from fsdp.engine.orig_params import OrigParams
-from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 
 _SMALL_NUMEL = 1 << 18  # of more elements than this, a copy takes longer than its call
 
@@ -281,97 +273,3 @@ def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> Non
         torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
         place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
-
-
-class ShardGradient:
-    """The reduced gradient of one flat parameter, on its way to where optimizers look for it.
-
-    It is added to ``flat_param.grad`` as soon as it is reduced. Where users have registered hooks on what the optimizer
-    lists, it waits until backward has ended, because a hook is to see all of this backward's gradient, once.
-
-    Args:
-        flat_param: this rank's shard.
-        orig_params: the local shards of its original parameters, if these are listed in its place.
-
-    Attributes:
-        all_reduce_hook: a user's function that a reduction ends with.
-    """
-
-    def __init__(self, flat_param: FlatParameter, orig_params: OrigParams | None) -> None:
-        self._flat_param, self._orig_params = flat_param, orig_params
-        self.all_reduce_hook: AllReduceHook | None = None
-        self._waiting: Tensor | None = None  # [shard_numel], until hooks are called with it
-        self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and have hooks
-
-    @property
-    def _listed(self) -> Sequence[nn.Parameter]:
-        return [self._flat_param] if self._orig_params is None else self._orig_params.params
-
-    def accept(self, reduced: Tensor) -> None:
-        """Add a reduced gradient ``[shard_numel]`` to the shard's, or keep it for the hooks in `deliver`."""
-        for param in self._listed:
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
-                self._waiting = reduced if self._waiting is None else self._waiting + reduced
-                return
-        self._flat_param.shard_storage.accept(self._flat_param, reduced)
-
-    def deliver(self, used: Sequence[int], missed: Sequence[int]) -> None:
-        """Call the hooks of `Tensor.register_hook`, and show gradients: all those of this backward are reduced.
-
-        Args:
-            used, missed: of the original parameters, see `OrigParams.show_gradients`.
-        """
-        reduced, self._waiting = self._waiting, None
-        if reduced is not None:
-            params, orig_params = self._listed, self._orig_params
-            slots = [slot for slot in range(len(params)) if orig_params is None or used[slot]]
-            for slot in slots:
-                if params[slot]._backward_hooks:
-                    part, grad = (reduced, reduced) if orig_params is None else orig_params.gradient_in(reduced, slot)
-                    after = _after_hooks(params[slot], grad)
-                    if after is not grad:
-                        part.copy_(after if orig_params is None else orig_params.vector_of(slot, after))
-            self._flat_param.shard_storage.accept(self._flat_param, reduced)
-            self._delivered = [params[slot] for slot in slots]
-        if self._orig_params is not None:
-            self._orig_params.show_gradients(used, missed)
-
-    def call_hooks(self) -> None:
-        """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
-        delivered, self._delivered = self._delivered, ()
-        if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
-            self._flat_param.shard_storage.copy_stream.settle()
-            self._flat_param.bring_gradient()
-            for param in (each for each in delivered if each.grad is not None):
-                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-                    hook(param)
-
-    def mark_unreduced(self, name: str, filled: Sequence[int]) -> None:
-        """Let missing gradients say why they are missing: something is accumulated and not reduced.
-
-        Args:
-            name: the handle's, for messages.
-            filled: for each parameter, whether that is of it.
-        """
-        self._flat_param._has_unreduced = True
-        if self._flat_param.grad is None:
-            self._flat_param.grad = unreduced_gradient(name, self._flat_param)
-        if self._orig_params is not None:
-            self._orig_params.mark_unreduced(filled)
-
-    def drop_unreduced(self) -> None:
-        """Forget what is accumulated and not reduced, or not delivered."""
-        self._waiting, self._delivered = None, ()
-        self._flat_param._has_unreduced = False
-        if isinstance(self._flat_param.grad, Placeholder) and self._flat_param.held_gradient is None:
-            self._flat_param.grad = None
-        if self._orig_params is not None:
-            self._orig_params.show_gradients([False] * len(self._orig_params.params))
-
-
-def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Return what the hooks of `Tensor.register_hook` make of a gradient."""
-    for hook in list((param._backward_hooks or {}).values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return grad

@@ -11,7 +11,7 @@ The tensors of a handle, for W ranks (P is the layout's padded number of element
 - ``unsharded.full`` ``[P]``, in the dtype and on the device of the computation: the all-gathered parameters. Leaves,
   one for each parameter, are views of it made once; resharding frees the buffer's storage and keeps the tensors.
 - ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied there when autograd has it.
-  ``shard_gradient`` is what a reduce-scatter makes of it, in the shard's dtype, for the optimizer.
+  What a reduce-scatter makes of it, in the shard's dtype, is added to ``flat_param.grad``.
 
 In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
 (`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer
@@ -25,22 +25,24 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending
-from fsdp.distributed.comm_hooks import CommHook, HookCall
-from fsdp.distributed.communicator import labelled
+from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
+from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
+from fsdp.distributed.communicator import in_stage, labelled
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient, divided
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
+from fsdp.engine.gradient_hooks import GradientHooks
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
@@ -81,6 +83,23 @@ Phase.UNSHARDED.following = (Phase.SHARDED,)
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
+class HandleUnit(Protocol):
+    """The unit that runs a handle, as the handle knows it."""
+
+    name: str
+
+    @property
+    def stage(self) -> str:
+        """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
+
+    in_full_precision: bool  # it computes in the shards' own dtypes, as in `eval()` if that was asked for
+    comm_hook: CommHook | None  # the user's own reduce-scatter; None for ours
+    all_reduce_hook: AllReduceHook | None  # a user's function that a reduction ends with
+
+    def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
+        """Autograd has finished the gradient of a leaf."""
+
+
 class FlatParamHandle:
     """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
 
@@ -95,25 +114,27 @@ class FlatParamHandle:
         replicas: the ranks that hold the same shard, over which what was reduced is summed.
         number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
             of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
-        name, unit_name: what messages call it and its unit.
+        unit: runs it.
+        name: what messages call it.
         places: for each parameter, where modules use it.
         registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
+        listed_params: those, or `flat_param`: what optimizers step.
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
-        unsharded: the buffer ``[P]``, in `dtype`, and its leaves.
+        forms: the unsharded parameters for each dtype of computation, made when first needed.
+        unsharded: that of the present `dtype`: the buffer ``[P]`` and its leaves.
         post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
         gradients: ``[P]``, in the dtype of the reduction; has no memory while nothing is accumulated.
-        shard_gradient: ``[shard_numel]``, the reduced gradient on its way into ``flat_param.grad``.
+        gradient_hooks: the hooks of users on `listed_params`.
+        check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
         has_frozen: some of its parameters are not trained.
-        comm_hook: the user's own reduce-scatter; None for ours.
         fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
             and where there is nobody to compare with.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
-        on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
     """
 
-    comm_hook: CommHook | None = None
+    check_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     is_exposed = False
 
     def __init__(
@@ -123,14 +144,14 @@ class FlatParamHandle:
         reduce_comm: Communicator,
         replicas: Communicator,
         precision: Precision,
-        on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
+        unit: HandleUnit,
     ) -> None:
         self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
-        self.name, self.unit_name = "", "its unit"
+        self.unit, self.name = unit, ""
         self.number = self.tag = self.reduce_tag = self.replica_tag = 0
         self.places = [list(places) for places in shard.places]
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
@@ -144,10 +165,9 @@ class FlatParamHandle:
         self.post_forward_shard: PostForwardShard | None = None
         if shard.post_forward_comm is not None and shard.post_forward_comm.world_size > 1:
             self.post_forward_shard = PostForwardShard(shard.post_forward_comm)
-        self.shard_gradient = ShardGradient(flat_param, self.orig_params)
-        self.on_gradient = on_gradient
+        self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
+        self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
         self._make_unsharded = shard.new_unsharded
-        self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
@@ -197,15 +217,10 @@ class FlatParamHandle:
         return self.flat_param.valueless
 
     @property
-    def forms(self) -> Collection[UnshardedParameters]:
-        """The unsharded parameters for each dtype of computation."""
-        return self._unsharded_by_dtype.values()
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation."""
         own = self.flat_param.dtype
-        return own if self._in_full_precision else self.precision.compute_dtype(own)
+        return own if self.unit.in_full_precision else self.precision.compute_dtype(own)
 
     @property
     def is_cast(self) -> bool:
@@ -241,11 +256,11 @@ class FlatParamHandle:
         """This rank's shard of each parameter: flat views of `flat_param`, empty where it has nothing of it."""
         return self.layout.local_shards(self.flat_param.vector, self.comm.rank)
 
-    def rename(self, name: str, unit: str) -> None:
-        """Go by this name, as one of those of `unit`, in messages."""
-        self.name, self.unit_name = name, unit
-        for unsharded in self._unsharded_by_dtype.values():
-            unsharded.name_unit(unit)
+    def rename(self, name: str) -> None:
+        """Go by this name in messages."""
+        self.name = name
+        for unsharded in self.forms.values():
+            unsharded.name_unit(self.unit.name)
 
     def connect(self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator) -> None:
         """All-gather from, reduce over, and then sum over these ranks."""
@@ -264,19 +279,19 @@ class FlatParamHandle:
         """Have its only parameter seen and listed in more places, where nothing is now."""
         self.reshard()
         self.places[0] += places
-        for unsharded in self._unsharded_by_dtype.values():
+        for unsharded in self.forms.values():
             unsharded.use_at(0, places)
         self.registry.add(places, self.flat_param if self.orig_params is None else self.orig_params.params[0])
         self.fill_places()
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "unsharded", "_unsharded_by_dtype", "_pending", "_built_for", "on_gradient")
+        rebuilt = ("gradients", "unsharded", "forms", "_pending", "_built_for", "unit", "check_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
-    def wake(self, on_gradient: Callable[[FlatParamHandle, int, Tensor], None]) -> None:
+    def wake(self, unit: HandleUnit) -> None:
         """After it was copied or unpickled, with the modules it is for: build what was left behind."""
-        self.on_gradient = on_gradient
+        self.unit = unit
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
@@ -298,9 +313,9 @@ class FlatParamHandle:
         else:
             self.gradients = self._new_gradients()
         if self.precision.keeps_low_gradients:
-            for param in (shard, *self.registry.params):
+            for param in (shard, *self.listed_params):
                 param.grad_dtype = None  # any
-        self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}  # made when first needed
+        self.forms: dict[torch.dtype, UnshardedParameters] = {}
         self._gathered = None
         self._choose_unsharded()
 
@@ -309,10 +324,10 @@ class FlatParamHandle:
         return GradientBuffer(self.layout, self.precision.reduce_dtype(own), own, self.storage.device, needs)
 
     def _choose_unsharded(self) -> None:
-        if self.dtype not in self._unsharded_by_dtype:
-            self._unsharded_by_dtype[self.dtype] = self._new_unsharded()
-            self._unsharded_by_dtype[self.dtype].name_unit(self.unit_name)
-        self.unsharded = self._unsharded_by_dtype[self.dtype]
+        if self.dtype not in self.forms:
+            self.forms[self.dtype] = self._new_unsharded()
+            self.forms[self.dtype].name_unit(self.unit.name)
+        self.unsharded = self.forms[self.dtype]
         self.unsharded.fill_places(is_unsharded=False)
 
     @torch.inference_mode(False)  # or what is first needed in inference could not be used in training
@@ -335,14 +350,12 @@ class FlatParamHandle:
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
 
-    def compute_in_full(self, wanted: bool) -> None:
-        """Choose whether parameters are gathered in the shard's own dtype from now on."""
-        if wanted is self._in_full_precision or not self.is_cast:
-            return
-        self.absorb()
-        self.reshard()
-        self._in_full_precision = wanted
-        self._choose_unsharded()
+    def follow_precision(self) -> None:
+        """Gather in the dtype that the unit computes in now."""
+        if self.forms.get(self.dtype) is not self.unsharded:
+            self.absorb()
+            self.reshard()
+            self._choose_unsharded()
 
     # --- unshard and reshard ------------------------------------------------------------------------------------
 
@@ -376,7 +389,8 @@ class FlatParamHandle:
         if self.unsharded.is_shard:
             self.storage.read_ahead()
         elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
-            self._pending = self.post_forward_shard.gather(self.unsharded.begin_gather(directly=True), self.name)
+            full = self.unsharded.begin_gather(directly=True)
+            self._pending = self.post_forward_shard.gather(full, self.name, self.unit.stage)
         else:
             self._pending = self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing)
         self._enter(Phase.UNSHARDING)  # if that did not raise
@@ -395,7 +409,10 @@ class FlatParamHandle:
         if outgoing is None and (full.dtype != shard.dtype or (self.storage.is_elsewhere and self.is_sharded)):
             shard = self.storage.staged(self.flat_param, full.dtype)
         what = f"all-gather of {self.name}"
-        return labelled("all_gather", self.unit_name, self.comm.all_gather, full, shard, what, self.tag)
+        tag: Tag = self.tag
+        if self.comm.sends_pieces:  # else no tag is sent
+            what, tag = in_stage(self.unit.stage, what, self.tag)
+        return labelled("all_gather", self.unit.name, self.comm.all_gather, full, shard, what, tag)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and show the parameters to the modules (on CUDA: to work on the current stream)."""
@@ -403,7 +420,7 @@ class FlatParamHandle:
             self.unshard()
         if self.phase is Phase.UNSHARDING:
             if not self.unsharded.is_shard:
-                labelled("all_gather_wait", self.unit_name, self._pending.wait)
+                labelled("all_gather_wait", self.unit.name, self._pending.wait)
                 self.unsharded.end_gather()
                 self.storage.release()
             for slot in self.unsharded.show():
@@ -445,14 +462,6 @@ class FlatParamHandle:
         self.storage.release()
         return full
 
-    def serve_gather(self) -> None:
-        """Take part in a gather that only other ranks need; what is here stays as it is."""
-        if self.is_sharded:
-            self.absorb()
-            self.follow_shard()
-            self.storage.check(self.name)
-            self.gathered(self.dtype)
-
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""
         self.comm.settle()
@@ -464,8 +473,8 @@ class FlatParamHandle:
 
     def is_own(self, slot: int, value: Any) -> bool:
         """Return whether modules may have seen this of a parameter."""
-        kinds = self._unsharded_by_dtype.values()
-        return any(value is unsharded.front(slot, is_shown) for unsharded in kinds for is_shown in (True, False))
+        forms = self.forms.values()
+        return any(value is unsharded.front(slot, is_shown) for unsharded in forms for is_shown in (True, False))
 
     def lendable(self, slot: int, tensor: Tensor) -> Tensor:
         """Return what modules can compute with of a tensor that takes the place of a parameter for one call.
@@ -477,7 +486,7 @@ class FlatParamHandle:
         shape = self.layout.slots[slot].shape if part is None else part.shape
         if tensor.shape != shape or (part is None and is_dtensor(tensor)):
             raise RuntimeError(
-                f"{name} of {self.unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
+                f"{name} of {self.unit.name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
                 "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
                 f"{tuple(shape)} under the original parameter's name. Unsharded models list such: inside "
                 "summon_full_params(), or after unshard() under fully_shard."
@@ -487,15 +496,6 @@ class FlatParamHandle:
     def fill_places(self) -> None:
         """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
         self.unsharded.fill_places(self.phase is Phase.UNSHARDED)
-
-    def refuse_lent(self, what: str) -> None:
-        """Raise RuntimeError if modules compute with tensors that are not ours and were given for one call."""
-        for module, name in self.registry.lent:
-            raise RuntimeError(
-                f"{self.unit_name}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to "
-                "compute with, which have not been taken back. Do it outside of torch.func.functional_call; and assign "
-                "new values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
-            )
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -519,6 +519,8 @@ class FlatParamHandle:
                     f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
                     "dense. Make the embedding with sparse=False."
                 )
+            if self.check_gradient is not None:
+                self.check_gradient(self, slot, gradient)
             part = self.flat_param.parts[slot]
             self.gradients.add(slot, values_of(gradient if part is None else part.gradient(gradient)), divisor)
         return self.gradients.is_complete
@@ -530,11 +532,12 @@ class FlatParamHandle:
         """
         what, taken, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
         gradient = divided(taken.flat, taken.divisor)
-        if self.comm_hook is None or not self.layout.numel:
+        hook = self.unit.comm_hook
+        if hook is None or not self.layout.numel:
             reduce_scatter = self.reduce_comm.reduce_scatter
-            return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
+            return labelled("reduce_scatter", self.unit.name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
         call = HookCall(self.name, self.reduce_comm, self.reduce_tag)
-        shard = labelled("reduce_scatter", self.unit_name, self.comm_hook.reduce, gradient, call, dtype)
+        shard = labelled("reduce_scatter", self.unit.name, hook.reduce, gradient, call, dtype)
         return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
@@ -544,12 +547,31 @@ class FlatParamHandle:
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank)
-        self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
+        if self.precision.keeps_low_gradients:
+            reduced = reduced.to(self.gradients.dtype)
+        if not self.gradient_hooks.keep(reduced):
+            self.storage.accept(self.flat_param, reduced)
+
+    def show_gradient(self, used: Sequence[int]) -> None:
+        """Have the gradient where optimizers look for it: all of this backward are reduced.
+
+        Args:
+            used: for each original parameter, whether any rank has used it.
+        """
+        if self.gradient_hooks.waiting is not None:
+            self.gradient_hooks.run(self.gradient_hooks.waiting, used)
+        if self.orig_params is not None:
+            self.orig_params.show_gradients(used, self.gradients.missed)
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
+        shard = self.flat_param
         if any(filled := self.gradients.filled):
-            self.shard_gradient.mark_unreduced(self.name, filled)
+            shard._has_unreduced = True
+            if shard.grad is None:
+                shard.grad = unreduced_gradient(self.name, shard)
+            if self.orig_params is not None:
+                self.orig_params.mark_unreduced(filled)
 
     @property
     def has_unreduced(self) -> bool:
@@ -561,19 +583,20 @@ class FlatParamHandle:
     def drop_unreduced(self) -> None:
         """Forget what is accumulated and not reduced, or not delivered."""
         self.gradients.drop()
-        self.shard_gradient.drop_unreduced()
-        for unsharded in self._unsharded_by_dtype.values():
+        self.gradient_hooks.abandon()
+        shard = self.flat_param
+        shard._has_unreduced = False
+        if isinstance(shard.grad, Placeholder) and shard.held_gradient is None:
+            shard.grad = None
+        if self.orig_params is not None:
+            self.orig_params.show_gradients([False] * len(self.orig_params.params))
+        for unsharded in self.forms.values():
             for leaf in unsharded.leaves:
                 leaf.grad = None
 
-    @property
-    def has_no_gradient(self) -> bool:
-        """True if nothing is there that the next gradient would be added to."""
-        return all(param.grad is None for param in self.registry.params)
-
     def zero_grad(self) -> None:
         """Have no gradient, as after an optimizer's ``zero_grad()``."""
-        for param in self.registry.params:
+        for param in self.listed_params:
             param.grad = None
 
     # --- what users change between steps ------------------------------------------------------------------------
@@ -623,7 +646,7 @@ class FlatParamHandle:
         if self.orig_params is None:
             leaf.requires_grad_(not needs)
             raise RuntimeError(
-                f"{self.unit_name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
+                f"{self.unit.name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
                 "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
                 "use_orig_params=True."
             )
@@ -633,12 +656,6 @@ class FlatParamHandle:
     def was_written(self) -> bool:
         """True if modules or users have written to the unsharded parameters what the shards do not have."""
         return bool(self.unsharded.written()) and (self.is_replicated or not self.unsharded.is_shard)
-
-    def accept_written(self, slots: Sequence[int]) -> None:
-        """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""
-        self.note_written(slots)
-        self.storage.release()
-        self.forget_written()
 
     def forget_written(self) -> None:
         """Take what the leaves have for no change, and what the shards have for right: the next use gathers that."""
@@ -730,22 +747,10 @@ class FlatParamHandle:
             self.valueless.discard(slot)
             if self.orig_params is not None:
                 self.orig_params.give_memory([slot])
-            for unsharded in self._unsharded_by_dtype.values():
+            for unsharded in self.forms.values():
                 unsharded.reveal(slot)
 
     def note_written(self, slots: Iterable[int]) -> None:
         """These parameters were given new values, on purpose."""
         if self.fingerprints is not None:
             self.fingerprints.forget(slots)
-
-    def settle_fingerprints(self) -> None:
-        """Forget those of parameters that were written in ways which nobody announced."""
-        if self.fingerprints is not None and self.flat_param.numel() == self.layout.shard_numel:
-            self.fingerprints.forget_written(self.local_shards)
-            self.storage.release()
-
-    def renew_fingerprints(self) -> None:
-        """Take them again: the shard was cast or moved since `settle_fingerprints`."""
-        if self.fingerprints is not None:
-            self.fingerprints.follow(self.local_shards)
-            self.storage.release()

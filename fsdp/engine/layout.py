@@ -145,9 +145,9 @@ class Layout(ABC):
         """Every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""
 
     @property
-    @abstractmethod
     def gathers_in_order(self) -> bool:
         """True if parameters lie in a gathered buffer as they do in an unsharded one, which it then is."""
+        return True
 
     @property
     def unsharded_numel(self) -> int:
@@ -238,10 +238,6 @@ class ContiguousLayout(Layout):
     def clear_gaps(self, full: Tensor) -> None:
         for start, stop in self._empty_ranges:
             full[start:stop].zero_()
-
-    @property
-    def gathers_in_order(self) -> bool:
-        return True
 
     def unpack(self, full: Tensor) -> list[Tensor]:
         self._check(full, self.padded_numel, "gathered buffer")

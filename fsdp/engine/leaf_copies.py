@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.flat_param import attributes_of, give_attributes
 from fsdp.engine.placeholder import Placeholder, is_model_under_way
+from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 
 def copy_as(leaf: nn.Parameter, placeholder: Placeholder) -> None:

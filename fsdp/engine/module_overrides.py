@@ -20,8 +20,9 @@ from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
-from fsdp.engine.state_requests import Converting, Filling, LocalState
-from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.state_requests import Converting, Filling, LocalState, serving
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.verify import renew_fingerprints, settle_fingerprints
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -152,7 +153,7 @@ class Conversions:
             handle.absorb()
             if handle.orig_params is not None:
                 handle.orig_params.collect_gradients()  # they follow the shard's
-            handle.settle_fingerprints()
+            settle_fingerprints(handle)
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
@@ -165,8 +166,18 @@ class Conversions:
                 if handle.orig_params is not None and gives_memory:
                     handle.orig_params.give_memory(handle.valueless)
         for each in units:
-            each.follow(device)
+            _follow(each, device)
         return self._module
+
+
+def _follow(unit: Unit, device: torch.device) -> None:
+    """Have a unit follow parameters that were cast or moved, and compute on `device`."""
+    unit.device = device
+    unit.comm, unit.replicas = unit.comm.for_device(device), unit.replicas.for_device(device)
+    for handle in unit.handles:
+        handle.storage.device = device
+        handle.follow_shard()
+        renew_fingerprints(handle)
 
 
 class Freezing:
@@ -219,7 +230,7 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
     converted = fn(tensor)
     for handle in unit.visible_handles:
         if handle.storage.keeps_shards:
-            for param in (handle.flat_param, *handle.registry.params):
+            for param in (handle.flat_param, *handle.listed_params):
                 if tensor is param or tensor is param.grad:
                     return converted.to(tensor.device)
     return converted

@@ -5,9 +5,8 @@ Once the ranks have added their gradients up, what is not a number on one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -15,8 +14,6 @@ from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import unit_of
-
-_OnGradient = Callable[[FlatParamHandle, int, Tensor], None]
 
 
 @contextmanager
@@ -37,23 +34,20 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     handles = dict.fromkeys(handle for unit in units for handle in unit.handles)
     if not handles:
         raise ValueError(f"detect_nonfinite: nothing in this {type(model).__name__} is sharded")
-    usual = {handle: handle.on_gradient for handle in handles}
-    checked = {handle: partial(_check, on_gradient) for handle, on_gradient in usual.items()}
+    outer = {handle: handle.check_gradient for handle in handles}
     for handle in handles:
-        handle.on_gradient = checked[handle]
+        handle.check_gradient = _check
     try:
         yield
     finally:
-        for handle in handles:
-            if handle.on_gradient is checked[handle]:  # else another unit runs it now
-                handle.on_gradient = usual[handle]
+        for handle, check in outer.items():
+            handle.check_gradient = check
 
 
-def _check(on_gradient: _OnGradient, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-    if leaf.grad is not None and not local_part(leaf.grad).isfinite().all():
+def _check(handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
+    if not local_part(gradient).isfinite().all():
         raise RuntimeError(
-            f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit_name}' is not "
+            f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit.name}' is not "
             "finite, as the first of this backward. It is this rank's own: the loss of its batch is not finite, or "
             "something that is computed after this parameter. (fsdp.detect_nonfinite)"
         )
-    on_gradient(handle, slot, leaf)

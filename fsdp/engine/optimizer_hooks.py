@@ -96,7 +96,7 @@ def _steps_of(params: Iterable[Any]) -> Iterator[tuple[Steps, list[FlatParamHand
     owners = {param.owner for param in params}
     for runtime in runtimes():
         if stepped := [handle for handle in runtime.handles if handle.flat_param in owners]:
-            yield runtime.usage.steps, stepped
+            yield runtime.steps, stepped
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.engine.counted_data import CountedParameter
-from fsdp.engine.flat_param import Attributes, FlatParameter, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
+from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
 
 
 class LocalShard(CountedParameter):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from fsdp.distributed import communicator
+from fsdp.distributed.communicator import own_rank
+from fsdp.engine.call_stack import MODULE_CALL, calls_on
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
@@ -33,6 +32,10 @@ class Participation(Protocol):
     @property
     def is_joining(self) -> bool:
         """True if some ranks may have no more batches, and take part in the others' steps and in nothing else."""
+
+    @property
+    def stage(self) -> str:
+        """The pass that all ranks are in, or were in last: its direction and mode; empty where ranks may differ."""
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         """Collective. The forward of a unit begins, or (if it `is_outermost`) the forward of all."""
@@ -83,13 +86,14 @@ class EvenRanks:
 
     is_uneven = False
     is_joining = False
+    stage = ""
     _outermost: Unit
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         if is_outermost:
             self._outermost = call.unit
             mode = "" if call.unit.mode == "train()" else f" in {call.unit.mode}"
-            communicator.stage = f"forward{mode}{'' if torch.is_grad_enabled() else ' without gradients'}"
+            self.stage = f"forward{mode}{'' if torch.is_grad_enabled() else ' without gradients'}"
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
         pass
@@ -107,7 +111,7 @@ class EvenRanks:
         accumulates = " under no_sync()" if unit.policy.sync is GradientSync.NONE else ""
         divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
         divided = f" with gradients divided by {divisor:g}" if divisor != usual else ""
-        communicator.stage = f"backward{accumulates}{divided}"
+        self.stage = f"backward{accumulates}{divided}"
 
     def reach(self, call: Call) -> None:
         pass
@@ -121,9 +125,10 @@ class EvenRanks:
     def abandon(self) -> None:
         """Raise RuntimeError if what looks like a forward that was given up is another thread's."""
         for thread, frame in sys._current_frames().items():
-            if thread != threading.get_ident() and _computes(frame, self._outermost.module):
+            running = calls_on(frame, {MODULE_CALL: self._outermost.module})
+            if thread != threading.get_ident() and any(running):
                 raise RuntimeError(
-                    f"rank {communicator.own_rank()}: {self._outermost.name} is called while another thread is in its "
+                    f"rank {own_rank()}: {self._outermost.name} is called while another thread is in its "
                     "forward. A sharded model unshards its parameters for one thread at a time: call it from one "
                     "thread, or with a lock around each forward and backward, in the same order on every rank."
                 )
@@ -133,12 +138,3 @@ class EvenRanks:
 
     def announce_clip_value(self, clip_value: float) -> None:
         pass
-
-
-def _computes(frame: FrameType | None, module: nn.Module) -> bool:
-    """Return whether a module's forward runs in a frame, or in one that it was called from."""
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
-    return False

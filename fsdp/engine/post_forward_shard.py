@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending
+from fsdp.distributed.communicator import in_stage
 
 
 class PostForwardShard:
@@ -43,12 +44,13 @@ class PostForwardShard:
         """Return whether the parameters of shards in this state can be gathered from what is kept."""
         return self._shard is not None and self._state == state
 
-    def gather(self, full: Tensor, name: str) -> Pending:
+    def gather(self, full: Tensor, name: str, stage: str) -> Pending:
         """Collective. Start to fill a buffer ``[padded]``; what is kept is let go afterwards."""
         shard, self._shard = self._shard, None
         if shard is None:
             raise ValueError(f"{name}: nothing is kept")
-        return self.comm.all_gather(full, shard, f"all-gather of {name} from ranks nearby", self.tag)
+        what, tag = in_stage(stage, f"all-gather of {name} from ranks nearby", self.tag)
+        return self.comm.all_gather(full, shard, what, tag)
 
     def forget(self) -> None:
         """Keep nothing."""

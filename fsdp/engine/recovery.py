@@ -135,7 +135,7 @@ def _reason() -> str:
 
 def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
     """Return the optimizer whose step was interrupted, or the only one of a model; and this rank's state."""
-    steps = runtime.usage.steps
+    steps = runtime.steps
     known = [steps.interrupted] if steps.interrupted is not None else optimizers_of(runtime.handles)
     optimizer = known[0] if len(known) == 1 else None
     return optimizer, _State(steps.taken, steps.backwards, optimizer is not None, steps.problem)

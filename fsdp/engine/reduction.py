@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.distributed.collectives import Communicator, Pending, Tag
+from fsdp.distributed.collectives import Pending
 from fsdp.distributed.communicator import labelled
+from fsdp.distributed.staged_sum import summed
 from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
-
 
 # Each step first waits for what the last one has started.
 Stages = Generator[None, None, None]
@@ -41,7 +41,7 @@ class Bucket:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
         handles = sorted(self.divisors, key=lambda handle: handle.number)  # alike on all ranks, however they arrived
         first, *_, last = [handles[0], *handles]
-        if len(handles) == 1 or first.comm_hook is not None:
+        if len(handles) == 1 or first.unit.comm_hook is not None:
             each = [handle.reduce() for handle in handles]
         else:
             each = [_reduce_together(handles)]
@@ -65,7 +65,7 @@ class Bucket:
                 shards, divisors = [divided(shards[0], divisors[0])], [1.0] * len(handles)
             shards = list(shards[0].split([handle.gradients.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
-            gradient, hook = divided(shard, divisor), handle.shard_gradient.all_reduce_hook
+            gradient, hook = divided(shard, divisor), handle.unit.all_reduce_hook
             if hook is not None:
                 gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
             handle.accept(gradient)
@@ -91,37 +91,6 @@ def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
     reduce_scatter = first.reduce_comm.reduce_scatter
     return labelled("reduce_scatter", f"{first.name} to {last.name}", reduce_scatter, together, what, tag, dtype)
-
-
-def summed(
-    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
-) -> Generator[None, None, Tensor]:
-    """Collective, in stages. The sum of all ranks' tensors ``[n]``, the same bits on all of them.
-
-    Moves 2 (W - 1) / W of the tensor's bytes per rank, as a ring does.
-
-    Args:
-        comm: the ranks.
-        tensor: may be overwritten.
-        dtype: in which it is sent.
-        what, tag: see `Communicator`.
-    """
-    if not comm.sends_pieces:
-        pending = comm.all_reduce(tensor.to(dtype), what=what)
-        del tensor
-        yield
-        return pending.wait()
-    numel, wide = tensor.numel(), tensor.dtype
-    tensor = tensor.to(dtype)
-    if numel % comm.world_size:
-        tensor = torch.cat([tensor, tensor.new_zeros(-numel % comm.world_size)])
-    pending = comm.reduce_scatter(tensor, what, tag, wide)
-    del tensor
-    yield
-    shard = pending.wait().to(dtype)
-    pending = comm.all_gather(shard.new_empty(comm.world_size * shard.numel()), shard, what, tag)
-    yield
-    return pending.wait()[:numel]
 
 
 class Reductions:
@@ -157,7 +126,7 @@ class Reductions:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
             dtypes = (handle.gradients.dtype, handle.flat_param.dtype)
-            key = (*ranks, *dtypes, handle.comm_hook is None, handle.gradients.sync is GradientSync.FULL)
+            key = (*ranks, *dtypes, handle.unit.comm_hook is None, handle.gradients.sync is GradientSync.FULL)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions
@@ -183,24 +152,24 @@ class Reductions:
         if len(bucket.divisors) == len(companions):
             self._start(self._waiting.pop(first), keep)
 
-    def drain(self) -> None:
-        """Wait for all but the last one."""
-        while len(self._in_flight) > 1:
-            for reduction in self._in_flight[-2::-1]:
+    def drain(self, left: int = 1) -> None:
+        """Wait for all but the last one, or so many."""
+        while older := self._in_flight[: len(self._in_flight) - left]:
+            for reduction in older[::-1]:
                 self._advance(reduction)
 
     def finish(self) -> None:
         """Send what still waits, and wait until every shard has its gradient."""
         for first in sorted(self._waiting):
             self._start(self._waiting.pop(first))
-        self._drain()
+        self.drain(left=0)
 
     def abandon(self) -> None:
         """After a failed backward: let what is in flight end, and forget it, and what waits."""
         self._waiting.clear()
         for bucket, _ in self._in_flight:
             bucket.is_abandoned = True  # gradients may have been zeroed since
-        self._drain()
+        self.drain(left=0)
 
     def _start(self, bucket: Bucket, keep: bool = False) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
@@ -210,11 +179,6 @@ class Reductions:
         self._in_flight.append(started)
         for reduction in (started, *older):
             self._advance(reduction)
-
-    def _drain(self) -> None:
-        while self._in_flight:
-            for reduction in self._in_flight[::-1]:
-                self._advance(reduction)
 
     def _advance(self, reduction: tuple[Bucket, Stages]) -> None:
         place = self._in_flight.index(reduction)

@@ -160,11 +160,6 @@ class Registry:
         """True if modules see none of it, but tensors that are lent in all of its places."""
         return bool(self.lent) and len(self.lent) == sum(map(len, self._places))
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The parameters that optimizers see, each once."""
-        return list(dict.fromkeys(param for _, _, param in self.entries))
-
     def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
         """Have `param`, which is listed elsewhere already, listed at these places too."""
         self.entries += [(place.module, place.name, param) for place in places]
@@ -252,6 +247,15 @@ class Registry:
         if len(new) < len(values) or not all(_are_equal(value, new[0]) for value in new):
             raise ValueError(f"a parameter was replaced under only some of its names ({names})")
         return new[0]
+
+    def refuse_lent(self, what: str, unit: str) -> None:
+        """Raise RuntimeError if modules of `unit` compute with tensors that were given for one call."""
+        for module, name in self.lent:
+            raise RuntimeError(
+                f"{unit}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to compute "
+                "with, which have not been taken back. Do it outside of torch.func.functional_call; and assign new "
+                "values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
+            )
 
     def missing(self) -> list[int]:
         """The numbers of the parameters in one of whose places an entry of ours should be listed, and is not."""

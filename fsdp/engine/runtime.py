@@ -32,11 +32,13 @@ from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.memory import return_freed_memory
+from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.registration import Contents
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
+from fsdp.engine.steps import Steps
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
@@ -68,9 +70,10 @@ class Runtime:
         agree(root.everyone, named_units, to_run=True)
         self._adopt(named_units)
         return_freed_memory()
-        self.has_run = False
+        self.has_run = False  # a forward has begun with the root
         self._reductions = Reductions(bucket_bytes)
-        self.usage = Usage(root)
+        self._usage = Usage()
+        self.steps = Steps(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._complete: set[FlatParamHandle] = set()  # those that will be reduced when it is their turn
@@ -85,6 +88,11 @@ class Runtime:
         self.has_trained: bool | None = None
         _all.add(self)
 
+    @property
+    def stage(self) -> str:
+        """The pass that all ranks are in, or were in last; empty where they may be in different ones."""
+        return self.participation.stage
+
     # --- whose units and parameters are whose ---------------------------------------------------------------------
 
     def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
@@ -95,7 +103,8 @@ class Runtime:
         """
         kind = type(self.root.module).__name__
         for name, unit in named_units:
-            if unit is not self.root and unit.runtime is not None and unit.runtime.is_used_by(unit):
+            before = unit.runtime
+            if before is not None and before.root is unit is not self.root and before.has_run:
                 raise RuntimeError(
                     f"a second root: unit '{name}' was called on its own before the {kind} around it, and became a "
                     "root itself. Call the outermost unit first. (FullyShardedDataParallel has `_reset_lazy_init()` "
@@ -111,17 +120,17 @@ class Runtime:
             for _, inner in units_in(unit) if unit.precision.is_mixed else ():
                 inner.is_inside_mixed |= inner is not unit
 
-    def is_used_by(self, unit: Unit) -> bool:
-        """Return whether a unit was called as the root."""
-        return self.root is unit and self.has_run
-
     # --- forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
         unit.end_load()
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            self._refuse_training_while_summoned(unit)
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{unit.name}: forward inside summon_full_params() works for inference only, because gradients "
+                    "would go to the summoned copies and be lost. Use torch.no_grad(), or leave the context first."
+                )
             return
         call = Call(unit, recomputed=self.is_in_backward and in_backward())
         is_outermost = not call.recomputed and (not self._running or unit is self.root)
@@ -248,7 +257,9 @@ class Runtime:
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
                 )
-            unit.take_written()
+            for handle in unit.handles:
+                if handle.was_written:
+                    merge_written(handle)
         except BaseException:
             self._end_failed_forward(unit)
             raise
@@ -290,13 +301,6 @@ class Runtime:
                 if call.unit is unit:
                     break
 
-    def _refuse_training_while_summoned(self, unit: Unit) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{unit.name}: forward inside summon_full_params() works for inference only, because gradients would "
-                "go to the summoned copies and be lost. Use torch.no_grad(), or leave the context first."
-            )
-
     # --- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, call: Call) -> None:
@@ -315,7 +319,7 @@ class Runtime:
                 self._reductions.drain()
             unit.calls.reach(call)
             if unit.calls.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
-                unit.incomplete.update(one for one in unit.trained_handles if not self.usage.is_coming(one))
+                unit.incomplete.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if self._complete:
                 self._reduce_complete(unit)
         if call.in_full_precision is not unit.in_full_precision:
@@ -360,7 +364,7 @@ class Runtime:
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
         ages = {one: unit.calls.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
-        self.usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
+        self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.incomplete:
@@ -382,7 +386,7 @@ class Runtime:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
         if not self.participation.announce_gradient(unit, handle):
             return
-        if not handle.gradients.is_reduced or self.usage.differs(handle):
+        if not handle.gradients.is_reduced or self._usage.differs(handle):
             return
         self._complete.add(handle)
         self._reduce_complete(unit)
@@ -396,12 +400,12 @@ class Runtime:
         """
         for each in reversed(unit.handles):
             if each in self._complete:
-                oldest = self.usage.oldest_call(each)
+                oldest = self._usage.oldest_call(each)
                 if oldest > 1 and (oldest > unit.calls.reached or unit.contains_units):
                     return
                 self._complete.discard(each)
                 self._reductions.submit(each, unit.postdivide, keep=self.participation.is_uneven)
-            elif each in unit.incomplete and self.usage.is_coming(each):
+            elif each in unit.incomplete and self._usage.is_coming(each):
                 return
 
     def passed(self, unit: Unit, call: Call) -> None:
@@ -421,9 +425,10 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self.participation.end_backward()
-        self._finish_backward()
+        self.finish_backward()
 
-    def _finish_backward(self) -> None:
+    def finish_backward(self) -> None:
+        """Collective. Backward has ended on all ranks: reduce what is left of its gradients, and show all of them."""
         self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
         self._reduce_rest()
         for handle in self.handles:
@@ -436,48 +441,33 @@ class Runtime:
             if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()
+        if any(handle.gradients.is_reduced for handle in self.handles):
+            self.steps.end_backward()
         with torch.no_grad():
-            self.usage.show_gradients()
-        self._backward = None
-        with torch.no_grad():
+            self._usage.show_gradients()
+            self._backward = None
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    handle.shard_gradient.call_hooks()
+                    handle.gradient_hooks.end_backward()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
-        self.usage.end()
-        while any(map(self.usage.is_due, self.handles)):
+        self._usage.end()
+        while any(map(self._usage.is_due, self.handles)):
             for unit in self.units:
                 # Asked one by one, because a bucket reduces several at once.
-                for handle in filter(self.usage.is_due, reversed(unit.handles)):
-                    handle.gradients.owe(self.usage.unused(handle))
+                for handle in filter(self._usage.is_due, reversed(unit.handles)):
+                    handle.gradients.owe(self._usage.unused(handle))
                     self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()
         self._reductions.finish()
 
     # --- backwards of other ranks -------------------------------------------------------------------------------
 
-    def follow_backward(self, is_reduced: bool, is_fresh: bool) -> None:
-        """Other ranks run a backward: begin one here, if there is none of its own.
-
-        Args:
-            is_reduced: whether gradients are reduced in it, or accumulate.
-            is_fresh: whether the others had no gradients before it.
-        """
-        if self.is_in_backward:
-            return
-        if is_fresh:
-            for handle in self.handles:
-                handle.zero_grad()
-        self.synchronise(GradientSync.FULL if is_reduced else GradientSync.NONE)
+    def follow_backward(self) -> None:
+        """Begin a backward that brings no gradients here: other ranks run it, or it reduces what has accumulated."""
         self._backward = FollowedPass()
         self._begin_backward()
-
-    def end_followed_backward(self) -> None:
-        """The backward that `follow_backward` began has ended on the other ranks."""
-        self._finish_backward()
-        self.synchronise(GradientSync.FULL)
 
     def serve_reduction(self, handle: FlatParamHandle) -> None:
         """Take part in the reduction of a handle of which others have a gradient."""
@@ -501,11 +491,6 @@ class Runtime:
             for unit, sync in outer.items():
                 unit.policy.sync = sync
 
-    @property
-    def reduces(self) -> bool:
-        """Return whether backwards reduce gradients now."""
-        return all(unit.policy.sync is not GradientSync.NONE for unit in self.units)
-
     def synchronise(self, sync: GradientSync) -> None:
         """Have the gradients of all units go this far from now on."""
         for unit in self.units:
@@ -514,9 +499,8 @@ class Runtime:
     def reduce_accumulated(self) -> None:
         """Collective. Reduce what has accumulated, as a backward that brings nothing more."""
         self.ensure_idle("reduce gradients")
-        self._backward = FollowedPass()
-        self._begin_backward()
-        self._finish_backward()
+        self.follow_backward()
+        self.finish_backward()
 
     @property
     def is_computing(self) -> bool:
@@ -568,7 +552,7 @@ class Runtime:
         """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
         self.participation.abandon()
-        self.usage.abandon()
+        self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:
             unit.unpassed.clear()

@@ -38,12 +38,13 @@ from fsdp.engine.module_states import take_states_of_first
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.policy import Policy
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.torch_functions import teach_torch
-from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
+from fsdp.engine.unit import Unit, own_modules, unit_of
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
 # Only where no checkpoint of FairScale's flat shards is to be read or written.

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
 from fsdp.engine.names import paths_in
@@ -132,13 +131,13 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     old, listed = handle.flat_param, handle.orig_params
     if not isinstance(listed, DTensorParams):
         raise TypeError(f"{handle.name} is not in rows")
-    flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
+    flat_param = old.part_of_shard(slots, handle.comm.rank, handle.comm.world_size)
     flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
     shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)
     comms = handle.comm, handle.reduce_comm, handle.replicas
-    made = FlatParamHandle(shard, *comms, handle.precision, owner.on_gradient)
+    made = FlatParamHandle(shard, *comms, handle.precision, owner)
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
     return made
 

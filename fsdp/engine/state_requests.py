@@ -5,14 +5,14 @@ A unit has at most one of each kind. How a state dict is taken or loaded is deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from fsdp.distributed.consensus import Ranks, from_everyone, number_among
-from fsdp.engine.unit import Unit, serving, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 
 
 @dataclass(frozen=True)
@@ -157,3 +157,28 @@ def saving(root: Unit, form: Saving) -> Iterator[Saving]:
 def loading(root: Unit, form: LoadPass) -> AbstractContextManager[None]:
     """Have all units of the tree load a state dict in this form."""
     return serving([unit for _, unit in units_in(root)], form)
+
+
+@contextmanager
+def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
+    """Have the state of units under a request, instead of one of the same kind, while the context lasts."""
+    kind = type(request)
+    outer = {unit: unit.requests.get(kind) for unit in units}
+    for unit in outer:
+        unit.requests[kind] = request
+    try:
+        yield
+    finally:
+        for unit, before in outer.items():
+            del unit.requests[kind]
+            if before is not None:
+                unit.requests[kind] = before
+
+
+def require_shards(units: Iterable[Unit], what: str) -> None:
+    """Raise RuntimeError inside a forward or backward, and where the modules of a unit show no shards."""
+    for unit in units:
+        unit.require_idle(what)
+        is_shown = any(handle.is_exposed for handle in unit.visible_handles)  # by another unit
+        if is_shown or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            raise RuntimeError(f"cannot {what}: {unit.name} is inside summon_full_params(). Leave it first.")

@@ -3,7 +3,7 @@
 A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would be those
 of another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
 (`distributed.journal`). So is what was written between steps, to shards and to gradients: everybody may do that, if all
-do. Every thousand backwards ranks that hold the same shards note what those are, too.
+do (`ShardChanges`). Every thousand backwards ranks that hold the same shards note what those are, too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator, ranks_of
 from fsdp.distributed.consensus import peers_answer
@@ -25,6 +24,7 @@ from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.journal import Finding, Journal, settings
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.shard_changes import ShardChanges
 from fsdp.engine.unit import Unit, units_in
 
 _STEPS_DIFFER = Finding(
@@ -65,8 +65,7 @@ class Steps:
         self._begun: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
         self._journal: Journal | None = None
         self._has_warned = False
-        self._left: dict[FlatParamHandle, Any] = {}  # what tells of each shard whether it was written since its step
-        self._looked_at = -1  # the page of the last look at all of these
+        self._changes = ShardChanges(root)
         self._of_replicas: dict[Communicator, Journal] = {}
         for handle in self.handles if peers_answer(self._root.everyone) else ():
             ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
@@ -104,7 +103,7 @@ class Steps:
         if self._of_replicas and self.backwards - self._compared_at >= settings.replicas_every:
             self._compare_replicas()
         if self._journal is not None:
-            for text in self._changes(handles):
+            for text in self._changes.found(handles, self.backwards):
                 self._journal.note(object(), _CHANGES_DIFFER.begin + text)  # what is there twice says no more
         self._begun = weakref.ref(optimizer), _version(optimizer)
 
@@ -114,7 +113,7 @@ class Steps:
         self.taken += 1
         if self._journal is not None:
             self._journal.note(id(optimizer), _described(optimizer, handles))
-            self._left |= {handle: _written(handle) for handle in handles if self._is_watched(handle)}
+            self._changes.rest(handles)
 
     @property
     def interrupted(self) -> torch.optim.Optimizer | None:
@@ -135,69 +134,18 @@ class Steps:
     def _journals(self) -> list[Journal]:
         return [*filter(None, [self._journal]), *self._of_replicas.values()]
 
-    def _is_watched(self, handle: FlatParamHandle) -> bool:
-        """Return whether all ranks change a shard if one does.
-
-        Units may have ranks of their own; and of parameters that a rank has nothing of, users leave local shards out.
-        """
-        return handle in self._left or (
-            self._root.comm in (handle.comm, handle.replicas)
-            and not handle.is_local
-            and (
-                handle.orig_params is None
-                or is_dtensor(handle.orig_params.params[0])
-                or all(
-                    handle.layout.interval(slot, rank) is not None
-                    for slot in range(len(handle.layout.slots))
-                    for rank in range(handle.comm.world_size)
-                )
-            )
-        )
-
-    def _changes(self, handles: Sequence[FlatParamHandle]) -> Iterator[str]:
-        """Yield what was changed since the last steps, and between the backward and that of these handles' shards."""
-        if self._looked_at != self.backwards:
-            self._looked_at = self.backwards
-            written = (handle for handle, left in self._left.items() if _written(handle) != left)
-            yield from (f"the shard of {handle.name} was written" for handle in written)
-        counts: dict[str, int] = {}
-        for handle in filter(self._is_watched, handles):
-            grads = [param.grad for param in _listed(handle)]
-            missing = [slot for slot, grad in enumerate(grads) if grad is None]
-            if missing:
-                names = [handle.layout.slots[slot].name for slot in missing]
-                yield f"{handle.name} has no gradient of {', '.join(names)}"
-            counts[handle.name] = sum([grad._version for grad in grads if grad is not None])
-        # One line for what is the same of most of them, as after clipping.
-        tally = Counter(counts.values())
-        usual = min(tally, key=lambda times: (-tally[times], times), default=0)
-        if usual:
-            yield f"gradients were written {usual} times"
-        yield from (f"the gradient of {name} was written {n} times" for name, n in counts.items() if n != usual)
-
     def _compare_replicas(self) -> None:
         self._compared_at = self.backwards
         for handle in self.handles:
             # A user's hook in the place of the all-reduce may keep replicas apart on purpose.
-            if not handle.is_replicated or handle.shard_gradient.all_reduce_hook is not None:
+            if not handle.is_replicated or handle.unit.all_reduce_hook is not None:
                 continue
             for slot, shard in zip(handle.layout.slots, handle.local_shards, strict=True):
-                text = f"{slot.name} of unit '{handle.unit_name}' has the checksum {fingerprint(shard):016x}"
+                text = f"{slot.name} of unit '{handle.unit.name}' has the checksum {fingerprint(shard):016x}"
                 self._of_replicas[handle.replicas].note(slot.name, text)
             handle.storage.release()
         for journal in self._of_replicas.values():
             journal.page += 1
-
-
-def _listed(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
-    """Return what optimizers see of a handle."""
-    return [handle.flat_param] if handle.orig_params is None else handle.orig_params.params
-
-
-def _written(handle: FlatParamHandle) -> Any:
-    """Return what changes when a shard is written."""
-    version = handle.flat_param._version
-    return version if handle.orig_params is None else (version, handle.orig_params.versions)
 
 
 def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
@@ -207,7 +155,8 @@ def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHand
     original parameters are often empty, and may not be listed.
     """
     kind, lines, order = type(optimizer).__name__, [], []
-    numbers = {id(param): (handle.number, slot) for handle in handles for slot, param in enumerate(_listed(handle))}
+    listed = ((handle.number, handle.listed_params) for handle in handles)
+    numbers = {id(param): (handle, slot) for handle, params in listed for slot, param in enumerate(params)}
     for number, group in enumerate(optimizer.param_groups):
         options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]
         params = group["params"]

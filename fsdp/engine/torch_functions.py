@@ -283,7 +283,7 @@ def _is_shard(param: Any) -> bool:
 
 
 def _parameters(runtime: Runtime) -> list[nn.Parameter]:
-    return [param for unit in runtime.units for handle in unit.handles for param in handle.registry.params]
+    return [param for unit in runtime.units for handle in unit.handles for param in handle.listed_params]
 
 
 def _with_parameters(tensors: Sequence[Any]) -> Owned:
@@ -342,7 +342,7 @@ def _freed_like(message: str) -> list[str]:
     shape = sorted(map(int, re.findall(r"\d+", told[1])))  # a linear layer saves its weight transposed
     handles = [handle for runtime in runtimes() for handle in runtime.handles if handle.is_sharded]
     return [
-        f"{slot.name} of {handle.unit_name}"
+        f"{slot.name} of {handle.unit.name}"
         for handle in handles
         for slot in handle.layout.slots
         if sorted(slot.shape) == shape
@@ -369,4 +369,4 @@ def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
     """Return what autograd knows in the place of a shard, or a local shard, for each dtype of computation."""
     listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
     slots = [slot for slot, each in enumerate(listed) if each is param]
-    return [form.leaves[slot] for form in handle.forms for slot in slots]
+    return [form.leaves[slot] for form in handle.forms.values() for slot in slots]

@@ -5,9 +5,8 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -20,8 +19,8 @@ from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
-from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name
+from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.schedule import UnitCalls
 from fsdp.engine.shard import Shard
@@ -52,7 +51,11 @@ class UnitRuntime(Protocol):
     @property
     def root(self) -> Unit: ...
 
-    def is_used_by(self, unit: Unit) -> bool: ...
+    @property
+    def has_run(self) -> bool: ...
+
+    @property
+    def stage(self) -> str: ...
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
@@ -83,43 +86,6 @@ class UnitForward(Protocol):
     def give_up(self, depth: int) -> None: ...
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-
-@dataclass
-class Policy:
-    """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
-
-    Attributes:
-        reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
-        keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
-        unshard_in_backward: whether its backward needs its parameters.
-        forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
-        sync: how far the gradients of the next backwards go.
-        fills_unused: whether a parameter that no rank used gets a gradient of zeros.
-        reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
-    """
-
-    reshard_after_forward: bool
-    keeps_as_root: bool
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    forward_prefetch: Sequence[Unit] | None = None
-    backward_prefetch: Sequence[Unit] | None = None
-    sync: GradientSync = GradientSync.FULL
-    fills_unused: bool = False
-    reductions_in_flight: int = 1
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Follow what a user says, also of the outermost unit."""
-        self.reshard_after_forward, self.keeps_as_root = reshard, False
-
-    def ahead(self, is_backward: bool) -> Sequence[Unit] | None:
-        """Return the units to unshard ahead; None if the user has not said."""
-        return self.backward_prefetch if is_backward else self.forward_prefetch
-
-    def of_copy(self) -> Policy:
-        """Return those of a copied unit, with which other units may not be copied."""
-        return replace(self, forward_prefetch=None, backward_prefetch=None)
 
 
 @dataclass(eq=False)
@@ -195,7 +161,8 @@ class Unit:
         self.comm, self.replicas, self.ranks = comm, replicas, ranks
         self.device = device
         self.ignored = ignored
-        ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
+        every = own_modules(module)
+        ours = [inner for inner in every if inner not in ignored.modules]
         kept = kept_modules(ours, precision)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
@@ -221,7 +188,8 @@ class Unit:
         self.runtime: UnitRuntime | None = None
         self.is_agreed = False  # the ranks have compared what they have
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
-        self.awaits_values = _lists_meta(own_modules(module))
+        listed = [tensor for inner in every for tensor in (*inner._parameters.values(), *inner._buffers.values())]
+        self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.calls = UnitCalls()
@@ -237,6 +205,11 @@ class Unit:
     def modules(self) -> Sequence[nn.Module]:
         """The modules that it runs around."""
         return tuple(self.module) if isinstance(self.module, ModuleGroup) else (self.module,)
+
+    @property
+    def stage(self) -> str:
+        """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
+        return "" if self.runtime is None else self.runtime.stage
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -280,7 +253,7 @@ class Unit:
         if all("_parameters" in place.module.__dict__ for place in places):
             self.handles = self.__dict__.pop("_incomplete_handles")
             for handle in self.handles:
-                handle.wake(self.on_gradient)
+                handle.wake(self)
 
     def ensure_runtime(self) -> UnitRuntime:
         """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
@@ -302,13 +275,6 @@ class Unit:
         self.end_load()
         if self.runtime is not None:
             self.runtime.ensure_idle(what)
-
-    def require_shards(self, what: str) -> None:
-        """Raise RuntimeError inside a forward or backward, and where its modules show no shards."""
-        self.require_idle(what)
-        is_shown = any(handle.is_exposed for handle in self.visible_handles)  # by another unit
-        if is_shown or self.state is TrainingState.SUMMON_FULL_PARAMS:
-            raise RuntimeError(f"cannot {what}: {self.name} is inside summon_full_params(). Leave it first.")
 
     @property
     def holds_nothing(self) -> bool:
@@ -343,16 +309,15 @@ class Unit:
     def add_handle(self, shard: Shard, reduce_comm: Communicator) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
         comms = (LONE_RANK, LONE_RANK, self.comm) if shard.is_replicated else (self.comm, reduce_comm, self.replicas)
-        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self.on_gradient)
+        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self)
         self.handles.append(handle)
         self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
-        handle.compute_in_full(self.in_full_precision)
-        handle.on_gradient = self.on_gradient
-        handle.comm_hook, handle.shard_gradient.all_reduce_hook = self.comm_hook, self.all_reduce_hook
+        handle.unit = self
+        handle.follow_precision()
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -364,19 +329,14 @@ class Unit:
     def restore_order(self) -> None:
         """Have modules list their parameters in the order from before they were wrapped."""
         for unit in dict.fromkeys([self, *(member for one in self.shares for member in one.members)]):
-            unit._restore_own_order()
-
-    def _restore_own_order(self) -> None:
-        wanted = [place.module for one in self.wanted for place in one.places]
-        for module in {
-            *wanted,
-            *(place.module for handle in self.visible_handles for used in handle.places for place in used),
-        }:
-            params = dict(module._parameters)
-            order = self.param_order.get(module, list(params))
-            module._parameters.clear()
-            module._parameters.update({name: params.pop(name) for name in order if name in params})
-            module._parameters.update(params)
+            wanted = [one.places for one in unit.wanted]
+            used = [places for handle in unit.visible_handles for places in handle.places]
+            for module in {place.module for places in (*wanted, *used) for place in places}:
+                params = dict(module._parameters)
+                module._parameters.clear()
+                order = unit.param_order.get(module, ())
+                module._parameters.update({name: params.pop(name) for name in order if name in params})
+                module._parameters.update(params)
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
         """The dtypes for a parameter that is used at these places."""
@@ -388,15 +348,6 @@ class Unit:
         for handle in self.handles:
             for places in handle.places:
                 yield from places
-
-    def follow(self, device: torch.device) -> None:
-        """Follow parameters that were cast or moved, and compute on `device`."""
-        self.device = device
-        self.comm, self.replicas = self.comm.for_device(device), self.replicas.for_device(device)
-        for handle in self.handles:
-            handle.storage.device = device
-            handle.follow_shard()
-            handle.renew_fingerprints()
 
     @property
     def mode(self) -> str:
@@ -438,8 +389,10 @@ class Unit:
         """Compute in the shards' own precision from now on, or no longer."""
         if wanted is not self.in_full_precision:
             for handle in self.handles:
-                handle.compute_in_full(wanted)
+                handle.absorb()  # if that raises, nothing has changed
             self.in_full_precision = wanted
+            for handle in self.handles:
+                handle.follow_precision()
             if wanted:
                 self.buffers.widen()
             else:
@@ -452,7 +405,7 @@ class Unit:
     def rename(self, name: str) -> None:
         self.name = name
         for number, handle in enumerate(self.handles):
-            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})", unit=name)
+            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})")
 
     def unshard(self) -> None:
         for handle in self.handles:
@@ -531,8 +484,6 @@ class Unit:
         """Have gradients averaged by a hook from now on, what is accumulated already included."""
         self.set_divide_factors(1.0, 1.0)
         self.comm_hook = comm_hook
-        for handle in self.handles:
-            handle.comm_hook = comm_hook
 
     def connect(self, way: Callable[[FlatParamHandle], tuple[Communicator, Communicator]]) -> None:
         """All-gather and reduce over other communicators with the same ranks.
@@ -544,44 +495,16 @@ class Unit:
             if handle.is_sharded:
                 handle.connect(*way(handle), handle.replicas)
 
-    def use_all_reduce_hook(self, hook: AllReduceHook) -> None:
-        """Have a hook change reduced gradients from now on."""
-        self.all_reduce_hook = hook
-        for handle in self.handles:
-            handle.shard_gradient.all_reduce_hook = hook
-
     @property
     def was_written(self) -> bool:
         """True if a forward has written to its weights."""
         return True in [handle.was_written for handle in self.handles]
-
-    def take_written(self) -> None:
-        """Collective: keep what a forward has written to its weights."""
-        for handle in self.handles:
-            if handle.was_written:
-                merge_written(handle)
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""
         for handle in self.handles:
             if handle.unsharded.written():
                 handle.forget_written()
-
-
-@contextmanager
-def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
-    """Have the state of units under a request, instead of one of the same kind, while the context lasts."""
-    kind = type(request)
-    outer = {unit: unit.requests.get(kind) for unit in units}
-    for unit in outer:
-        unit.requests[kind] = request
-    try:
-        yield
-    finally:
-        for unit, before in outer.items():
-            del unit.requests[kind]
-            if before is not None:
-                unit.requests[kind] = before
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -616,9 +539,3 @@ def units_in(root: Unit) -> list[tuple[str, Unit]]:
             found.setdefault(unit, []).append(clean_name(name))
     root_name = f"root ({type(root.module).__name__})"
     return [(", ".join(names) if names[0] else root_name, unit) for unit, names in found.items()]
-
-
-def _lists_meta(modules: Sequence[nn.Module]) -> bool:
-    """Return whether modules list anything without values themselves."""
-    tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)

@@ -10,46 +10,32 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
+from fsdp.engine.arrangement import Arrangement
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
-from fsdp.engine.flat_param import Attributes, ParamInfo, give_attributes
+from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.layout import Layout
 from fsdp.engine.leaf_copies import copy_as
 from fsdp.engine.placeholder import Placeholder, sharded_message, sharded_weight, valueless_weight
+from fsdp.engine.recurrent import RecurrentModules
+from fsdp.engine.user_attributes import Attributes, give_attributes
 
 
 class GradientHandler(Protocol):
     """The handle of unsharded parameters, as these know it."""
 
     @property
-    def on_gradient(self) -> Callable[[Any, int, Tensor], None]:
-        """Called with itself, a parameter's number, and its leaf when that has its gradient."""
-
-
-class Copies(NamedTuple):
-    """Views from which, and to which, gathered parameters are copied. Like the leaves they are made once."""
-
-    gathered: Tensor  # ``[padded_numel]``; its storage has memory during a gather only
-    nbytes: int
-    sources: list[Tensor]
-    targets: list[Tensor]
-
-    @classmethod
-    def between(cls, layout: Layout, full: Tensor) -> Copies:
-        """Make those of a layout that does not gather parameters as they are shown."""
-        gathered = full.new_empty(layout.padded_numel)
-        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.unsharded_numel]))
-        gathered.untyped_storage().resize_(0)
-        return made
+    def unit(self) -> Any:
+        """Told the handle, a parameter's number, and its leaf when that has its gradient."""
 
 
 class UnshardedParameters:
@@ -115,9 +101,10 @@ class UnshardedParameters:
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = [
             (place.module.__dict__, place, leaf, hidden) for leaf, hidden, used in shown for place in used
         ]
-        self._find_rnns()
-        self._copies = None if is_shard or layout.gathers_in_order else Copies.between(layout, full)
-        self._gathered = full[: layout.padded_numel] if self._copies is None else self._copies.gathered
+        self.recurrent = RecurrentModules(place.module for used in places for place in used)
+        self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
+        self._gathered = full[: layout.padded_numel]
+        self._is_arranged = False  # what is being gathered will be
         self.free()
 
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
@@ -144,13 +131,6 @@ class UnshardedParameters:
         """Return whether the leaf of a parameter lies where this view of the buffer does."""
         return view.numel() > 0
 
-    def _find_rnns(self) -> None:
-        modules = {place.module: None for _, place, _, _ in self._swaps}
-        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        for module in self._rnns:
-            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
-            module.__dict__["flatten_parameters"] = _leave_as_they_are
-
     @cached_property
     def accumulators(self) -> list[Any]:
         """The nodes by which autograd adds to the leaves' gradients; None for those without."""
@@ -160,7 +140,7 @@ class UnshardedParameters:
         """Have a parameter seen in more places."""
         leaf, absent = self.leaves[slot], self.front(slot, is_unsharded=False)
         self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
-        self._find_rnns()
+        self.recurrent = RecurrentModules(place.module for _, place, _, _ in self._swaps)
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
         """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.
@@ -168,20 +148,18 @@ class UnshardedParameters:
         Args:
             directly: it is the buffer itself, all of it, that will come.
         """
-        self._is_copied = self._copies is not None and not directly
-        if self._copies is not None and self._is_copied:
-            self._copies.gathered.untyped_storage().resize_(self._copies.nbytes)
-        else:
-            self.full.untyped_storage().resize_(self._nbytes)
+        self._is_arranged = self._arrangement is not None and not directly
+        if self._arrangement is not None and self._is_arranged:
+            return self._arrangement.begin()
+        self.full.untyped_storage().resize_(self._nbytes)
         return self.full if directly else self._gathered
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
         """Have in the buffer what was gathered, which is there now."""
-        if self._copies is not None and self._is_copied:
+        if self._arrangement is not None and self._is_arranged:
             if is_wanted:
                 self.full.untyped_storage().resize_(self._nbytes)
-                torch._foreach_copy_(self._copies.targets, self._copies.sources)
-            self._copies.gathered.untyped_storage().resize_(0)
+            self._arrangement.end(is_wanted)
 
     def free(self) -> None:
         """Free the buffer's memory.
@@ -207,7 +185,7 @@ class UnshardedParameters:
         for attributes, place, leaf, absent in self._swaps:
             if (place.module, place.name) not in self._lent:
                 attributes[place.name] = leaf if is_unsharded else absent
-        self.refresh_rnns()
+        self.recurrent.refresh()
 
     def show(self) -> list[int]:
         """Let the modules see the parameters.
@@ -225,8 +203,8 @@ class UnshardedParameters:
         self._freed.unseal()
         if not self.is_shard:
             self.rest()
-        if self._rnns:
-            self.refresh_rnns()
+        if self.recurrent.modules:
+            self.recurrent.refresh()
         return disturbed
 
     def hide(self) -> None:
@@ -238,8 +216,8 @@ class UnshardedParameters:
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent
-        if self._rnns:
-            self.refresh_rnns()
+        if self.recurrent.modules:
+            self.recurrent.refresh()
 
     def front(self, number: int, is_unsharded: bool) -> Tensor:
         """Return what modules see of a parameter."""
@@ -254,11 +232,6 @@ class UnshardedParameters:
                 self._swaps[at] = attributes, place, leaf, leaf
                 if attributes.get(place.name) is absent:
                     attributes[place.name] = leaf
-
-    def refresh_rnns(self) -> None:
-        """Refresh the lists in which recurrent modules keep their weights besides."""
-        for module in self._rnns:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
     def rest(self) -> None:
         """Take what is written to the leaves from now on for new."""
@@ -314,11 +287,7 @@ class UnshardedParameters:
 _needs_grad = operator.attrgetter("requires_grad")
 
 
-def _leave_as_they_are() -> None:
-    pass
-
-
 def _tell(handle: weakref.ref[GradientHandler], number: int, leaf: Tensor) -> None:
     found = handle()
     if found is not None:
-        found.on_gradient(found, number, leaf)
+        found.unit.on_gradient(found, number, leaf)

@@ -20,13 +20,10 @@ from typing import Any
 
 import torch
 
-from fsdp.distributed import communicator
 from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.engine.autograd import will_run
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.steps import Steps
-from fsdp.engine.unit import Unit
 
 _HELD, _COMING = 1, 2  # what a rank has of a gradient: it is accumulated already, it comes in this backward
 
@@ -43,7 +40,8 @@ class _Among:
     def largest(self, values: bytearray) -> Pending:
         """Collective. Start to find the largest of all ranks' values, one by one."""
         told = torch.frombuffer(values, dtype=torch.uint8)
-        what = f"exchange of what gets a gradient in the {communicator.stage or 'backward'} of {self.handles[0].name}"
+        first = self.handles[0]
+        what = f"exchange of what gets a gradient in the {first.unit.stage or 'backward'} of {first.name}"
         *within, last = self._comms
         for comm in within:
             told = comm.all_reduce(told.to(comm.talk_device), "max", what).wait()
@@ -53,8 +51,7 @@ class _Among:
 class Usage:
     """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last."""
 
-    def __init__(self, root: Unit) -> None:
-        self.steps = Steps(root)
+    def __init__(self) -> None:
         self._among: list[_Among] = []
         self._differing: set[FlatParamHandle] = set()
         self._used: dict[FlatParamHandle, Sequence[int]] = {}  # for each parameter, whether on any rank
@@ -148,19 +145,16 @@ class Usage:
 
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
-        if self._handles:
-            self.steps.end_backward()
         for handle in self._handles:
-            gradients = handle.gradients
-            if gradients.sync is GradientSync.FULL:
-                handle.shard_gradient.deliver(self._used.get(handle, gradients.used), gradients.missed)
+            if handle.gradients.sync is GradientSync.FULL:
+                handle.show_gradient(self._used.get(handle, handle.gradients.used))
 
 
 def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:
     """Return what this rank has of each parameter's gradient; and behind all, whether none comes though it trains."""
     states, lacks = bytearray(), bytearray()
     for handle in handles:
-        first, *others = [form.accumulators for form in handle.forms]
+        first, *others = [form.accumulators for form in handle.forms.values()]
         awaited = _coming(first)
         for nodes in others:
             awaited = [one or other for one, other in zip(awaited, _coming(nodes), strict=True)]

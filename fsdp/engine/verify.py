@@ -164,6 +164,20 @@ def _difference(first: Plan, other: Plan, rank: int) -> str:
     return f"Rank 0 has {len(first)} units and rank {rank} has {len(other)}: unit '{missing}' is only on rank {longer}."
 
 
+def settle_fingerprints(handle: FlatParamHandle) -> None:
+    """Forget the fingerprints of parameters that were written in ways which nobody announced."""
+    if handle.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
+        handle.fingerprints.forget_written(handle.local_shards)
+        handle.storage.release()
+
+
+def renew_fingerprints(handle: FlatParamHandle) -> None:
+    """Take fingerprints again: the shard was cast or moved since `settle_fingerprints`."""
+    if handle.fingerprints is not None:
+        handle.fingerprints.follow(handle.local_shards)
+        handle.storage.release()
+
+
 def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
     """Collective while there are parameters whose values the ranks have not compared. Make sure that they were equal.
 
@@ -179,7 +193,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
         for handle in unit.handles:
             if handle.fingerprints is not None:
                 handle.absorb()
-                handle.settle_fingerprints()
+                settle_fingerprints(handle)
                 pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
     # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
     problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items() if peers_answer(ranks)]
@@ -253,7 +267,7 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
 
 def refuse_ddp(ddp: DistributedDataParallel, root: Unit, handles: Iterable[FlatParamHandle]) -> None:
     """Raise RuntimeError if what runs a model takes its shards for copies of one another."""
-    ours = {id(param) for handle in handles for param in handle.registry.params}
+    ours = {id(param) for handle in handles for param in handle.listed_params}
     # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
     for path, module in ddp.module.named_modules():
         for name, param in module.named_parameters(recurse=False):

@@ -46,8 +46,9 @@ from fsdp.engine.state_requests import (
     Summoning,
     loading,
     saving,
+    serving,
 )
-from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, units_in
 from fsdp.engine.verify import agree, agree_on_values, difference_of_written
 from fsdp.state_dict.sharded import TensorPart, store
 from fsdp.state_dict.summon import (

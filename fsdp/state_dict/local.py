@@ -23,8 +23,8 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join, paths_in
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.state_requests import LocalState
-from fsdp.engine.unit import Unit, serving, unit_of_wrapper, units_in
+from fsdp.engine.state_requests import LocalState, require_shards, serving
+from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -73,12 +73,11 @@ def local(root: Unit, what: str) -> Iterator[None]:
         yield
         return
     units = [unit for _, unit in units_in(root)]
-    for unit in units:
-        unit.require_shards(what)
+    require_shards(units, what)
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
-        handle.refuse_lent("save or load its shards")
+        handle.registry.refuse_lent("save or load its shards", handle.unit.name)
         handle.storage.check(handle.name)
     with serving(units, LocalState()):
         yield

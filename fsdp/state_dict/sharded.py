@@ -26,8 +26,8 @@ from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import BATCH_NORMS
-from fsdp.engine.state_requests import ShardedState
-from fsdp.engine.unit import Unit, own_modules, serving, units_in
+from fsdp.engine.state_requests import ShardedState, serving
+from fsdp.engine.unit import Unit, own_modules, units_in
 from fsdp.engine.verify import agree_on_values
 from fsdp.state_dict.summon import (
     Exposure,
@@ -351,7 +351,7 @@ def _show_blanks(unit: Unit, rank: int) -> list[Uninitialized]:
 def _require_shards(handle: FlatParamHandle) -> None:
     handle.storage.check(handle.name)
     handle.absorb()
-    handle.refuse_lent("save or load its shards")
+    handle.registry.refuse_lent("save or load its shards", handle.unit.name)
     handle.follow_shard()
 
 

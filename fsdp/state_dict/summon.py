@@ -26,11 +26,12 @@ from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
-from fsdp.engine.flat_param import ParamInfo, give_attributes
+from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
-from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import TrainingState, Unit, serving
+from fsdp.engine.state_requests import Summoning, serving
+from fsdp.engine.unit import TrainingState, Unit
+from fsdp.engine.user_attributes import give_attributes
 from fsdp.engine.verify import difference_of_written
 from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
@@ -106,7 +107,7 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Para
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param
     handle.registry.leave()
-    handle.unsharded.refresh_rnns()
+    handle.unsharded.recurrent.refresh()
     return params
 
 

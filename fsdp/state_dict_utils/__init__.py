@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import Group, backend_names
-from fsdp.distributed.devices import HOST
+from fsdp.distributed.devices import HOST, finish_queued
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
 from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
 from fsdp.state_dict_utils.host_memory import require_pinning
@@ -171,7 +171,7 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
 
     result = mapped(on_cpu, state_dict)
     for device in {leaf.device for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)} - {HOST}:
-        torch.accelerator.current_stream(device).synchronize()
+        finish_queued(device)
     return result
 
 

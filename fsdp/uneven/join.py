@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.distributed import communicator
 from fsdp.distributed.consensus import agree_on
 from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.engine.runtime import Runtime, runtime_of_root
@@ -100,7 +99,6 @@ class Joining:
         self._after_step = after_step
         self.is_uneven = False  # whether a rank had finished when the last forward began
         self.running_ranks = 0  # that ran the last forward
-        communicator.stage = ""  # ranks without batches are in no pass of their own
         self._is_finished = False
         self._undo: list[Callable[[], None]] = []
         self._runtime.trust_values(self._runtime.root)

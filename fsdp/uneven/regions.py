@@ -27,9 +27,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp.distributed import communicator
 from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.forward_hooks import Call
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.runtime import Runtime, running, runtime_of
@@ -239,8 +239,9 @@ class Visits:
     Calls that the runtime has begun before have positions in front of all others.
     """
 
+    stage = ""  # those that serve do not know what others are in
+
     def __init__(self, runtime: Runtime) -> None:
-        communicator.stage = ""
         self._runtime = runtime
         self._directory = Directory(runtime.root, runtime.units, runtime.handles)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
@@ -314,7 +315,6 @@ class Visits:
             self.give_up(visit, error if isinstance(error, Exception) else None)
 
     def _begin_forward(self) -> None:
-        communicator.stage = ""  # those that serve do not know what others are in
         self._visited.clear()
         if not self._owed or self._count > _MANY:
             self._owed.clear()
@@ -392,7 +392,9 @@ class Visits:
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
-        self._mode = self._runtime.reduces + 2 * all(one.has_no_gradient for one in self._directory.handles)
+        reduces = all(unit.policy.sync is not GradientSync.NONE for unit in self._runtime.units)
+        listed = [param for handle in self._directory.handles for param in handle.listed_params]
+        self._mode = reduces + 2 * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this one."""
@@ -435,7 +437,8 @@ class Visits:
         """Collective. The backward has ended on the ranks that run it; this one has finished its batches."""
         self._settle_owed(Kind.FINISHED)
         self._close_backward()
-        self._runtime.end_followed_backward()
+        self._runtime.finish_backward()
+        self._runtime.synchronise(GradientSync.FULL)
 
     def _settle_owed(self, kind: Kind) -> None:
         """Collective. Forget the visits that the backward which ends came to, on any rank."""
@@ -471,7 +474,7 @@ class Visits:
                 continue
             if event.argument and not message.argument and event.kind in (Kind.FORWARD, Kind.BACKWARD):
                 for handle in self._directory.units[event.subject].handles:
-                    handle.serve_gather()  # it is unsharded here already, and not there
+                    _serve_gather(handle)  # it is unsharded here already, and not there
             return rows
 
     def round(self, message: Message) -> tuple[list[Message], Message | None]:
@@ -530,10 +533,17 @@ class Visits:
         self._note(event)
         if event.argument:
             for handle in unit.handles:
-                handle.serve_gather()
+                _serve_gather(handle)
 
     def _follow_backward(self, event: Message) -> None:
-        self._runtime.follow_backward(is_reduced=bool(event.extra & 1), is_fresh=bool(event.extra & 2))
+        """Begin the backward of another rank, which has told the `_mode` of it, if none runs here."""
+        if self._runtime.is_in_backward:
+            return
+        if event.extra & 2:
+            for handle in self._runtime.handles:
+                handle.zero_grad()
+        self._runtime.synchronise(GradientSync.FULL if event.extra & 1 else GradientSync.NONE)
+        self._runtime.follow_backward()
 
     def _note(self, message: Message) -> None:
         # At the same time on all ranks, so that all expect the same the next time.
@@ -670,3 +680,12 @@ class Visits:
         visit = self._open[-1]
         visit.places += 1
         return position_at(visit.places, visit.level, visit.position)
+
+
+def _serve_gather(handle: FlatParamHandle) -> None:
+    """Take part in an all-gather that only other ranks need; what is here stays as it is."""
+    if handle.is_sharded:
+        handle.absorb()
+        handle.follow_shard()
+        handle.storage.check(handle.name)
+        handle.gathered(handle.dtype)

@@ -185,6 +185,16 @@ def take(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
     handle.take_gradient(slot, leaf, 1.0)
 
 
+class OwnerOfOne:
+    """Stands for a unit that does nothing with a gradient but call a function."""
+
+    name, stage, comm_hook, all_reduce_hook = "its unit", "", None, None
+    in_full_precision = False
+
+    def __init__(self, on_gradient: Callable[..., None]) -> None:
+        self.on_gradient = on_gradient
+
+
 def handle_of(
     module: nn.Module, comm: Communicator | None = None, on_gradient: Callable[..., None] = ignore
 ) -> FlatParamHandle:
@@ -198,8 +208,8 @@ def handle_of(
     take_over(found, [flat], type(module).__name__)
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
-    registered = [(module, "flat_param_0")]
-    handle = FlatParamHandle(Shard(flat, places, registered), comm, comm, LONE_RANK, Precision(), on_gradient)
+    shard = Shard(flat, places, [(module, "flat_param_0")])
+    handle = FlatParamHandle(shard, comm, comm, LONE_RANK, Precision(), OwnerOfOne(on_gradient))
     handle.name = "the unit"
     return handle
 

@@ -313,7 +313,7 @@ def _change_modes() -> None:
         evaluate(model, batch(0))
         loss.backward()
         handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
-        buffers = [each.full for handle in handles for each in handle._unsharded_by_dtype.values()]
+        buffers = [each.full for handle in handles for each in handle.forms.values()]
         assert {buffer.dtype for buffer in buffers} == {BRAIN, SINGLE}
         assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [0] * len(buffers)
 

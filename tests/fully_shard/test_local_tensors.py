@@ -168,7 +168,7 @@ def _save_unsharded() -> None:
     assert any(param.grad is not None for param in model.parameters())
     assert whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0
     model.zero_grad()
-    assert all(param.grad is None for handle in handles(model) for param in handle.registry.params)
+    assert all(param.grad is None for handle in handles(model) for param in handle.listed_params)
 
 
 def _freeze(model: Any, step: int) -> None:

@@ -1,0 +1,33 @@
+"""The calls that are running are found on Python's stack, and our own are kept from compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch._C._dynamo import eval_frame
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+MODULE_CALL = nn.Module._call_impl.__code__  # runs around the forward of each module
+
+
+def calls_on(stack: FrameType | None, methods: Mapping[CodeType, object]) -> Iterator[FrameType]:
+    """Yield the frames of a stack, the last call first, in which a method runs of the object that is given for it."""
+    while stack is not None:
+        if stack.f_code in methods and stack.f_locals.get("self") is methods[stack.f_code]:
+            yield stack
+        stack = stack.f_back
+
+
+def uncompiled(function: Function) -> Function:
+    """Have compilers leave a function alone, and all that it calls: it moves data between ranks.
+
+    As `torch.compiler.disable` does, which imports for seconds, and has a wrapper that asks eight things in each call.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
+    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 and 2.13)
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function

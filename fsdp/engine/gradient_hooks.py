@@ -1,0 +1,78 @@
+"""`GradientHooks` calls the hooks that users have registered on what optimizers see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.orig_params import OrigParams
+
+
+class GradientHooks:
+    """The hooks of one handle, and the reduced gradient that waits for them.
+
+    It waits until backward has ended, because a hook is to see all of this backward's gradient, once.
+
+    Args:
+        flat_param: this rank's shard.
+        params: those that may have hooks: it, or the local shards of its original parameters.
+        orig_params: what has these, if they are listed in its place.
+    """
+
+    def __init__(
+        self, flat_param: FlatParameter, params: Sequence[nn.Parameter], orig_params: OrigParams | None
+    ) -> None:
+        self._flat_param, self._params, self._orig_params = flat_param, params, orig_params
+        self.waiting: Tensor | None = None  # [shard_numel]
+        self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought
+
+    def keep(self, reduced: Tensor) -> bool:
+        """Keep a reduced gradient ``[shard_numel]``, or add it to what is kept; False if there are no hooks."""
+        for param in self._params:
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                self.waiting = reduced if self.waiting is None else self.waiting + reduced
+                return True
+        return False
+
+    def run(self, reduced: Tensor, used: Sequence[int]) -> None:
+        """Call the hooks of `Tensor.register_hook` with what was `waiting`, and add what they return to the gradient.
+
+        Args:
+            reduced: what was waiting.
+            used: for each original parameter, whether any rank has used it.
+        """
+        self.waiting = None
+        params, orig_params = self._params, self._orig_params
+        slots = [slot for slot in range(len(params)) if orig_params is None or used[slot]]
+        for slot in slots:
+            if params[slot]._backward_hooks:
+                part, grad = (reduced, reduced) if orig_params is None else orig_params.gradient_in(reduced, slot)
+                after = _after_hooks(params[slot], grad)
+                if after is not grad:
+                    part.copy_(after if orig_params is None else orig_params.vector_of(slot, after))
+        self._flat_param.shard_storage.accept(self._flat_param, reduced)
+        self._delivered = [params[slot] for slot in slots]
+
+    def end_backward(self) -> None:
+        """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
+        delivered, self._delivered = self._delivered, ()
+        if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
+            self._flat_param.shard_storage.copy_stream.settle()
+            self._flat_param.bring_gradient()
+            for param in (each for each in delivered if each.grad is not None):
+                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                    hook(param)
+
+    def abandon(self) -> None:
+        """Forget what waits, or was delivered."""
+        self.waiting, self._delivered = None, ()
+
+
+def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """Return what the hooks of `Tensor.register_hook` make of a gradient."""
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad

@@ -1,0 +1,46 @@
+"""`Policy` has what users have set for one unit: when it is resharded and prefetched, how far its gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp.engine.grad_buffer import GradientSync
+
+
+@dataclass
+class Policy:
+    """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
+
+    Attributes:
+        reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
+        keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
+        unshard_in_backward: whether its backward needs its parameters.
+        forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
+        sync: how far the gradients of the next backwards go.
+        fills_unused: whether a parameter that no rank used gets a gradient of zeros.
+        reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
+    """
+
+    reshard_after_forward: bool
+    keeps_as_root: bool
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: Sequence[Any] | None = None
+    backward_prefetch: Sequence[Any] | None = None
+    sync: GradientSync = GradientSync.FULL
+    fills_unused: bool = False
+    reductions_in_flight: int = 1
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Follow what a user says, also of the outermost unit."""
+        self.reshard_after_forward, self.keeps_as_root = reshard, False
+
+    def ahead(self, is_backward: bool) -> Sequence[Any] | None:
+        """Return the units to unshard ahead; None if the user has not said."""
+        return self.backward_prefetch if is_backward else self.forward_prefetch
+
+    def of_copy(self) -> Policy:
+        """Return those of a copied unit, with which other units may not be copied."""
+        return replace(self, forward_prefetch=None, backward_prefetch=None)

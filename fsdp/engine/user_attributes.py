@@ -1,0 +1,25 @@
+"""The attributes that users set on parameters are set on whatever stands for these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+Attributes = dict[str, Any]
+
+
+def attributes_of(param: Tensor) -> Attributes:
+    """Return the attributes that users have set on a parameter, and not its class."""
+    own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
+    return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
+
+
+_NOT_SET = "__", "_dynamo"  # by users
+
+
+def give_attributes(param: Tensor, attributes: Attributes) -> None:
+    """Set what users had set on the parameter that this one stands for, but for what it has itself."""
+    for name, value in attributes.items():
+        if not hasattr(param, name):
+            param.__dict__[name] = value
