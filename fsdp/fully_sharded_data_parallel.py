@@ -36,7 +36,7 @@ from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import LocalState, Saving, Summoning
+from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary
@@ -628,8 +628,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
         """
-        for unit in self._units():
-            unit.require_shards("take a sharded state dict")
+        require_shards(self._units(), "take a sharded state dict")
         ensure_agreed(self._unit)
         return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
@@ -644,8 +643,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
                 kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
         """
-        for unit in self._units():
-            unit.require_shards("load a sharded state dict")
+        require_shards(self._units(), "load a sharded state dict")
         ensure_agreed(self._unit)
         given = with_wrapped_metadata(state_dict, self)
         for key, value in state_dict.items():

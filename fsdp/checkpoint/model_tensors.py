@@ -27,6 +27,7 @@ from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.sharding_strategy import ranks_of
+from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
 from fsdp.state_dict.sharded import is_apart
@@ -269,8 +270,7 @@ def outermost_units(module: nn.Module) -> Iterator[Unit]:
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
     """Make sure that every shard is complete and not in use."""
-    for unit in units:
-        unit.require_shards(what)
+    require_shards(units, what)
     for module in model.modules():
         guarding = module.__dict__.get("_apply")
         if isinstance(guarding, Conversions) and guarding.unit not in units:

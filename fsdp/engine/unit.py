@@ -275,13 +275,6 @@ class Unit:
         if self.runtime is not None:
             self.runtime.ensure_idle(what)
 
-    def require_shards(self, what: str) -> None:
-        """Raise RuntimeError inside a forward or backward, and where its modules show no shards."""
-        self.require_idle(what)
-        is_shown = any(handle.is_exposed for handle in self.visible_handles)  # by another unit
-        if is_shown or self.state is TrainingState.SUMMON_FULL_PARAMS:
-            raise RuntimeError(f"cannot {what}: {self.name} is inside summon_full_params(). Leave it first.")
-
     @property
     def holds_nothing(self) -> bool:
         """Return whether all parameters of its modules are other units'."""

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, paths_in
+from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -95,8 +96,7 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see; not inside a forward, backward, or `summon_full_params`."""
     root = root_of(model)
-    for _, unit in units_in(root):
-        unit.require_shards(what)
+    require_shards((unit for _, unit in units_in(root)), what)
     return Parameters(model, root)
 
 

@@ -23,7 +23,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join, paths_in
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.state_requests import LocalState, serving
+from fsdp.engine.state_requests import LocalState, require_shards, serving
 from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
@@ -73,8 +73,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
         yield
         return
     units = [unit for _, unit in units_in(root)]
-    for unit in units:
-        unit.require_shards(what)
+    require_shards(units, what)
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
