@@ -39,7 +39,7 @@ from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, post_forward_group
-from fsdp.engine.shared_params import share, split_off
+from fsdp.engine.shared_params import share, split_off, tie_assigned
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
@@ -208,10 +208,16 @@ def fully_shard(
     ):
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
+        each.register_load_state_dict_pre_hook(partial(_settle_ties, unit))
         each.register_load_state_dict_post_hook(partial(_take_in, unit))
         each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
         note_fully_sharded(each)
     return module
+
+
+def _settle_ties(unit: Unit, *_: Any) -> None:
+    """Have what a user has tied inside be one parameter, before anything is loaded into it."""
+    tie_assigned(each for _, each in units_in(unit))
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
@@ -445,7 +451,10 @@ class FSDPModule:
         Between passes a `DTensor` that has a gradient is listed in any case, for who clips, zeroes or steps it. What a
         user has put in the place of a parameter is kept in its shard before.
         """
-        for unit in _units(self, recurse=True):
+        units = _units(self, recurse=True)
+        with suppress(RuntimeError):  # which the next forward raises
+            tie_assigned(units)
+        for unit in units:
             if unit.state is TrainingState.IDLE:
                 with suppress(RuntimeError):  # which the next forward raises
                     _take_in(unit)

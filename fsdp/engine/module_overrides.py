@@ -20,6 +20,7 @@ from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
+from fsdp.engine.shared_params import tie_assigned
 from fsdp.engine.state_requests import Converting, Filling, LocalState, serving
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
 from fsdp.engine.verify import renew_fingerprints, settle_fingerprints
@@ -149,6 +150,7 @@ class Conversions:
         # A group has no module of its own, and is converted with what is around it.
         inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
         units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
+        tie_assigned(each for _, each in units_in(unit))
         for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
             if handle.orig_params is not None:

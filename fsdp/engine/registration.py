@@ -273,10 +273,13 @@ class Registry:
         """
         value, name = self.replacement(slot), self._places[slot][0].fqn
         if is_ours(value) or value._backward_hooks or value._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} was given a parameter with gradient hooks, or one that the model has elsewhere")
+            raise ValueError(
+                f"{name} was given a parameter with gradient hooks, or one that the model has elsewhere: hooks are for "
+                "what the sharded model lists, and ties must be made before the first use"
+            )
         registry, other, other_name = _assigned.setdefault(value, (id(self), slot, name))
         if (registry, other) != (id(self), slot):
-            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before sharding")
+            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before the first use")
         return value
 
     def withdraw(self, slots: Sequence[int]) -> None:

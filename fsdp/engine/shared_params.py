@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fsdp.distributed.dtensor import MeshPart, is_dtensor
+from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
-from fsdp.engine.names import clean_name
+from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, note_stale, taken_over
+from fsdp.engine.names import paths_in
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.state_requests import Exporting
@@ -64,10 +66,15 @@ def share(unit: Unit, param: Any) -> None:
         del place.module._parameters[place.name]
     asked.handle.use_at(asked.places)
     unit.wanted.remove(asked)
-    common = next((one for one in asked.owner.shares if one.handle is asked.handle), None)
+    _join(unit, asked.handle, asked.owner)
+
+
+def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
+    """Note that `unit` uses a handle of another one."""
+    common = next((one for one in owner.shares if one.handle is handle), None)
     if common is None:
-        common = Share(asked.handle, [asked.owner], asked.owner)
-        asked.owner.shares.append(common)
+        common = Share(handle, [owner], owner)
+        owner.shares.append(common)
     common.members.append(unit)
     unit.shares.append(common)
     for member in common.members:
@@ -112,9 +119,16 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
             f"{taken.description} is tied to a parameter of a module that is sharded now, after its own was used "
             "already. Call fully_shard on all modules before the first forward."
         )
+    _alone(owner, handle, taken.slot)
+
+
+def _alone(owner: Unit, handle: FlatParamHandle, slot: int) -> FlatParamHandle:
+    """Return a handle of one parameter by itself, in the place of the one that `owner` has for it and others."""
     handle.absorb()
-    rest = [slot for slot in range(len(handle.places)) if slot != taken.slot]
-    parts = [_split_out(owner, handle, slots) for slots in ([taken.slot], rest)]
+    if len(handle.places) == 1:
+        return handle
+    rest = [other for other in range(len(handle.places)) if other != slot]
+    parts = [_split_out(owner, handle, slots) for slots in ([slot], rest)]
     handle.registry.leave()
     for kept in (owner.owned_handles, owner.handles):
         at = kept.index(handle)
@@ -122,6 +136,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     for part in parts:
         part.registry.enter()
         part.fill_places()
+    return parts[0]
 
 
 def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
@@ -132,7 +147,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     if not isinstance(listed, DTensorParams):
         raise TypeError(f"{handle.name} is not in rows")
     flat_param = old.part_of_shard(slots, handle.comm.rank, handle.comm.world_size)
-    flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
+    flat_param.fingerprints = handle.values.fingerprints and handle.values.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
     shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)
@@ -153,6 +168,95 @@ def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Pa
         )
 
 
+class _Listed(NamedTuple):
+    """A parameter that a module lists under `fully_shard`, with the unit that took it."""
+
+    param: nn.Parameter
+    unit: Unit
+
+    def found(self) -> tuple[FlatParamHandle, int]:
+        """Return its handle, and its number there."""
+        return next(
+            (handle, slot)
+            for handle in self.unit.owned_handles
+            for slot, param in enumerate(_dtensors(handle))
+            if param is self.param
+        )
+
+    @property
+    def places(self) -> list[ParamInfo]:
+        handle, slot = self.found()
+        return handle.places[slot]
+
+
+def _dtensors(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
+    """Return the `DTensor`s of a handle's parameters, if it has such."""
+    listed = handle.orig_params
+    return listed.params if listed is not None and is_dtensor(listed.params[0]) else ()
+
+
+def tie_assigned(units: Iterable[Unit]) -> None:
+    """Make one parameter of those that a user has tied after sharding: modules list the same `DTensor` for both.
+
+    Units that were used already are left alone: their handles say that it is too late.
+
+    Raises:
+        RuntimeError: for two that cannot be one.
+    """
+    kept: dict[nn.Parameter, _Listed] = {}
+    others: list[tuple[_Listed, nn.Parameter]] = []
+    for unit in units:
+        for handle in () if unit.runtime is not None else unit.owned_handles:
+            kept |= {param: _Listed(param, unit) for param in _dtensors(handle)}
+    for one in list(kept.values()):
+        values = {place.module._parameters.get(place.name) for place in one.places}
+        value = values.pop()
+        if not values and value is not None and value is not one.param and kept.setdefault(value, one) is not one:
+            others.append((one, value))
+    for one, value in others:
+        _tie(kept[value], one)
+
+
+def _tie(first: _Listed, other: _Listed) -> None:
+    """Have modules list one parameter in the places of another one, which is let go."""
+    places, name = other.places, other.places[0].fqn
+    _check_alike(first, other)
+    note_stale(other.param, f"what {name} was before it was tied to {first.places[0].fqn}")
+    for place in places:  # what is to be kept there belongs to the first one
+        place.module._parameters.update({place.name: other.param})
+    other.found()[0].fill_places()
+    handle = _alone(first.unit, *first.found())
+    left = _alone(other.unit, *other.found())
+    left.registry.leave()
+    other.unit.give_up(left)
+    other.unit.owned_handles.remove(left)
+    for place in places:
+        place.module._parameters.pop(place.name, None)
+    handle.use_at(places)
+    if other.unit is first.unit:
+        other.unit.restore_order()
+    else:
+        _join(other.unit, handle, first.unit)
+
+
+def _check_alike(first: _Listed, other: _Listed) -> None:
+    """Raise RuntimeError for two parameters that cannot be one."""
+    (handle, slot), (left, number) = first.found(), other.found()
+    for what, differ in (
+        ("shape or placements", MeshPart.of(first.param) != MeshPart.of(other.param)),
+        ("dtype", first.param.dtype != other.param.dtype),
+        ("ranks", first.unit.everyone != other.unit.everyone),
+        ("device", first.unit.device != other.unit.device),
+        ("precision", _dtypes(handle.precision) != _dtypes(left.precision)),
+        ("the modules that share them already", any(one.handle is left for one in other.unit.shares)),
+    ):
+        if differ:
+            raise RuntimeError(
+                f"{left.places[number][0].fqn} was tied to {handle.places[slot][0].fqn} after sharding, and cannot "
+                f"become one parameter with it: they differ in {what}. Tie them before fully_shard."
+            )
+
+
 def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_inside: bool) -> None:
     """Have each shared parameter run by the lowest unit around all its uses.
 
@@ -161,6 +265,7 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
     """
     _refuse_wanted(named_units)
     units = [unit for _, unit in named_units]
+    tie_assigned(units)
     names = {unit: name for name, unit in named_units}
     for one in dict.fromkeys(one for unit in units for one in unit.shares):
         missing = [member.name for member in one.members if member not in names]
@@ -246,11 +351,9 @@ def keys_of(unit: Unit) -> set[str]:
     shared = {one.handle for one in unit.shares}
     keys = {place.fqn for handle in unit.handles if handle not in shared for used in handle.places for place in used}
     if shared:
-        names: dict[nn.Module, list[str]] = {}
-        for path, module in unit.module.named_modules(remove_duplicate=False):
-            names.setdefault(module, []).append(f"{path}." if path else "")
+        paths = paths_in(unit.module)
         places = [place for handle in shared for place in handle.places[0]]
-        keys |= {clean_name(path + place.name) for place in places for path in names.get(place.module, [])}
+        keys |= {path + place.name for place in places for path in paths.get(place.module, ())}
     return keys
 
 

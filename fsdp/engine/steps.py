@@ -144,7 +144,7 @@ class Steps:
             # A user's hook in the place of the all-reduce may keep replicas apart on purpose.
             if not handle.is_replicated or handle.unit.all_reduce_hook is not None:
                 continue
-            for slot, shard in zip(handle.layout.slots, handle.local_shards, strict=True):
+            for slot, shard in zip(handle.layout.slots, handle.values.local_shards, strict=True):
                 text = f"{slot.name} of unit '{handle.unit.name}' has the checksum {fingerprint(shard):016x}"
                 self._of_replicas[handle.replicas].note(slot.name, text)
             handle.storage.release()

@@ -1,0 +1,166 @@
+"""A head that is tied to its embedding when both are sharded already becomes one parameter with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import fsdp
+from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest, whole
+from tests.helpers.equality import assert_close_state
+from tests.helpers.ranks import RankPool
+
+VOCABULARY = 13  # which two ranks do not divide
+
+
+class Language(nn.Module):
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, vocabulary, bias=False)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embedding(tokens))))
+
+    def tie(self) -> Language:
+        self.head.weight = self.embedding.weight
+        return self
+
+
+def _train(model: nn.Module, ranks: range) -> None:
+    """Three steps on the batches of some ranks."""
+    optimizer = adamw_one_by_one(model.parameters())
+    for step in range(3):
+        tokens = torch.randint(VOCABULARY, (dist.get_world_size(), 5), generator=torch.Generator().manual_seed(step))
+        losses = [nn.functional.cross_entropy(model(tokens[rank]), (tokens[rank] + 1) % VOCABULARY) for rank in ranks]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _own() -> range:
+    return range(dist.get_rank(), dist.get_rank() + 1)
+
+
+def _trained_plain() -> dict[str, Tensor]:
+    plain = Language().tie()
+    _train(plain, range(dist.get_world_size()))
+    return plain.state_dict()
+
+
+def _sharded(names: list[str], fully_shard: Callable[..., Any] = fsdp.fully_shard, **sizes: int) -> Language:
+    model = Language(**sizes)
+    for name in names:
+        fully_shard(model.get_submodule(name))
+    fully_shard(model)
+    return model
+
+
+def _full(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+UNITS = {"one unit": [], "units of their own": ["embedding", "body", "head"], "the head's unit": ["head"]}
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_it_is_trained_as_one(ranks: RankPool, units: str) -> None:
+    ranks(2).run(_train_tied, UNITS[units])
+
+
+def _train_tied(names: list[str]) -> None:
+    model = _sharded(names).tie()
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight", "body.weight", "body.bias"]
+    _train(model, _own())
+    assert model.head.weight is model.embedding.weight
+    assert_at_rest(model)
+    assert_close_state(_full(model), _trained_plain(), 1e-10)
+
+
+def test_both_may_be_given_a_new_value(ranks: RankPool) -> None:
+    ranks(2).run(_train_new_value)
+
+
+def _train_new_value() -> None:
+    model = _sharded(UNITS["units of their own"])
+    listed = model.embedding.weight
+    placed = distribute_tensor(Language().embedding.weight.detach(), listed.device_mesh, listed.placements)
+    with torch.no_grad():
+        listed.zero_()
+    model.embedding.weight = nn.Parameter(placed)
+    _train(model.tie(), _own())
+    assert_close_state(_full(model), _trained_plain(), 1e-10)
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_values_may_come_after_the_tie(ranks: RankPool, tmp_path: Path, units: str) -> None:
+    ranks(2).run(_load_tied, UNITS[units], tmp_path)
+
+
+def _load_tied(names: list[str], folder: Path) -> None:
+    start, expected = Language().tie().state_dict(), _trained_plain()
+    with torch.device("meta"):
+        empty = _sharded(names).tie()
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(start)
+    _train(empty, _own())
+    assert_close_state(_full(empty), expected, 1e-10)
+    fsdp.save(folder, empty)
+    again = _sharded(names).tie()
+    fsdp.load(folder, again)
+    assert_close_state(_full(again), expected, 1e-10)
+
+
+def test_torchs_trains_them_wrongly(ranks: RankPool) -> None:
+    """Remove the row from docs/fully_shard.md when it does not any more."""
+    ranks(2).run(_train_torchs)
+
+
+def _train_torchs() -> None:
+    model = _sharded([], torchs_fully_shard).tie()
+    _train(model, _own())
+    assert max((_full(model)[name] - value).abs().max() for name, value in _trained_plain().items()) > 1e-5
+
+
+def test_an_unlike_one_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_tie_unlike)
+
+
+def _tie_unlike() -> None:
+    model = _sharded(["head"], vocabulary=VOCABULARY + 1).tie()
+    with pytest.raises(RuntimeError, match=r"weight was tied to embedding.weight after sharding.*shape"):
+        _train(model, _own())
+
+
+def test_it_is_too_late_after_the_first_use(ranks: RankPool) -> None:
+    ranks(2).run(_tie_used)
+
+
+def _tie_used() -> None:
+    model = _sharded(["head"])
+    _train(model, _own())
+    with pytest.raises(RuntimeError, match=r"weight.*before the first use"):
+        _train(model.tie(), _own())
+
+
+def test_an_optimizer_from_before_is_an_error(ranks: RankPool) -> None:
+    ranks(2).run(_step_before)
+
+
+def _step_before() -> None:
+    model = _sharded(["head"])
+    optimizer = adamw_one_by_one(model.parameters())
+    model.tie()(torch.arange(VOCABULARY)).sum().backward()
+    with pytest.raises((RuntimeError, ValueError), match=r"what weight was before it was tied to embedding.weight"):
+        optimizer.step()
