@@ -43,7 +43,7 @@ CONCERNS = {
         "engine/orig_params* engine/changed_shards training/orig_params fully_sharded_data_parallel/copies"
     ),
     "engine/dtensor_params": "fully_shard/local_tensors fully_shard/tensor_parallel fully_shard/state fully_shard/uses",
-    "engine/unsharded_params engine/arrangement engine/recurrent engine/registration": (
+    "engine/unsharded_params engine/registration": (
         "engine/flat_param engine/changed_parameters engine/changed_whole training/functional_call engine/units "
         "engine/written_in_forward fully_sharded_data_parallel/copies"
     ),
@@ -64,9 +64,7 @@ CONCERNS = {
     ),
     "engine/usage engine/participation": "uneven/used_on_some_ranks training/autograd_uses training/kinds_frozen",
     "engine/autograd engine/trees": "training/autograd_uses training/kinds_calls engine/nested_calls engine/errors",
-    "engine/reduction distributed/staged_sum": (
-        "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks"
-    ),
+    "engine/reduction": "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks",
     "engine/grad_clipping engine/torch_functions": (
         "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
         "training/kinds_clip"
@@ -91,7 +89,7 @@ CONCERNS = {
     ),
     "engine/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
     "engine/sharding_strategy": "engine/sharding_strategy engine/hybrid",
-    "engine/deferred_init engine/leaf_copies": "state_dict/meta* state_dict/materialize* fully_shard/starts",
+    "engine/deferred_init": "state_dict/meta* state_dict/materialize* fully_shard/starts",
     "engine/extended_params": "fully_shard/subclasses",
     "engine/flatten_params_wrapper": "engine/flatten_params_wrapper",
     "engine/post_forward_shard": "fully_shard/settings engine/sharding_strategy",

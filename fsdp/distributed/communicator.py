@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -464,3 +464,34 @@ def reduce_group(group: Group, device: torch.device) -> Group:
 
 
 _second_groups: dict[tuple[Any, str], Any] = made_once_for_groups()
+
+
+def summed(
+    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
+) -> Generator[None, None, Tensor]:
+    """Collective, in stages. The sum of all ranks' tensors ``[n]``, the same bits on all of them.
+
+    Moves 2 (W - 1) / W of the tensor's bytes per rank, as a ring does.
+
+    Args:
+        comm: the ranks.
+        tensor: may be overwritten.
+        dtype: in which it is sent.
+        what, tag: see `Communicator`.
+    """
+    if not comm.sends_pieces:
+        pending = comm.all_reduce(tensor.to(dtype), what=what)
+        del tensor
+        yield
+        return pending.wait()
+    numel, wide = tensor.numel(), tensor.dtype
+    tensor = tensor.to(dtype)
+    if numel % comm.world_size:
+        tensor = torch.cat([tensor, tensor.new_zeros(-numel % comm.world_size)])
+    pending = comm.reduce_scatter(tensor, what, tag, wide)
+    del tensor
+    yield
+    shard = pending.wait().to(dtype)
+    pending = comm.all_gather(shard.new_empty(comm.world_size * shard.numel()), shard, what, tag)
+    yield
+    return pending.wait()[:numel]

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -147,3 +149,15 @@ def _parts(item: Any) -> Iterable[Any]:
     # Distributions, model outputs, users' own classes: what they carry goes into the loss as well.
     slots = [name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ()) if isinstance(name, str)]
     return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
+
+
+class InternalError(RuntimeError):
+    """An invariant of the library is broken: a bug in the library, not in the code that uses it.
+
+    The message and the stack are printed as well as raised, because autograd may swallow what a hook raises.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        print(f"fsdp internal error: {message}", file=sys.stderr)
+        traceback.print_stack(file=sys.stderr)

@@ -35,10 +35,10 @@ from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
 from fsdp.distributed.communicator import in_stage, labelled
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
+from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
 from fsdp.engine.gradient_hooks import GradientHooks
-from fsdp.engine.internal_error import InternalError
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.post_forward_shard import PostForwardShard

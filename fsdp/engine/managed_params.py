@@ -308,3 +308,22 @@ def ddp_message(name: str) -> str:
         "over the ranks without it (for replicas of shards, shard over a 2-D mesh), and build the model anew. Around "
         "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
     )
+
+
+class RecurrentModules:
+    """Those of some modules that are recurrent: they keep weights in lists besides, which follow what is shown."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = [module for module in dict.fromkeys(modules) if isinstance(module, nn.RNNBase)]
+        for module in self.modules:
+            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
+            module.__dict__["flatten_parameters"] = _leave_as_they_are
+
+    def refresh(self) -> None:
+        """Have in the lists what is in the places of the weights."""
+        for module in self.modules:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def _leave_as_they_are() -> None:
+    pass

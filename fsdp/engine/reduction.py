@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Pending
-from fsdp.distributed.communicator import labelled
-from fsdp.distributed.staged_sum import summed
+from fsdp.distributed.communicator import labelled, summed
 from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
-from fsdp.engine.arrangement import Arrangement
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.layout import Layout
-from fsdp.engine.leaf_copies import copy_as
-from fsdp.engine.placeholder import Placeholder, sharded_message, sharded_weight, valueless_weight
-from fsdp.engine.recurrent import RecurrentModules
+from fsdp.engine.managed_params import RecurrentModules
+from fsdp.engine.placeholder import Placeholder, copy_as, sharded_message, sharded_weight, valueless_weight
+from fsdp.engine.rows_layout import Arrangement
 from fsdp.engine.user_attributes import Attributes, give_attributes
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
 from fsdp.distributed.communicator import LoneRank
+from fsdp.engine.autograd import InternalError
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.internal_error import InternalError
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.offload import ShardStorage

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
 from fsdp.distributed.collectives import communicator
-from fsdp.distributed.communicator import default_group
-from fsdp.distributed.staged_sum import summed
+from fsdp.distributed.communicator import default_group, summed
 from tests.helpers.hybrid import (
     assert_replicas_agree,
     assert_same_on_every_rank,
