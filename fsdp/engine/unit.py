@@ -360,6 +360,10 @@ class Unit:
         return True in [handle.has_frozen for handle in self.handles]
 
     @property
+    def contains_units(self) -> bool:
+        return any(unit_of(module) not in (None, self) for module in self.module.modules())
+
+    @property
     def is_lent(self) -> bool:
         """Return whether its modules compute with tensors that were given for one call alone."""
         # What has no parameters of its own has a part if a unit inside of it has.
