@@ -48,7 +48,7 @@ class ShardChanges:
             grads = [param.grad for param in handle.listed_params]
             versions = [grad._version for grad in grads if grad is not None]
             if len(versions) < len(grads):
-                names = [handle.layout.slots[slot].name for slot, grad in enumerate(grads) if grad is None]
+                names = [slot.name for slot, grad in zip(handle.layout.slots, grads, strict=False) if grad is None]
                 yield f"{handle.name} has no gradient of {', '.join(names)}"
             counts[handle.name] = sum(versions)
         # One line for what is the same of most of them, as after clipping.
