@@ -36,11 +36,11 @@ from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import LocalState, Saving, Summoning
+from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary
-from fsdp.optim_utils.params import is_uncollected, require_shards
+from fsdp.optim_utils.params import is_uncollected
 from fsdp.optim_utils.scatter import become_shard, reshard_optimizer
 from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_full, save_full, with_wrapped_metadata
 from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
@@ -589,7 +589,6 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
         """
         if self._unit.request(LocalState) is None:
-            self._unit.require_idle("take a local state dict")
             require_values(self._unit.module, "take a local state dict")
         with local(self._unit, "take a local state dict"):
             return local_state(self._unit, destination, prefix, keep_vars)
@@ -604,7 +603,6 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; or for keys and sizes that do not fit, or
                 shards that say that they are another rank's, with the unit, the rank, and both sizes.
         """
-        self._unit.require_idle("load a local state dict")
         with local(self._unit, "load a local state dict"):
             return LocalLoad(self, members_in(self), state_dict, strict).run()
 
@@ -614,7 +612,6 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
         """
-        self._unit.require_idle("take local metadata")
         with local(self._unit, "take local metadata"):
             return local_metadata(self, members_in(self))
 
@@ -631,8 +628,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
         """
-        self._unit.require_idle("take a sharded state dict")
-        require_shards(self._unit, "take a sharded state dict")
+        require_shards(self._units(), "take a sharded state dict")
         ensure_agreed(self._unit)
         return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
@@ -647,8 +643,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
                 kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
         """
-        self._unit.require_idle("load a sharded state dict")
-        require_shards(self._unit, "load a sharded state dict")
+        require_shards(self._units(), "load a sharded state dict")
         ensure_agreed(self._unit)
         given = with_wrapped_metadata(state_dict, self)
         for key, value in state_dict.items():

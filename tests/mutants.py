@@ -51,7 +51,7 @@ CONCERNS = {
         "engine/no_sync engine/gradient_elsewhere engine/precision_gradients training/orig_params "
         "engine/parameter_hooks"
     ),
-    "engine/handle": (
+    "engine/handle engine/shard_values": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
         "engine/nested_calls training/functional_call uneven/used_on_some_ranks "

@@ -27,6 +27,7 @@ from fsdp.checkpoint.model_tensors import (
     Target,
     UnshardedTensor,
     extra_states,
+    keys_of,
     named_tensors,
     prepared,
     tensors_in,
@@ -233,7 +234,7 @@ def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | 
 def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
     """Return the missing and the unexpected keys, and all reasons why the files cannot be loaded."""
     stored = files.tensors
-    named = {name for target in targets for name in (*target.names, *target.aliases)}
+    named = {name for target in targets for name in keys_of(target)}
     missing = [name for target in targets if _key(target, stored) is None for name in target.names]
     unexpected = [name for name in stored if name not in named]
     problems = []
@@ -262,7 +263,7 @@ def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
 
 
 def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
-    return next((name for name in (*target.names, *target.aliases) if name in stored), None)
+    return next((name for name in keys_of(target) if name in stored), None)
 
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:

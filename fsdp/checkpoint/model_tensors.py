@@ -24,10 +24,11 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
-from fsdp.engine.names import clean_name, plain_name
+from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.sharding_strategy import ranks_of
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
+from fsdp.engine.state_requests import require_shards
+from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
 from fsdp.state_dict.sharded import is_apart
 
@@ -60,10 +61,6 @@ class SlotTensor:
     names: list[str]
     handle: FlatParamHandle
     slot: int
-
-    @property
-    def aliases(self) -> list[str]:
-        return _aliases_of(self.names)
 
     @property
     def shape(self) -> torch.Size:
@@ -105,7 +102,7 @@ class SlotTensor:
 
     def fill(self, files: TensorReader, key: str) -> None:
         self.handle.storage.check(self.handle.name)
-        self.handle.fill(self.slot, lambda shard, _: read_held(files, key, shard, self))
+        self.handle.values.fill(self.slot, lambda shard, _: read_held(files, key, shard, self))
         self.handle.storage.release()
 
 
@@ -116,10 +113,6 @@ class UnshardedTensor:
     names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
     device: torch.device  # for one that has no memory yet
-
-    @property
-    def aliases(self) -> list[str]:
-        return _aliases_of(self.names)
 
     @property
     def tensor(self) -> Tensor:
@@ -250,18 +243,9 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def paths_in(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return the prefixes of a module's tensors, in plain names."""
-    paths: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        plain = clean_name(name)
-        paths.setdefault(module, []).append(f"{plain}." if plain else "")
-    return paths
-
-
-def _aliases_of(names: list[str]) -> list[str]:
-    """Return further names under which a tensor may be stored: without what torch's wrappers add, and files lack."""
-    return [name for name in map(plain_name, names) if name not in names]
+def keys_of(target: Target) -> tuple[str, ...]:
+    """Return the names under which a tensor may be stored: also without what torch's wrappers add, and files lack."""
+    return tuple(dict.fromkeys((*target.names, *map(plain_name, target.names))))
 
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
@@ -286,13 +270,7 @@ def outermost_units(module: nn.Module) -> Iterator[Unit]:
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
     """Make sure that every shard is complete and not in use."""
-    for unit in units:
-        unit.require_idle(what)
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.visible_handles):
-            raise RuntimeError(
-                f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "
-                f"{what.capitalize()} outside of it."
-            )
+    require_shards(units, what)
     for module in model.modules():
         guarding = module.__dict__.get("_apply")
         if isinstance(guarding, Conversions) and guarding.unit not in units:
@@ -362,8 +340,8 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
 
 def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
     """Return a tensor that is to be saved, with what this rank writes of it; `dtype` is of parameters."""
-    is_parameter = isinstance(target, SlotTensor) or isinstance(target.tensor, nn.Parameter)
-    kept = dtype if dtype is not None and is_parameter and target.dtype.is_floating_point else target.dtype
+    is_cast = isinstance(target.param, nn.Parameter) and target.dtype.is_floating_point
+    kept = dtype if dtype is not None and is_cast else target.dtype
     vector, held = target.vector(name), target.held
     own = None if held is None else vector[held.offset : held.offset + held.numel]
     return Entry(name, kept, target.shape, part_of(target, own) if name in written else None)

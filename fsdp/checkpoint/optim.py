@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
-from fsdp.checkpoint.model_tensors import SlotTensor, Target, part_of, read_held
+from fsdp.checkpoint.model_tensors import SlotTensor, Target, keys_of, part_of, read_held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.consensus import Ranks
@@ -104,7 +104,7 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
         if isinstance(target, SlotTensor):
             handle, slot = target.handle, target.slot
         if isinstance(param, nn.Parameter):
-            original = Original(name, target.shape, slot, target.part, (*target.names, *target.aliases))
+            original = Original(name, target.shape, slot, target.part, keys_of(target))
             found.setdefault(id(param), (param, handle, []))[2].append(original)
     known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
     return grouped(optimizers, optimizers.name, lambda param: known.get(id(param)))

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,8 +73,9 @@ class SafetensorsFiles(TensorReader):
         super().__init__(_resolve(path), {})
         self.metadata: dict[str, str] = {}
         with reading(self.path):
-            self._stored = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
-        self.tensors = {name: FoundTensor(name, each.file.path, each) for name, each in self._stored.items()}
+            found = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
+        self._begins = {name: each.begin for name, each in found.items()}
+        self.tensors = {name: FoundTensor(self, name, each.file.path, each) for name, each in found.items()}
 
     def _of_file(self, path: str) -> dict[str, StridedTensor]:
         tensors, metadata = _read_header(path)
@@ -106,8 +107,8 @@ class SafetensorsFiles(TensorReader):
     def digest(self) -> str:
         """Return a hash of the headers, wherever the files lie: of names, dtypes, shapes and places, not of values."""
         places = sorted(
-            (name, str(each.dtype), list(each.shape), os.path.basename(each.file.path), each.begin)
-            for name, each in self._stored.items()
+            (name, str(each.dtype), list(each.shape), os.path.basename(each.file), self._begins[name])
+            for name, each in self.tensors.items()
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
@@ -285,20 +286,6 @@ class CheckedFiles(SafetensorsFiles):
             return self._read_fragment(found, block, begin // size).checksum
 
 
-class Stored(NamedTuple):
-    """The values of a tensor in another checkpoint."""
-
-    reader: TensorReader
-    name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.reader.tensors[self.name].dtype
-
-    def numel(self) -> int:
-        return self.reader.tensors[self.name].shape.numel()
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Elements of a tensor: those in some ranges of it, row-major, which lie one after the other in `values`.
@@ -307,10 +294,10 @@ class Part:
     """
 
     ranges: Sequence[tuple[int, int]]
-    values: Tensor | Stored
+    values: Tensor | FoundTensor
 
     @classmethod
-    def whole(cls, values: Tensor | Stored) -> Part:
+    def whole(cls, values: Tensor | FoundTensor) -> Part:
         """Return all elements."""
         return cls([(0, values.numel())], values)
 
@@ -325,13 +312,14 @@ class Part:
         """
         values, size = self.values, dtype.itemsize
         # Whole blocks of what is read from files, so that each is compared with its checksum at once.
-        group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
+        stored_size = min(size, values.dtype.itemsize) if isinstance(values, FoundTensor) else size
+        group = BLOCK_BYTES * size // stored_size
         is_ready = isinstance(values, Tensor) and is_host(values.device) and values.dtype == dtype
         buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
         first = 0
         for batch in _batches((span for extent in self.extents(dtype) for span in spans(*extent, group)), group):
             last = first + sum(end - begin for begin, end in batch) // size
-            if isinstance(values, Stored):
+            if isinstance(values, FoundTensor):
                 chunk = buffer[: last - first]
                 values.reader.read(values.name, chunk, first)
             else:

@@ -44,7 +44,6 @@ from fsdp.distributed.communicator import (
     own_rank,
     present_call,
 )
-from fsdp.distributed.communicator import LoneRank as LoneRank
 from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag

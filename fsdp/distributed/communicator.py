@@ -222,6 +222,14 @@ class CollectiveError(RuntimeError):
     """A collective did not complete, because of what happened on another rank."""
 
 
+class ClosedConnectionError(RuntimeError):
+    """A rank has closed its connection to this one, or its process has ended."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class Wait(NamedTuple):
     """A collective that a thread of this rank waits in, the public call that it is in, and since when."""
 
@@ -237,7 +245,7 @@ ended: deque[str] = deque(maxlen=4)
 longest = 0.0
 
 
-def explain() -> str:
+def explain(closed_by: int | None) -> str:
     """Return what is known of the ranks when a collective did not complete; the watchdog puts its own in the place."""
     return ""
 
@@ -263,7 +271,7 @@ def incomplete(what: str, error: RuntimeError) -> CollectiveError:
     """Return the error of a collective that did not complete."""
     call = _call.get()
     begin = f"rank {own_rank()}: {what}{f' in {call}' if call else ''} did not complete: "
-    known = explain()
+    known = explain(error.rank if isinstance(error, ClosedConnectionError) else None)
     if known:
         return CollectiveError(f"{begin}{known}\n({error})")
     if call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import finish, made_once_for_groups
+from fsdp.distributed.communicator import ClosedConnectionError, behind, finish, made_once_for_groups
 from fsdp.distributed.devices import HOST
+
+_LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo says that a peer has not closed its connection
 
 # Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
 _FIRST_TAG = 1 << 20
@@ -60,11 +63,17 @@ class Receiving:
             raise self._explained(error) from error
         self._under_way.discard(self)
 
+    @classmethod
+    def forget(cls, group: Any) -> None:
+        """Let go of all that comes no more, since this group's connections are closed."""
+        cls._under_way = {each for each in cls._under_way if behind(each._group) is not group}
+
     def _explained(self, error: RuntimeError) -> RuntimeError:
         if not isinstance(self._group, dist.ProcessGroup):
             return error
         peer = dist.get_process_group_ranks(self._group)[self._peer]
-        return RuntimeError(f"nothing comes from rank {peer}: {error}")
+        text = f"nothing comes from rank {peer}: {error}"
+        return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, peer)
 
 
 def give_up(group: Any) -> None:
@@ -83,17 +92,27 @@ def renew(group: Any) -> None:
     """Collective. Connect the ranks of a gloo group anew, after they have given it up, for everybody who has the group.
 
     torch (private, seen in 2.11 and 2.13) has a group look its backend up by the type of device, and never takes
-    another backend of a kind that it has. So the new one is of a kind that torch has no name for.
+    another backend of a kind that it has, nor lets go of one. So the new one is of a kind that torch has no name for,
+    and goes on with the device of the old one, which has the files and the thread that reads.
+
+    Raises:
+        RuntimeError: if there are no such kinds any more.
     """
     kind = _renewed.get(group, _NAMELESS)
+    if kind not in _KINDS:
+        raise RuntimeError(
+            f"fsdp.recover() has connected the process group '{group.group_name}' anew {kind - _NAMELESS} times, and "
+            "torch takes no more backends for it: start the job again from its last checkpoint"
+        )
     _renewed[group] = kind + 1
+    Receiving.forget(group)
     store = dist.PrefixStore(f"fsdp.renewal {kind}", group.get_group_store())
-    timeout = group._get_backend(HOST).options._timeout
-    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), group._get_backend(HOST).options)
     group._register_backend(HOST, dist.ProcessGroup.BackendType(kind), backend)
 
 
-_NAMELESS = 64  # the first of the kinds of backends that are nobody's: there are 256
+_KINDS = range(256)  # of backends
+_NAMELESS = 64  # the first that is nobody's
 _renewed: dict[Any, int] = made_once_for_groups()
 
 

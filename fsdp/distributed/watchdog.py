@@ -52,6 +52,7 @@ _FRAMES = 3  # of the user's code, that a report shows of a rank
 _GONE = "is gone: its process has ended"
 _SILENT = "gives no answer: it is stopped, or cannot be reached"
 _ABSENT = "has wrapped no model yet"
+_CLOSED = "is gone: it has closed its connections, and had wrapped no model yet"
 
 Message = dict[str, Any]
 
@@ -187,17 +188,19 @@ class Watchdog:
         """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
         places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
         text = " ".join(str(error).split())
-        end = f"{type(error).__name__}{': ' * bool(text)}{text[:300]}{''.join(f' ({place})' for place in places)}"
+        end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{''.join(f' ({place})' for place in places)}"
         if isinstance(error, communicator.CollectiveError):
             self._log(Kind.FOLLOWED, str(error))
         else:
             self._log(Kind.END if isinstance(error, Exception) else Kind.STOPPED, end)
-            with suppress(RuntimeError):  # for ranks that begin to listen later
-                self._store.set(f"end of {self._rank}", f"was ended by {end}")
-            self._tell_all({"end": f"was ended by {end}", "rank": self._rank})
+            self._tell_all(self._end(self._rank, f"was ended by {end}"))
 
-    def explain(self) -> str:
-        """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
+    def explain(self, closed_by: int | None) -> str:
+        """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown.
+
+        Args:
+            closed_by: the rank that has closed its connection, if that is known.
+        """
         until = time.monotonic() + _LAST_WORDS
         while not (known := self._given_up or self._roll_call.difference or self._ends) and time.monotonic() < until:
             time.sleep(0.02)
@@ -208,18 +211,29 @@ class Watchdog:
         wait = longest_wait()
         if wait is not None and self._reported_at > wait.since:
             return self._report
-        gone = [rank for rank, answer in self._tell_all({}).items() if answer == _GONE]
-        ends = {rank: self._last_word(rank) for rank in gone}
+        answers = self._tell_all({})
+        silent = [rank for rank, answer in answers.items() if answer in (_GONE, _ABSENT)]
+        ends = {rank: end for rank in silent if (end := self._last_word(rank))}
+        if not ends and closed_by is not None and answers.get(closed_by) == _ABSENT:
+            ends = {closed_by: _CLOSED}
+        elif not ends:  # those that have said nothing may have ended because of those that have
+            ends = {rank: _GONE for rank in silent if answers[rank] == _GONE}
         for rank, end in ends.items():  # those that wait for this one will find it gone as well, and are to know these
-            self._tell_all({"end": end, "rank": rank})
+            self._tell_all(self._end(rank, end))
         return "; ".join(f"rank {rank} {end}" for rank, end in ends.items())
 
-    def _last_word(self, rank: int) -> str:
-        """Return how a rank that is gone has ended, as far as it could say so."""
+    def _end(self, rank: int, end: str) -> Message:
+        """Return the message that says how a rank has ended, also for ranks that begin to listen later."""
         with suppress(RuntimeError):  # the store may be gone, too
+            self._store.set(f"end of {rank}", end)
+        return {"end": end, "rank": rank}
+
+    def _last_word(self, rank: int) -> str:
+        """Return how a rank has ended, if it or another one could say so."""
+        with suppress(RuntimeError):
             if self._store.check([key := f"end of {rank}"]):
                 return self._store.get(key).decode()
-        return _GONE
+        return ""
 
     def _run(self) -> None:
         asked: communicator.Wait | None = None
@@ -518,8 +532,8 @@ def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
     raise RuntimeError("the ranks have no way to tell each other that one has failed: there is no watchdog here")
 
 
-def _explain() -> str:
-    return next((watchdog.explain() for watchdog in _watchdogs.values()), "")
+def _explain(closed_by: int | None) -> str:
+    return next((watchdog.explain(closed_by) for watchdog in _watchdogs.values()), "")
 
 
 def _announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -241,10 +241,6 @@ class FlatParameter(CountedParameter):
         if held is not None and held is not self.grad:
             self.grad = _shaped(held.to(self.device), self.shape)
 
-    def forget_gradient(self) -> None:
-        """Have no gradient, here or elsewhere."""
-        self.grad = None
-
     def get_param_views(self, external_data: Tensor | None = None) -> list[Tensor]:
         """The original parameters as views of this one, or of `external_data` of the same size.
 

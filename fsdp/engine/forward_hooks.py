@@ -60,11 +60,8 @@ class ForwardHooks:
                     runtime = self._unit.ensure_runtime()
                     runtime.before_forward(self._unit, inputs)
                 if self._brings_inputs and runtime.root is self._unit:
-                    inputs = map_tensors(self._bring, inputs)
+                    inputs = map_tensors(lambda tensor: tensor.to(self._unit.device), inputs)
         return self._cast_inputs(inputs)
-
-    def _bring(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._unit.device)
 
     @uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -23,15 +23,12 @@ when it is needed next (`absorb`, `follow_shard`) and stores what it finds in th
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
@@ -41,25 +38,15 @@ from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
 from fsdp.engine.gradient_hooks import GradientHooks
+from fsdp.engine.internal_error import InternalError
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
 from fsdp.engine.shard import Shard
+from fsdp.engine.shard_values import ShardValues
 from fsdp.engine.unsharded_params import UnshardedParameters
-
-
-class InternalError(RuntimeError):
-    """An invariant of the library is broken: a bug in the library, not in the code that uses it.
-
-    The message and the stack are printed as well as raised, because autograd may swallow what a hook raises.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        print(f"fsdp internal error: {message}", file=sys.stderr)
-        traceback.print_stack(file=sys.stderr)
 
 
 class Phase(Enum):
@@ -107,30 +94,26 @@ class FlatParamHandle:
         shard: this rank's shard of the flat parameter, and what it is run with.
 
     Attributes:
-        flat_param: ``[shard_numel]`` (or the parameter's shape, for one that keeps it), the parameters' own dtype.
-        storage: keeps the shard and its gradient: on the device, on the host, or in files.
+        flat_param, storage, gradients: see above. A flat parameter of one that keeps its shape has this shape.
         layout: where each parameter is in the unsharded buffer and in every rank's shard.
         comm, reduce_comm: the ranks to all-gather from, and to reduce over; the lone rank where there are no others.
         replicas: the ranks that hold the same shard, over which what was reduced is summed.
         number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
             of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
-        unit: runs it.
-        name: what messages call it.
+        unit, name: the unit that runs it, and what messages call it.
         places: for each parameter, where modules use it.
         registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
         listed_params: those, or `flat_param`: what optimizers step.
+        values: writes the shards of new values to `flat_param`.
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
         forms: the unsharded parameters for each dtype of computation, made when first needed.
-        unsharded: that of the present `dtype`: the buffer ``[P]`` and its leaves.
+        unsharded: those of the present `dtype`.
         post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
-        gradients: ``[P]``, in the dtype of the reduction; has no memory while nothing is accumulated.
         gradient_hooks: the hooks of users on `listed_params`.
         check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
         has_frozen: some of its parameters are not trained.
-        fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
-            and where there is nobody to compare with.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
     """
 
@@ -148,7 +131,6 @@ class FlatParamHandle:
     ) -> None:
         self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
-        self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.unit, self.name = unit, ""
@@ -160,6 +142,7 @@ class FlatParamHandle:
             self.orig_params = shard.new_orig_params(flat_param, self.layout, comm.rank, shard.places)
             entries = self.orig_params.entries
         self.registry = Registry(self.places, entries, looks=self)
+        self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self)
         self.precision = precision
         self.phase = Phase.SHARDED
         self.post_forward_shard: PostForwardShard | None = None
@@ -251,11 +234,6 @@ class FlatParamHandle:
         """True if the unsharded parameters are here, and of the shard as it is now."""
         return self.unsharded.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
 
-    @property
-    def local_shards(self) -> list[Tensor]:
-        """This rank's shard of each parameter: flat views of `flat_param`, empty where it has nothing of it."""
-        return self.layout.local_shards(self.flat_param.vector, self.comm.rank)
-
     def rename(self, name: str) -> None:
         """Go by this name in messages."""
         self.name = name
@@ -281,7 +259,7 @@ class FlatParamHandle:
         self.places[0] += places
         for unsharded in self.forms.values():
             unsharded.use_at(0, places)
-        self.registry.add(places, self.flat_param if self.orig_params is None else self.orig_params.params[0])
+        self.registry.add(places, self.listed_params[0])
         self.fill_places()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -298,6 +276,7 @@ class FlatParamHandle:
         if self.orig_params is not None:
             self.orig_params.alias()
         self.registry.wake(self)
+        self.values.wake(self)
         self.gradients = self._new_gradients()
         self._build()
 
@@ -506,7 +485,6 @@ class FlatParamHandle:
             self.orig_params.collect_gradients()
         # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
         if self.flat_param.grad is None:
-            self.flat_param.forget_gradient()
             self.gradients.drop()
         self.gradients.begin_backward(self.requires_grad_each, sync, fills_unused)
 
@@ -620,8 +598,7 @@ class FlatParamHandle:
             self._store_changes(replaced, written)
         if self.orig_params is not None:
             for slot in self.orig_params.absorb():
-                self.note_written([slot])
-                self._note_values(slot)
+                self.values.renewed(slot)
 
     def _store_changes(self, replaced: list[int], written: list[int]) -> None:
         try:
@@ -629,7 +606,7 @@ class FlatParamHandle:
                 self.keep(slot, self.unsharded.new_value(slot))
             for slot in replaced:
                 self.keep(slot, self.registry.assigned(slot))
-            self.note_written([*written, *replaced])
+            self.values.note_written([*written, *replaced])
         except ValueError as error:
             raise RuntimeError(
                 f"{self.name}: a parameter was replaced after sharding by what cannot be kept: {error}. Assign an "
@@ -676,7 +653,7 @@ class FlatParamHandle:
                 f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
                 "parameters that the sharded model lists, not on a new value"
             )
-        self.store(slot, value)
+        self.values.store(slot, value)
 
     def follow_shard(self) -> None:
         """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
@@ -705,52 +682,7 @@ class FlatParamHandle:
             self._build()
         self._built_for = now
 
-    def store(self, slot: int, value: Tensor) -> None:
-        """Store this rank's shard of an unsharded parameter's new value."""
-        part = self.flat_param.parts[slot]
-        with torch.no_grad():
-            rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
-            if rows is None:
-                value = values_of(value if part is None else part.to_local(self.layout.slots[slot].name, value))
-                self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
-            else:
-                self.local_shards[slot].copy_(rows)
-        self.touch()
-        self._note_values(slot)
-
-    def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
-        """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""
-        interval = self.layout.interval(slot, self.comm.rank)
-        if interval is not None:
-            read(self.flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
-        self.touch()  # also because memory may be written past its counter
-        self.note_written([slot])
-        self._note_values(slot)
-
-    def fill_local(self, value: Tensor, slot: int | None = None) -> None:
-        """Have these values in this rank's shard, or in that of one parameter. `touch` it on every rank."""
-        with torch.no_grad():
-            own = self.flat_param.vector if slot is None else self.local_shards[slot]
-            own.copy_(value.detach().reshape(-1))
-        for each in range(len(self.layout.slots)) if slot is None else [slot]:
-            self.note_written([each])
-            self._note_values(each)
-        self.storage.release()
-
-    def touch(self) -> None:
-        """Count as changed, on ranks too that keep nothing of what was: else they would not take part in a gather."""
-        increment_version(self.flat_param)
-
-    def _note_values(self, slot: int) -> None:
-        """The shard has this parameter's values now, if it had none."""
-        if slot in self.valueless:
-            self.valueless.discard(slot)
-            if self.orig_params is not None:
-                self.orig_params.give_memory([slot])
-            for unsharded in self.forms.values():
-                unsharded.reveal(slot)
-
-    def note_written(self, slots: Iterable[int]) -> None:
-        """These parameters were given new values, on purpose."""
-        if self.fingerprints is not None:
-            self.fingerprints.forget(slots)
+    def reveal(self, slot: int) -> None:
+        """Let modules see a parameter that has its first values."""
+        for unsharded in self.forms.values():
+            unsharded.reveal(slot)

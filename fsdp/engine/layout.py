@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -122,13 +122,6 @@ class Layout(ABC):
         """All that `rank` keeps, in the order of the parameters."""
         found = (self.interval(slot, rank) for slot in range(len(self.slots)))
         return [interval for interval in found if interval is not None]
-
-    def owners(self, slot: int) -> Iterator[tuple[int, Interval]]:
-        """The ranks that keep something of parameter number `slot`, in rank order, with what they keep."""
-        for rank in range(self.world_size):
-            interval = self.interval(slot, rank)
-            if interval is not None:
-                yield rank, interval
 
     def padding(self, rank: int) -> int:
         """Elements of the rank's shard that belong to no parameter."""

@@ -22,7 +22,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     All ranks raise RuntimeError if some made different values of one element.
     """
     unsharded, layout, comm, replicas = handle.unsharded, handle.layout, handle.comm, handle.replicas
-    slots, parts = unsharded.written(), handle.local_shards
+    slots, parts = unsharded.written(), handle.values.local_shards
     made = {slot: local_part(unsharded.new_value(slot)).detach() for slot in slots}
     own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
     before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
@@ -44,7 +44,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     if before is not None:
         for part, value, was in zip(own, merged.values, before, strict=True):
             part.copy_(torch.where(differs(value, was).to(part.device), value.to(part.device, part.dtype), part))
-    handle.note_written(slots)
+    handle.values.note_written(slots)
     handle.storage.release()
     handle.forget_written()
 

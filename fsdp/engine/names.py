@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
+from torch import nn
+
 FSDP_PART = "_fsdp_wrapped_module"
 FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
@@ -60,3 +62,11 @@ def prefix_problem(prefix: str, remedy: str) -> str:
 def join(path: str, name: str) -> str:
     """The name of what is called `name` in the module at `path`, which is empty for the root."""
     return f"{path}.{name}" if path else name
+
+
+def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return by module what is before the names of its tensors (``a.b.``), once for each place that it has."""
+    paths: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(join(clean_name(name), ""))
+    return paths

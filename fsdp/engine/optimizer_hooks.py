@@ -93,9 +93,9 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
 
 def _steps_of(params: Iterable[Any]) -> Iterator[tuple[Steps, list[FlatParamHandle]]]:
     """Yield those of all models that have some of the parameters, with the handles of these."""
-    owners = {param.owner for param in params}
+    owners = {id(param.owner) for param in params}
     for runtime in runtimes():
-        if stepped := [handle for handle in runtime.handles if handle.flat_param in owners]:
+        if stepped := [handle for handle in runtime.handles if id(handle.flat_param) in owners]:
             yield runtime.steps, stepped
 
 

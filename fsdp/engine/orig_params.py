@@ -232,7 +232,7 @@ class OrigParams:
     def forget_zeroed(self) -> None:
         """Free the shard's gradient if all were zeroed."""
         if self._flat_param.grad is not None and all(param.grad is None for param in self.params):
-            self._flat_param.forget_gradient()
+            self._flat_param.grad = None
 
     def collect_gradients(self) -> None:
         """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""

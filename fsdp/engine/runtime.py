@@ -39,7 +39,7 @@ from fsdp.engine.registration import Contents
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.steps import Steps
-from fsdp.engine.unit import TrainingState, Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, unit_of, units_in
 from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
 
@@ -87,11 +87,6 @@ class Runtime:
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
         _all.add(self)
-
-    @property
-    def stage(self) -> str:
-        """The pass that all ranks are in, or were in last; empty where they may be in different ones."""
-        return self.participation.stage
 
     # --- whose units and parameters are whose ---------------------------------------------------------------------
 
@@ -417,7 +412,7 @@ class Runtime:
     def _free_after_backward(self, unit: Unit) -> None:
         if unit.incomplete or unit.unpassed or unit.calls.may_come or unit.state is TrainingState.FORWARD:
             return
-        if unit.has_frozen_handle and unit.contains_units:
+        if unit.has_frozen_handle and any(unit_of(inner) not in (None, unit) for inner in unit.module.modules()):
             return  # what is frozen may be on the way to the gradients of the units inside
         if unit.frees_after_backward:
             unit.reshard()

@@ -46,11 +46,11 @@ class ShardChanges:
         counts: dict[str, int] = {}
         for handle in self._watched(handles):
             grads = [param.grad for param in handle.listed_params]
-            missing = [slot for slot, grad in enumerate(grads) if grad is None]
-            if missing:
-                names = [handle.layout.slots[slot].name for slot in missing]
+            versions = [grad._version for grad in grads if grad is not None]
+            if len(versions) < len(grads):
+                names = [slot.name for slot, grad in zip(handle.layout.slots, grads, strict=False) if grad is None]
                 yield f"{handle.name} has no gradient of {', '.join(names)}"
-            counts[handle.name] = sum([grad._version for grad in grads if grad is not None])
+            counts[handle.name] = sum(versions)
         # One line for what is the same of most of them, as after clipping.
         tally = Counter(counts.values())
         usual = min(tally, key=lambda times: (-tally[times], times), default=0)

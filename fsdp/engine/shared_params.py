@@ -19,7 +19,7 @@ from fsdp.distributed.dtensor import MeshPart, is_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, note_stale, taken_over
-from fsdp.engine.names import clean_name
+from fsdp.engine.names import paths_in
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.state_requests import Exporting
@@ -147,7 +147,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     if not isinstance(listed, DTensorParams):
         raise TypeError(f"{handle.name} is not in rows")
     flat_param = old.part_of_shard(slots, handle.comm.rank, handle.comm.world_size)
-    flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
+    flat_param.fingerprints = handle.values.fingerprints and handle.values.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
     shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)
@@ -351,11 +351,9 @@ def keys_of(unit: Unit) -> set[str]:
     shared = {one.handle for one in unit.shares}
     keys = {place.fqn for handle in unit.handles if handle not in shared for used in handle.places for place in used}
     if shared:
-        names: dict[nn.Module, list[str]] = {}
-        for path, module in unit.module.named_modules(remove_duplicate=False):
-            names.setdefault(module, []).append(f"{path}." if path else "")
+        paths = paths_in(unit.module)
         places = [place for handle in shared for place in handle.places[0]]
-        keys |= {clean_name(path + place.name) for place in places for path in names.get(place.module, [])}
+        keys |= {path + place.name for place in places for path in paths.get(place.module, ())}
     return keys
 
 

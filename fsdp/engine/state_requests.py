@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp.distributed.consensus import Ranks, from_everyone, number_among
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 
 
 @dataclass(frozen=True)
@@ -173,3 +173,12 @@ def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
             del unit.requests[kind]
             if before is not None:
                 unit.requests[kind] = before
+
+
+def require_shards(units: Iterable[Unit], what: str) -> None:
+    """Raise RuntimeError inside a forward or backward, and where the modules of a unit show no shards."""
+    for unit in units:
+        unit.require_idle(what)
+        is_shown = any(handle.is_exposed for handle in unit.visible_handles)  # by another unit
+        if is_shown or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            raise RuntimeError(f"cannot {what}: {unit.name} is inside summon_full_params(). Leave it first.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,9 @@ _REPLICAS_DIFFER = Finding(
     "summon_full_params(), on every rank, and go on from a checkpoint of before. (set_watchdog(None) compares "
     "nothing.)",
 )
+
+
+_SLOT_BITS = 32  # of a parameter's number, which has its handle's before
 
 
 class Steps:
@@ -140,7 +144,7 @@ class Steps:
             # A user's hook in the place of the all-reduce may keep replicas apart on purpose.
             if not handle.is_replicated or handle.unit.all_reduce_hook is not None:
                 continue
-            for slot, shard in zip(handle.layout.slots, handle.local_shards, strict=True):
+            for slot, shard in zip(handle.layout.slots, handle.values.local_shards, strict=True):
                 text = f"{slot.name} of unit '{handle.unit.name}' has the checksum {fingerprint(shard):016x}"
                 self._of_replicas[handle.replicas].note(slot.name, text)
             handle.storage.release()
@@ -154,18 +158,19 @@ def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHand
     Options that the user has added to groups are left out, and what other ranks may have none of: local shards of
     original parameters are often empty, and may not be listed.
     """
-    kind, lines, order = type(optimizer).__name__, [], []
-    listed = ((handle.number, handle.listed_params) for handle in handles)
-    numbers = {id(param): (handle, slot) for handle, params in listed for slot, param in enumerate(params)}
+    kind, lines, order = type(optimizer).__name__, [], array("q")
+    listed = ((handle.number << _SLOT_BITS, handle.listed_params) for handle in handles)
+    numbers = {id(param): number for first, params in listed for number, param in enumerate(params, first)}
     for number, group in enumerate(optimizer.param_groups):
         options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]
         params = group["params"]
         is_alike = params and (is_dtensor(params[0]) or getattr(params[0], "owner", None) is params[0])
         count = f", {len(params)} parameters" if is_alike else ""
         lines.append(f"{kind}.step() of group {number}{count}: {', '.join(options)}")
-        order += [numbers.get(id(param)) for param in params] if is_alike else []
+        if is_alike:
+            order.extend([numbers.get(id(param), -1) for param in params])
     if order:
-        lines.append(f"{kind}.step() of parameters in the order {zlib.crc32(repr(order).encode()):08x}")
+        lines.append(f"{kind}.step() of parameters in the order {zlib.crc32(order):08x}")
     return "\n".join(lines)
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
 
-
 _Request = TypeVar("_Request")
 
 
@@ -55,7 +54,7 @@ class UnitRuntime(Protocol):
     def has_run(self) -> bool: ...
 
     @property
-    def stage(self) -> str: ...
+    def participation(self) -> Any: ...
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
@@ -209,7 +208,7 @@ class Unit:
     @property
     def stage(self) -> str:
         """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
-        return "" if self.runtime is None else self.runtime.stage
+        return "" if self.runtime is None else self.runtime.participation.stage
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -359,10 +358,6 @@ class Unit:
     @property
     def has_frozen_handle(self) -> bool:
         return True in [handle.has_frozen for handle in self.handles]
-
-    @property
-    def contains_units(self) -> bool:
-        return any(unit_of(module) not in (None, self) for module in self.module.modules())
 
     @property
     def is_lent(self) -> bool:

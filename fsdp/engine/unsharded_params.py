@@ -12,7 +12,7 @@ import operator
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,6 @@ from fsdp.engine.recurrent import RecurrentModules
 from fsdp.engine.user_attributes import Attributes, give_attributes
 
 
-class GradientHandler(Protocol):
-    """The handle of unsharded parameters, as these know it."""
-
-    @property
-    def unit(self) -> Any:
-        """Told the handle, a parameter's number, and its leaf when that has its gradient."""
-
-
 class UnshardedParameters:
     """The parameters of a layout in one buffer, and the places in modules where they are seen.
 
@@ -49,7 +41,7 @@ class UnshardedParameters:
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         attributes: for each, what users had set on it.
-        handle: is held weakly, and told when autograd has finished a leaf's gradient.
+        handle: a `FlatParamHandle`, held weakly, whose unit is told when autograd has finished a leaf's gradient.
         lent: the places that show, for one call, tensors that are not ours; see `fsdp.engine.registration`.
         absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
@@ -68,7 +60,7 @@ class UnshardedParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         attributes: Sequence[Attributes],
-        handle: GradientHandler,
+        handle: Any,
         lent: Collection[tuple[nn.Module, str]],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
@@ -287,7 +279,7 @@ class UnshardedParameters:
 _needs_grad = operator.attrgetter("requires_grad")
 
 
-def _tell(handle: weakref.ref[GradientHandler], number: int, leaf: Tensor) -> None:
+def _tell(handle: weakref.ref[Any], number: int, leaf: Tensor) -> None:
     found = handle()
     if found is not None:
         found.unit.on_gradient(found, number, leaf)

@@ -166,15 +166,15 @@ def _difference(first: Plan, other: Plan, rank: int) -> str:
 
 def settle_fingerprints(handle: FlatParamHandle) -> None:
     """Forget the fingerprints of parameters that were written in ways which nobody announced."""
-    if handle.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
-        handle.fingerprints.forget_written(handle.local_shards)
+    if handle.values.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
+        handle.values.fingerprints.forget_written(handle.values.local_shards)
         handle.storage.release()
 
 
 def renew_fingerprints(handle: FlatParamHandle) -> None:
     """Take fingerprints again: the shard was cast or moved since `settle_fingerprints`."""
-    if handle.fingerprints is not None:
-        handle.fingerprints.follow(handle.local_shards)
+    if handle.values.fingerprints is not None:
+        handle.values.fingerprints.follow(handle.values.local_shards)
         handle.storage.release()
 
 
@@ -191,7 +191,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
     pending: dict[tuple[Communicator, Communicator], list[tuple[str, FlatParamHandle]]] = {}
     for name, unit in units:
         for handle in unit.handles:
-            if handle.fingerprints is not None:
+            if handle.values.fingerprints is not None:
                 handle.absorb()
                 settle_fingerprints(handle)
                 pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
@@ -201,7 +201,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
         raise RuntimeError(problem)
     for handles in pending.values():
         for _, handle in handles:
-            handle.fingerprints = None
+            handle.values.fingerprints = None
 
 
 def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
@@ -226,7 +226,8 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
 def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
     """Collective. Return what is wrong if ranks have sharded different values; empty if nothing is."""
     seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
-    found = [handle.fingerprints.unsharded[slot] for _, handle, slot in seen if handle.fingerprints is not None]
+    noted = [(handle.values.fingerprints, slot) for _, handle, slot in seen]
+    found = [fingerprints.unsharded[slot] for fingerprints, slot in noted if fingerprints is not None]
     known = bytes(one is not None for one in found)
     payload = known + struct.pack(f"<{len(found)}Q", *(one or 0 for one in found))
     by_rank = []

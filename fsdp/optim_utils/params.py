@@ -16,9 +16,9 @@ from torch import nn
 
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
-from fsdp.engine.names import clean_name, join
-from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
+from fsdp.engine.names import clean_name, paths_in
+from fsdp.engine.state_requests import require_shards
+from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
 Place = tuple[OptimParam, Original]
@@ -57,13 +57,11 @@ class Parameters:
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
         self.by_name = {original.name: (one, original) for one, original in self.by_number.values()}
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in wrapper.named_modules(remove_duplicate=False):
-            paths.setdefault(module, []).append(clean_name(path))
+        paths = paths_in(wrapper)
         for one, original in self.by_number.values():  # and by the other names of tied ones
             for place in [] if one.handle is None else one.handle.places[original.slot]:
                 for path in paths.get(place.module, ()):
-                    self.by_name.setdefault(join(path, place.name), (one, original))
+                    self.by_name.setdefault(path + place.name, (one, original))
 
     def of(self, param: Any) -> OptimParam | None:
         """Return what a parameter of an optimizer is; None if it is not of the model."""
@@ -95,19 +93,10 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
-def require_shards(root: Unit, what: str) -> None:
-    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
-    inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.request(Summoning) is not None]
-    if summoned:
-        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
-
-
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see; not inside a forward, backward, or `summon_full_params`."""
     root = root_of(model)
-    root.require_idle(what)
-    require_shards(root, what)
+    require_shards((unit for _, unit in units_in(root)), what)
     return Parameters(model, root)
 
 

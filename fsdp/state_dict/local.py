@@ -21,10 +21,10 @@ from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import clean_name, join, paths_in
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.state_requests import LocalState, serving
-from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
+from fsdp.engine.state_requests import LocalState, require_shards, serving
+from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -73,12 +73,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
         yield
         return
     units = [unit for _, unit in units_in(root)]
-    summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
-    if summoned:
-        raise RuntimeError(
-            f"cannot {what} inside summon_full_params(): {summoned[0]} shows unsharded parameters and no shards now. "
-            "Leave it first, or use state_dict() and load_state_dict() inside."
-        )
+    require_shards(units, what)
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
@@ -113,15 +108,13 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
     `members` are the outermost wrapper, `root`, and those inside of it.
     """
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(clean_name(path))
+    paths = paths_in(root)
     entries = [_entry(member) for member in members]
     for member, entry in zip(members, entries, strict=True):
         for handle in member.unit.owned_handles:
             for slot, places in zip(handle.layout.slots, handle.places, strict=True):
                 primary = join(member.path, slot.name)
-                names = [join(path, place.name) for place in places for path in paths.get(place.module, ())]
+                names = [path + place.name for place in places for path in paths.get(place.module, ())]
                 for name in dict.fromkeys(names):
                     if name != primary:
                         is_inside = not member.path or name.startswith(f"{member.path}.")
@@ -281,7 +274,7 @@ class LocalLoad:
         """Load, and return torch's result with the plain names of missing and unexpected keys."""
         for handle in self._handles.values():
             handle.settle()
-            handle.touch()  # also where nothing is given: other ranks may be given something
+            handle.values.touch()  # also where nothing is given: other ranks may be given something
         done: set[int] = set()  # tied parameters have several names
         for key, own in self._shards.items():
             if key in self._values and id(own) not in done:
@@ -289,7 +282,7 @@ class LocalLoad:
                 handle = self._handle(own)
                 shards = handle.orig_params.params if handle.orig_params is not None else []
                 slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: the flat one
-                handle.fill_local(self._values[key], slot)
+                handle.values.fill_local(self._values[key], slot)
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
             rest._metadata = self._given._metadata  # type: ignore[attr-defined]

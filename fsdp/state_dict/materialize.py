@@ -26,8 +26,8 @@ from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.state_requests import Filling, serving
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
+from fsdp.engine.state_requests import Filling, require_shards, serving
+from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.state_dict.redistribute import as_modules_see, blanks
 from fsdp.state_dict.summon import Exposure, beside_ours, hidden_handles
 
@@ -94,12 +94,7 @@ class _Materializing:
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         self._order = _children_first(model)
         self._units = list(filter(None, dict.fromkeys(map(unit_of, self._order))))
-        for unit in self._units:
-            unit.require_idle("materialize")
-            if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-                raise RuntimeError(
-                    f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first."
-                )
+        require_shards(self._units, "materialize")
         self._device = _device_beside(model, self._units)
         self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
         self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
@@ -262,7 +257,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
 
     def keep(handle: FlatParamHandle, slot: int) -> None:
         if (handle, slot) in slots:
-            handle.store(slot, handle.registry.replacement(slot))
+            handle.values.store(slot, handle.registry.replacement(slot))
 
     exposure = Exposure(unit, memory)
     is_filled = False

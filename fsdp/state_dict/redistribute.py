@@ -102,7 +102,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tens
             handle.replicas.broadcast(each.view(torch.uint8)).wait()
     if not is_first(handle):
         for slot in slots:
-            handle.fill(slot, lambda part, _, slot=slot: _set(part, own[slot]))  # type: ignore[misc]
+            handle.values.fill(slot, lambda part, _, slot=slot: _set(part, own[slot]))  # type: ignore[misc]
     handle.settle()
     handle.storage.release()
 

@@ -442,8 +442,8 @@ def store(values: Values) -> None:
     for (handle, slot), value in values.items():
         handle.storage.check(handle.name)
         if not isinstance(value, TensorPart):
-            handle.store(slot, value)
-            handle.note_written([slot])
+            handle.values.store(slot, value)
+            handle.values.note_written([slot])
         elif value._held.lent_by != id(handle.flat_param):  # else nothing was loaded, on no rank
-            handle.fill(slot, lambda shard, _, values=value.local: shard.copy_(values))  # type: ignore[misc]
+            handle.values.fill(slot, lambda shard, _, values=value.local: shard.copy_(values))  # type: ignore[misc]
         handle.storage.release()

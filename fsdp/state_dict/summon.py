@@ -82,7 +82,7 @@ class Exposure:
         """
         problems: list[str] = []
         for handle, slot in () if keep is None else self.changed():
-            handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+            handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
         for handle in self.handles:
             if keep is not None:
                 handle.settle()  # peers may still be receiving from the shard
@@ -444,7 +444,7 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
 def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> None:
     """Have this rank's shards of unsharded gradients, in the place of those that it has."""
     handle.zero_grad()
-    handle.flat_param.forget_gradient()
+    handle.flat_param.grad = None
     if all(gradient is None for gradient in gradients):
         return
     dtype = handle.gradients.dtype if handle.precision.keeps_low_gradients else handle.flat_param.dtype

@@ -19,7 +19,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -322,18 +322,14 @@ def broadcast_state_dict(
     home = HOST if cpu_offload else device
     comm = _ranks_of(pg, device)
     where = _place_in(comm)
-    letter = b""  # the description of rank 0's tree, or what is wrong with it
-    if comm.rank == 0:
-        try:
-            letter = _packed(_description(full, type_check))
-        except Exception as error:  # noqa: BLE001 - all ranks are told of it
-            letter = _saved(_Failed(_told(error, where)))
-    letter = comm.all_gather_bytes(letter)[0]
+
+    def pack() -> bytes:
+        return _packed(_description(full, type_check)) if comm.rank == 0 else b""
+
+    letter = comm.all_gather_bytes(_agree([comm], where, pack))[0]
 
     def check() -> Any:
         described = torch.load(io.BytesIO(letter), map_location=home, weights_only=False)  # unknown leaves at home
-        if isinstance(described, _Failed):
-            raise described.error
         _check_local(described, local, strict, type_check)
         return described
 
@@ -415,12 +411,6 @@ def _group_of(pg: Group | None) -> Group | None:
     if not callable(getattr(pg, "rank", None)) or not callable(getattr(pg, "size", None)):
         raise TypeError(f"pg must be a process group that this rank is in, got {pg!r}")
     return pg
-
-
-class _Failed(NamedTuple):
-    """A `_Failed` is sent in the place of a description: all ranks raise the error."""
-
-    error: Exception
 
 
 def _told(error: Exception, where: str) -> Exception:

@@ -188,7 +188,7 @@ def test_parameters_without_values_are_not_saved(ranks: RankPool, tmp_path: Path
 
 def test_a_model_in_use_is_not_saved(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(nested_mlp(), Alone())
-    with model.summon_full_params(), pytest.raises(RuntimeError, match="Save a checkpoint outside of it"):
+    with model.summon_full_params(), pytest.raises(RuntimeError, match="is inside summon_full_params"):
         fsdp.save(tmp_path / "run", model)
     with pytest.raises(RuntimeError, match=r"this Linear is a part of .* Save a checkpoint by the wrapper"):
         fsdp.save(tmp_path / "run", model.module.module.entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,6 +206,25 @@ def _fail_before_forward(folder: Path) -> None:
         except (ValueError, CollectiveError):
             assert not fsdp.recover(training.model)
     assert torch.equal(training.weights(), expected)
+    dist.destroy_process_group()
+
+
+def test_recoveries_leave_no_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, backend=None).run(_recover_often, tmp_path)
+
+
+def _recover_often(folder: Path) -> None:
+    start(folder, 2)
+    training, used = Training("forward"), []
+    for _ in range(4):
+        with pytest.raises((ValueError, CollectiveError)):
+            training.step(BAD)
+        fsdp.recover(training.model)
+        training.step(BAD + 1)
+        training.optimizer.zero_grad()
+        gc.collect()
+        used.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    assert len(set(used[1:])) == 1, used
     dist.destroy_process_group()
 
 

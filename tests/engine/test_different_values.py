@@ -301,7 +301,7 @@ def _copy() -> None:
 
 
 def fingerprints_of(model: nn.Module) -> list[Fingerprints | None]:
-    return [handle.fingerprints for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+    return [handle.values.fingerprints for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
 def test_buffers_are_not_compared(ranks: RankPool) -> None:

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from fsdp.distributed.collectives import LONE_RANK, Communicator, LoneRank, communicator
+from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
+from fsdp.distributed.communicator import LoneRank
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle, InternalError, Phase
+from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.internal_error import InternalError
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.offload import ShardStorage
@@ -822,11 +824,11 @@ def _store() -> None:
     module = Odd()
     handle = handle_of(module)
     for slot, value in enumerate(VALUES.values()):
-        handle.store(slot, nn.Parameter(3 * value.double()))
+        handle.values.store(slot, nn.Parameter(3 * value.double()))
     handle.wait_for_unshard()
     assert_whole(handle, module, factor=3.0)
     with pytest.raises(ValueError, match=r"transposed: expected shape \(5, 3\), got \(3, 5\)"):
-        handle.store(2, torch.zeros(3, 5))
+        handle.values.store(2, torch.zeros(3, 5))
 
 
 def test_places_are_listed_in_the_fields_names(ranks: RankPool) -> None:
@@ -914,7 +916,7 @@ def test_alone_the_whole_is_the_shard_itself() -> None:
     with torch.no_grad():
         handle.flat_param.mul_(2)
     assert torch.equal(module.odd, 2 * VALUES["odd"])
-    handle.store(3, VALUES["odd"])
+    handle.values.store(3, VALUES["odd"])
     assert torch.equal(module.tied, VALUES["odd"])
 
 

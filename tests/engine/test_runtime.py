@@ -896,7 +896,7 @@ def _watch_all_gathers() -> None:
     with mock.patch.object(type(exchange), "all_gather", watched):
         model(torch.ones(2, 5))
     units = [each._unit for each in (model, model[0], model[2])]
-    assert started == [f"all-gather of {unit.handles[0].name}" for unit in units]
+    assert started == [f"all-gather of {unit.handles[0].name} in forward" for unit in units]
 
 
 def test_ranks_compare_what_they_have_once(ranks: RankPool) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
-from fsdp.distributed.collectives import DirectExchange, LoneRank, communicator
+from fsdp.distributed.collectives import DirectExchange, communicator
+from fsdp.distributed.communicator import LoneRank
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.module_states import take_states_of_first

@@ -127,13 +127,12 @@ FAULTS = {
             rank="rank 1 was ended by TypeError: unhashable",
             by="others",
         ),
-        Fault(  # of more ranks some end because of it, and those that hear of it last find only these gone
+        Fault(
             "killed before wrapping",
             "SIGKILL",
             "wrap",
             ends_by(signal.SIGKILL),
             rank=r"rank 1\b",
-            sizes=(2,),
             ends="SIGKILL",
         ),
         Fault(

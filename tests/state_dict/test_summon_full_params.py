@@ -15,7 +15,7 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
-from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.shard_values import ShardValues
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
@@ -559,17 +559,18 @@ def _write_while_sending() -> None:
         written: list[str] = []
         with ExitStack() as patched:
             for name in ("store", "fill", "fill_local"):
-                checked = _checked(getattr(FlatParamHandle, name), written)
-                patched.enter_context(mock.patch.object(FlatParamHandle, name, checked))
+                checked = _checked(getattr(ShardValues, name), written)
+                patched.enter_context(mock.patch.object(ShardValues, name, checked))
             write(model)
         assert written
 
 
 def _checked(method: Any, written: list[str]) -> Any:
-    def checked(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(values: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = values._handle()
         written.append(handle.name)
         assert not handle.comm._sent
-        return method(handle, *args, **kwargs)
+        return method(values, *args, **kwargs)
 
     return checked
 

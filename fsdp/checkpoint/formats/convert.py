@@ -30,7 +30,7 @@ from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, TensorSet
 from fsdp.checkpoint.optim import kinds_from_json
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, Stored, plan, write_at, write_parts
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, plan, write_at, write_parts
 from fsdp.optim_utils.state import Elements
 from fsdp.state_dict_utils.tree import leaves
 
@@ -80,7 +80,7 @@ def content_of(
 def _entry(name: str, reader: TensorReader, key: str, dtype: torch.dtype | None) -> Entry:
     found = reader.tensors[key]
     kept = dtype if dtype is not None and found.dtype.is_floating_point else found.dtype
-    return Entry(name, kept, found.shape, Part.whole(Stored(reader, key)))
+    return Entry(name, kept, found.shape, Part.whole(found))
 
 
 def require_apart(source: Source, target: str) -> None:

@@ -59,6 +59,7 @@ class Source:
 class FoundTensor:
     """A tensor that can be read, with the names that messages have for it and its file."""
 
+    reader: TensorReader
     name: str
     file: str
     tensor: LazyTensor
@@ -73,7 +74,10 @@ class FoundTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.shape.numel()
 
     def __str__(self) -> str:
         return readable(f"{self.name} in {self.file}")
@@ -87,7 +91,7 @@ class TensorReader:
 
     def __init__(self, path: str, tensors: Mapping[str, LazyTensor]) -> None:
         self.path = path
-        self.tensors = {name: FoundTensor(name, path, tensor) for name, tensor in tensors.items()}
+        self.tensors = {name: FoundTensor(self, name, path, tensor) for name, tensor in tensors.items()}
         self._files = OpenFiles()
 
     def read(self, name: str, target: Tensor, start: int = 0) -> None:

@@ -23,6 +23,7 @@ from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_
 from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
+from fsdp.checkpoint.untrusted import short
 from fsdp.engine.names import plain_name
 from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of
 
@@ -286,6 +287,8 @@ class NamedState:
             raise ValueError(self.odd_shape(name, key, value.shape, shape))
 
     def _add(self, names: Sequence[str], key: str, kind: Kind) -> None:
+        if not isinstance(key, str):  # JSON would have another key in its place, or none
+            raise ValueError(f"{self._title}: the optimizer's state of {names[0]} has the key {short(key)}, no string")
         for name in names:
             self._state.setdefault(name, {})[key] = self._json(name, key, kind)
 

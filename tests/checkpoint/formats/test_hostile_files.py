@@ -457,3 +457,11 @@ def test_an_error_about_a_large_entry_is_short(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
         SafetensorsFiles(tmp_path)
     assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize("key", [7, b"step"])
+def test_a_key_of_an_optimizer_s_state_that_is_no_string_is_refused(tmp_path: Path, key: Any) -> None:
+    optimizer = {"state": {"weight": {key: torch.zeros(2)}}, "param_groups": [{"params": ["weight"], "lr": 0.1}]}
+    torch.save({"model": {"weight": torch.zeros(2)}, "optimizer": optimizer}, tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=r"run\.pt: the optimizer's state of weight has the key .*, no string"):
+        everything_in(tmp_path / "run.pt")

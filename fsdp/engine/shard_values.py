@@ -1,0 +1,117 @@
+"""`ShardValues` writes values of original parameters to this rank's shard, where loads and users bring them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fsdp.distributed.gather_extension import values_of
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.layout import Layout
+from fsdp.engine.orig_params import OrigParams
+
+
+class Reveals(Protocol):
+    """The handle of a shard, as this knows it."""
+
+    def reveal(self, slot: int) -> None:
+        """Let modules see a parameter that has its first values."""
+
+
+class ShardValues:
+    """The values of the parameters in one flat parameter's shard.
+
+    Args:
+        flat_param: this rank's shard, whose fingerprints it takes over.
+        layout: where each parameter is in it.
+        rank: the number of the shard.
+        orig_params: the local shards, if modules list these.
+        handle: is held weakly, and told of parameters that have their first values. A copy needs another (`wake`).
+
+    Attributes:
+        fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
+            and where there is nobody to compare with.
+    """
+
+    def __init__(
+        self,
+        flat_param: FlatParameter,
+        layout: Layout,
+        rank: int,
+        orig_params: OrigParams | None,
+        handle: Reveals,
+    ) -> None:
+        self._flat_param, self._layout, self._rank = flat_param, layout, rank
+        self._orig_params, self._handle = orig_params, weakref.ref(handle)
+        self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_handle": None}
+
+    def wake(self, handle: Reveals) -> None:
+        """After it was copied or unpickled."""
+        self._handle = weakref.ref(handle)
+
+    @property
+    def local_shards(self) -> list[Tensor]:
+        """This rank's shard of each parameter: flat views of the shard, empty where it has nothing of it."""
+        return self._layout.local_shards(self._flat_param.vector, self._rank)
+
+    def store(self, slot: int, value: Tensor) -> None:
+        """Store this rank's shard of an unsharded parameter's new value."""
+        part = self._flat_param.parts[slot]
+        with torch.no_grad():
+            rows = None if self._orig_params is None else self._orig_params.local_shard_of(slot, value)
+            if rows is None:
+                value = values_of(value if part is None else part.to_local(self._layout.slots[slot].name, value))
+                self._layout.shard_of(slot, value, self._flat_param.vector, self._rank)
+            else:
+                self.local_shards[slot].copy_(rows)
+        self.touch()
+        self._end_lack(slot)
+
+    def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
+        """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""
+        interval = self._layout.interval(slot, self._rank)
+        if interval is not None:
+            read(self._flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
+        self.touch()  # also because memory may be written past its counter
+        self.renewed(slot)
+
+    def fill_local(self, value: Tensor, slot: int | None = None) -> None:
+        """Have these values in this rank's shard, or in that of one parameter. `touch` it on every rank."""
+        with torch.no_grad():
+            own = self._flat_param.vector if slot is None else self.local_shards[slot]
+            own.copy_(value.detach().reshape(-1))
+        for each in range(len(self._layout.slots)) if slot is None else [slot]:
+            self.renewed(each)
+        self._flat_param.shard_storage.release()
+
+    def touch(self) -> None:
+        """Count as changed, on ranks too that keep nothing of what was: else they would not take part in a gather."""
+        increment_version(self._flat_param)
+
+    def renewed(self, slot: int) -> None:
+        """Take note that the shard has other values of a parameter, or its first."""
+        self.note_written([slot])
+        self._end_lack(slot)
+
+    def _end_lack(self, slot: int) -> None:
+        """The shard has this parameter's values now, if it had none."""
+        if slot in self._flat_param.valueless:
+            self._flat_param.valueless.discard(slot)
+            if self._orig_params is not None:
+                self._orig_params.give_memory([slot])
+            handle = self._handle()
+            if handle is not None:
+                handle.reveal(slot)
+
+    def note_written(self, slots: Iterable[int]) -> None:
+        """Take note that these parameters were given new values, on purpose."""
+        if self.fingerprints is not None:
+            self.fingerprints.forget(slots)
