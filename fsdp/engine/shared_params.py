@@ -150,7 +150,9 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     flat_param.fingerprints = handle.values.fingerprints and handle.values.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
-    shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)
+    kept = handle.post_forward_shard
+    places = [handle.places[slot] for slot in slots]
+    shard = Shard(flat_param, places, (), new_orig_params, post_forward_comm=None if kept is None else kept.comm)
     comms = handle.comm, handle.reduce_comm, handle.replicas
     made = FlatParamHandle(shard, *comms, handle.precision, owner)
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})

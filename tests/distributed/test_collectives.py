@@ -22,13 +22,12 @@ from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import (
     Communicator,
     DirectExchange,
-    LoneRank,
     Pending,
     StagedExchange,
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.communicator import default_group, reduce_group
+from fsdp.distributed.communicator import LoneRank, default_group, reduce_group
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT

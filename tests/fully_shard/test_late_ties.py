@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp
+from fsdp.engine.unit import unit_of
 from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest, whole
 from tests.helpers.equality import assert_close_state
 from tests.helpers.ranks import RankPool
@@ -164,3 +165,20 @@ def _step_before() -> None:
     model.tie()(torch.arange(VOCABULARY)).sum().backward()
     with pytest.raises((RuntimeError, ValueError), match=r"what weight was before it was tied to embedding.weight"):
         optimizer.step()
+
+
+def test_what_it_is_split_from_goes_on_being_kept_by_some_ranks(ranks: RankPool) -> None:
+    ranks(4).run(_train_kept_by_two)
+
+
+def _train_kept_by_two() -> None:
+    model = Language()
+    inside = [model.embedding, model.body, model.head]
+    fsdp.fully_shard(inside, reshard_after_forward=2)
+    fsdp.fully_shard(model)
+    _train(model.tie(), _own())
+    unit = unit_of(model.body)
+    assert unit is not None
+    assert len(unit.handles) == 2
+    assert all(handle.post_forward_shard is not None for handle in unit.handles)
+    assert_close_state(_full(model), _trained_plain(), 1e-10)
