@@ -797,9 +797,9 @@ def _of_this_rank_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_stored_on_the_last_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    def store(handle: Any, slot: int, value: Tensor) -> None:
-        if handle.comm.rank < handle.comm.world_size - 1:
-            original(handle, slot, value)
+    def store(values: Any, slot: int, value: Tensor) -> None:
+        if dist.get_rank() < dist.get_world_size() - 1:
+            original(values, slot, value)
 
     return store
 
@@ -832,7 +832,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         _replaced_instead_of_added,
     ),
     "clipping knows this rank's norm only": ("fsdp.engine.grad_clipping._over_all", _of_this_rank_alone),
-    "the last rank does not load": ("fsdp.engine.handle.FlatParamHandle.store", _not_stored_on_the_last_rank),
+    "the last rank does not load": ("fsdp.engine.shard_values.ShardValues.store", _not_stored_on_the_last_rank),
     "replicas go apart": ("fsdp.engine.reduction.summed", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
     "stale parameters are computed with": ("fsdp.engine.handle.FlatParamHandle.shard_state", _always_the_same),

@@ -307,6 +307,15 @@ class Runtime:
                 "inside summon_full_params()."
             )
         self.ensure_backward()
+        if call.in_full_precision is not unit.in_full_precision:
+            if unit.state is TrainingState.FORWARD or (unit.state is TrainingState.BACKWARD_PRE and unit.incomplete):
+                raise RuntimeError(
+                    f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
+                    "different precisions (full_precision_in_eval=True). Run a backward for each."
+                )
+            unit.compute_in_full(call.in_full_precision)
+            unit.state = TrainingState.BACKWARD_POST  # of calls in the other precision, which has leaves of its own
+            unit.expect_gradients()
         if call.backward is not self._backward:
             call.backward = self._backward
             self.participation.reach(call)
@@ -317,13 +326,6 @@ class Runtime:
                 unit.incomplete.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if self._complete:
                 self._reduce_complete(unit)
-        if call.in_full_precision is not unit.in_full_precision:
-            if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
-                raise RuntimeError(
-                    f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
-                    "different precisions (full_precision_in_eval=True). Run a backward for each."
-                )
-            unit.compute_in_full(call.in_full_precision)
         if call.will_pass:
             unit.unpassed.add(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):

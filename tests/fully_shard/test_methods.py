@@ -227,9 +227,11 @@ def _spy_on_neighbours() -> None:
     once(model, INPUTS)
     near: list[tuple[str, int]] = []
 
-    def gather(one: PostForwardShard, full: Tensor, name: str, do: Callable[..., Any] = PostForwardShard.gather) -> Any:
+    def gather(
+        one: PostForwardShard, full: Tensor, name: str, stage: str, do: Callable[..., Any] = PostForwardShard.gather
+    ) -> Any:
         near.append((name, one.comm.world_size))
-        return do(one, full, name)
+        return do(one, full, name, stage)
 
     with gathers() as seen, mock.patch.object(PostForwardShard, "gather", gather):
         once(model, INPUTS)
