@@ -5,7 +5,9 @@ others, or never; but all ranks must reduce the same, at the same time, or they 
 what does not belong together. So when a backward begins the ranks tell each other for which parameters autograd will
 come with a gradient. Flat parameters of which it is the same everywhere are reduced as soon as they are complete, and
 those of which it is not at the end of backward, on all ranks. What nobody uses is not reduced, and keeps the gradient
-that it had; in original parameters each by itself, which the layout leaves out of the message if it can.
+that it had; in original parameters each by itself, which the layout leaves out of the message if it can. A unit may run
+several times before one backward, and ranks may use a parameter in different ones of these calls; so the ranks also
+tell each other how many calls there are to come to, see `Runtime._reduce_complete`.
 
 Two things are known only when backward has ended, and exchanged then. A re-entrant checkpoint runs autograd inside of
 autograd, and brings gradients that the outer run knows nothing of; so whatever trains, and no rank saw coming, is asked
