@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, fully_shard
-from fsdp.compat.fairscale.parts import DummyProcessGroup
+from fsdp.compat.fairscale import DummyProcessGroup
 from fsdp.engine.flat_param import FlatParameter
 from tests.helpers.copied_twins import through_pickle
 from tests.helpers.parity import fully_sharded

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.compat.fairscale.parts import DummyProcessGroup
+from fsdp.compat.fairscale import DummyProcessGroup
 from tests.helpers.equality import assert_close_state
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp.compat.fairscale.parts import (
+from fsdp.compat.fairscale import (
     DummyProcessGroup,
     ReduceScatterBucketer,
     apply_to_tensors,
