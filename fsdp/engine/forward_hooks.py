@@ -133,7 +133,7 @@ class Call:
 
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
-        self.number = 0  # see `UnitCalls`
+        self.number = 0  # see `UnitBackward`
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.shards: list[ShardState] = []  # the state of those that it computed with
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case

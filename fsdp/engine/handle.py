@@ -603,9 +603,9 @@ class FlatParamHandle:
     def _store_changes(self, replaced: list[int], written: list[int]) -> None:
         try:
             for slot in written:
-                self.keep(slot, self.unsharded.new_value(slot))
+                self.values.keep(slot, self.unsharded.new_value(slot))
             for slot in replaced:
-                self.keep(slot, self.registry.assigned(slot))
+                self.values.keep(slot, self.registry.assigned(slot))
             self.values.note_written([*written, *replaced])
         except ValueError as error:
             raise RuntimeError(
@@ -639,21 +639,6 @@ class FlatParamHandle:
         self.unsharded.rest()
         if not self.unsharded.is_shard:
             self._gathered = None
-
-    def keep(self, slot: int, value: nn.Parameter) -> None:
-        """Store this rank's shard of what a user has made of an unsharded parameter.
-
-        Raises:
-            ValueError: if it has another shape or `requires_grad`, or no values.
-        """
-        if value.is_meta:
-            raise ValueError(f"{self.layout.slots[slot].name} has no values now: what was assigned is on meta")
-        if value.requires_grad is not self.requires_grad_each[slot]:
-            raise ValueError(
-                f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
-                "parameters that the sharded model lists, not on a new value"
-            )
-        self.values.store(slot, value)
 
     def follow_shard(self) -> None:
         """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""

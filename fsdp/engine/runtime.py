@@ -76,7 +76,6 @@ class Runtime:
         self.steps = Steps(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._complete: set[FlatParamHandle] = set()  # those that will be reduced when it is their turn
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
@@ -226,7 +225,7 @@ class Runtime:
             self.participation.leave(call, output, needs_backward=needs_backward)
             return
         if needs_backward:
-            unit.calls.add(call)
+            unit.backward.add(call)
         unit.state = TrainingState.IDLE
         needed_at_once = (
             needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
@@ -307,8 +306,9 @@ class Runtime:
                 "inside summon_full_params()."
             )
         self.ensure_backward()
+        backward = unit.backward
         if call.in_full_precision is not unit.in_full_precision:
-            if unit.state is TrainingState.FORWARD or (unit.state is TrainingState.BACKWARD_PRE and unit.incomplete):
+            if unit.state is TrainingState.FORWARD or (unit.state is TrainingState.BACKWARD_PRE and backward.missing):
                 raise RuntimeError(
                     f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
                     "different precisions (full_precision_in_eval=True). Run a backward for each."
@@ -321,13 +321,13 @@ class Runtime:
             self.participation.reach(call)
             if self.participation.is_uneven:
                 self._reductions.drain()
-            unit.calls.reach(call)
-            if unit.calls.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
-                unit.incomplete.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
-            if self._complete:
+            backward.reach(call)
+            if backward.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
+                backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
+            if backward.complete:
                 self._reduce_complete(unit)
         if call.will_pass:
-            unit.unpassed.add(call)
+            backward.await_inputs(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._unshard_for_backward(unit)
@@ -354,27 +354,26 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self._backward_order.begin()
-        self._complete.clear()
         self.participation.begin_backward()
         for unit in self.units:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
-        ages = {one: unit.calls.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
+        ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
         self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
-        if not unit.incomplete:
-            unit.expect_gradients()  # a second round: a re-entrant checkpoint, or an output found late
+        if not unit.backward.missing:
+            unit.expect_gradients()
         self._unshard(unit, is_backward=True, is_recomputed=is_recomputed)
 
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
         self.has_trained = True
-        if unit.state is not TrainingState.FORWARD and not unit.calls.may_come:
+        if unit.state is not TrainingState.FORWARD and not unit.backward.may_come:
             unit.state = TrainingState.BACKWARD_POST
-        unit.incomplete.discard(handle)
+        unit.backward.missing.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         self.reduce(unit, handle)
@@ -385,7 +384,7 @@ class Runtime:
             return
         if not handle.gradients.is_reduced or self._usage.differs(handle):
             return
-        self._complete.add(handle)
+        unit.backward.complete.add(handle)
         self._reduce_complete(unit)
 
     def _reduce_complete(self, unit: Unit) -> None:
@@ -395,24 +394,25 @@ class Runtime:
         the unit. So backward must have come to all calls; and in the last one, a handle waits for those before it that
         all ranks expect. What is left (of units around others, whose calls come between) is reduced when backward ends.
         """
+        backward = unit.backward
         for each in reversed(unit.handles):
-            if each in self._complete:
+            if each in backward.complete:
                 oldest = self._usage.oldest_call(each)
-                if oldest > 1 and (oldest > unit.calls.reached or unit.contains_units):
+                if oldest > 1 and (oldest > backward.reached or unit.contains_units):
                     return
-                self._complete.discard(each)
+                backward.complete.discard(each)
                 self._reductions.submit(each, unit.postdivide, keep=self.participation.is_uneven)
-            elif each in unit.incomplete and self._usage.is_coming(each):
+            elif each in backward.missing and self._usage.is_coming(each):
                 return
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
-        unit.unpassed.discard(call)
+        unit.backward.leave(call)
         if self.is_in_backward:
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.incomplete or unit.unpassed or unit.calls.may_come or unit.state is TrainingState.FORWARD:
+        if unit.state is TrainingState.FORWARD or not unit.backward.is_through:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
@@ -431,7 +431,7 @@ class Runtime:
         for handle in self.handles:
             handle.mark_unreduced()
         for unit in self.units:
-            unit.unpassed.clear()
+            unit.backward.end()
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
@@ -470,7 +470,7 @@ class Runtime:
         """Take part in the reduction of a handle of which others have a gradient."""
         unit = next(unit for unit in self.units if handle in unit.handles)
         handle.gradients.owe()
-        unit.incomplete.discard(handle)
+        unit.backward.missing.discard(handle)
         if handle.gradients.is_reduced:
             self._reductions.submit(handle, unit.postdivide, keep=True)
 
@@ -552,7 +552,7 @@ class Runtime:
         self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:
-            unit.unpassed.clear()
+            unit.backward.end()
             for handle in unit.handles:
                 handle.drop_unreduced()
             if unit.state is not TrainingState.FORWARD:

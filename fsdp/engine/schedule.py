@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -56,55 +55,3 @@ def _next_two(order: Sequence[T], place: int) -> Sequence[T]:
             if len(ahead) == 2:
                 break
     return ahead
-
-
-class Numbered(Protocol):
-    """A forward of a unit."""
-
-    number: int
-
-
-class UnitCalls:
-    """The forwards of one unit, and which of them backward has come to.
-
-    A unit may run several times before the backward of all. Which parameters are used in which of its calls, ranks need
-    not have in common; that there was a call, and that backward comes to it, they have. So what they do together with
-    a unit in backward follows its calls. Backward comes to the last one first: the *age* of a call is 1 for the last
-    one that was made before backward began, and higher for older ones.
-
-    Attributes:
-        oldest: the age of the oldest call of which there is a graph, when backward began; 0 if there was none.
-        reached: the age of the oldest call that backward has come to; 0 before it comes to any.
-    """
-
-    def __init__(self) -> None:
-        self.oldest = self.reached = 0
-        self._made = self._before_backward = 0
-        self._with_graph: list[weakref.ref[Numbered]] = []  # those made since the last backward began
-
-    def add(self, call: Numbered) -> None:
-        """Backward may come to this forward, which has just ended, for as long as it lives."""
-        self._made += 1
-        call.number = self._made
-        calls = self._with_graph
-        while calls and calls[-1]() is None:
-            calls.pop()
-        calls.append(weakref.ref(call))
-
-    def begin_backward(self) -> None:
-        """A backward begins. Older calls that it does not come to are not expected in later ones."""
-        self._before_backward, self.reached = self._made, 0
-        self.oldest = max((self._age(call) for call in (each() for each in self._with_graph) if call), default=0)
-        self._with_graph.clear()
-
-    def reach(self, call: Numbered) -> None:
-        """Backward has come to a call."""
-        self.reached = max(self.reached, self._age(call))
-
-    @property
-    def may_come(self) -> bool:
-        """Return whether backward may come to calls yet that are older than those that it has come to."""
-        return self.reached < self.oldest
-
-    def _age(self, call: Numbered) -> int:
-        return self._before_backward - call.number + 1

@@ -42,7 +42,7 @@ from fsdp.engine.policy import Policy
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
-from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
+from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
 from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import Unit, own_modules, unit_of
 
@@ -97,7 +97,7 @@ def shard_module(
     for shard in shards:
         unit.add_handle(shard, reduce_comm)
     unit.rename(type(module).__name__)
-    unit.restore_order()
+    restore_order(unit)
     guard(unit, lists_parts=form.lists_parts, names_shards=form.names_shards)
     return unit, reduce_group
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.distributed.gather_extension import values_of
@@ -74,6 +74,22 @@ class ShardValues:
                 self.local_shards[slot].copy_(rows)
         self.touch()
         self._end_lack(slot)
+
+    def keep(self, slot: int, value: nn.Parameter) -> None:
+        """Store this rank's shard of what a user has made of an unsharded parameter.
+
+        Raises:
+            ValueError: if it has another shape or `requires_grad`, or no values.
+        """
+        name, listed = self._layout.slots[slot].name, self._orig_params
+        if value.is_meta:
+            raise ValueError(f"{name} has no values now: what was assigned is on meta")
+        if value.requires_grad is not (self._flat_param if listed is None else listed.params[slot]).requires_grad:
+            raise ValueError(
+                f"{name} has requires_grad={value.requires_grad} now: set that on the parameters that the sharded "
+                "model lists, not on a new value"
+            )
+        self.store(slot, value)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
         """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""

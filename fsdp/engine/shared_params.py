@@ -43,6 +43,18 @@ def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
 
+def restore_order(unit: Unit) -> None:
+    """Have the modules of a unit list their parameters in the order from before they were wrapped."""
+    for each in dict.fromkeys([unit, *(member for one in unit.shares for member in one.members)]):
+        places = [*(one.places for one in each.wanted), *(used for one in each.visible_handles for used in one.places)]
+        for module in {place.module for used in places for place in used}:
+            params = dict(module._parameters)
+            module._parameters.clear()
+            order = each.param_order.get(module, ())
+            module._parameters.update({name: params.pop(name) for name in order if name in params})
+            module._parameters.update(params)
+
+
 def share(unit: Unit, param: Any) -> None:
     """Let `unit` use a parameter that another one took; see `append_shared_param`."""
     if any(one.state is TrainingState.SUMMON_FULL_PARAMS for one in (unit, *(one.owner for one in unit.wanted))):
@@ -79,7 +91,7 @@ def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
     unit.shares.append(common)
     for member in common.members:
         member.is_agreed = False
-    unit.restore_order()
+    restore_order(unit)
 
 
 def _check(unit: Unit, asked: Wanted) -> None:
@@ -236,7 +248,7 @@ def _tie(first: _Listed, other: _Listed) -> None:
         place.module._parameters.pop(place.name, None)
     handle.use_at(places)
     if other.unit is first.unit:
-        other.unit.restore_order()
+        restore_order(other.unit)
     else:
         _join(other.unit, handle, first.unit)
 

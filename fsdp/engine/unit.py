@@ -22,8 +22,8 @@ from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import clean_name
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
-from fsdp.engine.schedule import UnitCalls
 from fsdp.engine.shard import Shard
+from fsdp.engine.unit_backward import UnitBackward
 
 if TYPE_CHECKING:
     from fsdp.engine.managed_params import Places
@@ -190,9 +190,7 @@ class Unit:
         listed = [tensor for inner in every for tensor in (*inner._parameters.values(), *inner._buffers.values())]
         self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
-        self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
-        self.calls = UnitCalls()
-        self.unpassed: set[object] = set()  # calls: backward has reached their outputs and not their inputs
+        self.backward = UnitBackward()
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
@@ -230,9 +228,7 @@ class Unit:
         forgotten: dict[str, Any] = {
             "runtime": None,
             "is_agreed": False,
-            "incomplete": set(),
-            "calls": UnitCalls(),
-            "unpassed": set(),
+            "backward": UnitBackward(),
             "yet_to_run": set(),
             "policy": self.policy.of_copy(),
             "requests": {},
@@ -323,19 +319,7 @@ class Unit:
         """Leave it to another unit to run this handle."""
         handle.reshard()
         self.handles.remove(handle)
-        self.incomplete.discard(handle)
-
-    def restore_order(self) -> None:
-        """Have modules list their parameters in the order from before they were wrapped."""
-        for unit in dict.fromkeys([self, *(member for one in self.shares for member in one.members)]):
-            wanted = [one.places for one in unit.wanted]
-            used = [places for handle in unit.visible_handles for places in handle.places]
-            for module in {place.module for places in (*wanted, *used) for place in places}:
-                params = dict(module._parameters)
-                module._parameters.clear()
-                order = unit.param_order.get(module, ())
-                module._parameters.update({name: params.pop(name) for name in order if name in params})
-                module._parameters.update(params)
+        self.backward.missing.discard(handle)
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
         """The dtypes for a parameter that is used at these places."""
@@ -447,9 +431,7 @@ class Unit:
         )
 
     def begin_backward(self) -> None:
-        self.expect_gradients()
-        self.calls.begin_backward()
-        self.unpassed.clear()
+        self.backward.begin(self.trained_handles)
         sync = self.policy.sync
         if sync is GradientSync.SHARDS and self.replicas.world_size == 1:
             sync = GradientSync.FULL  # there is nothing to hold them for
@@ -457,8 +439,8 @@ class Unit:
             handle.begin_backward(sync, self.policy.fills_unused)
 
     def expect_gradients(self) -> None:
-        """Expect gradients: a backward begins, or begins again in a re-entrant checkpoint."""
-        self.incomplete = set(self.trained_handles)
+        """Expect gradients anew: a backward comes to it again, by a re-entrant checkpoint or an output found late."""
+        self.backward.missing = set(self.trained_handles)
 
     @property
     def trained_handles(self) -> list[FlatParamHandle]:

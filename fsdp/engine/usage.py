@@ -64,7 +64,7 @@ class Usage:
     def begin(self, handles: Mapping[FlatParamHandle, int], *, ranks_begin_together: bool) -> None:
         """Collective, inside of the backward that begins; the answers are awaited when they are needed.
 
-        The backward reduces these handles, each with the age of its unit's oldest call (see `UnitCalls`). Unless
+        The backward reduces these handles, each with the age of its unit's oldest call (see `UnitBackward`). Unless
         `ranks_begin_together`, nothing is known before the end.
         """
         self._differing, self._used, self._times, self._oldest_calls = set(), {}, {}, {}

@@ -29,6 +29,7 @@ from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
+from fsdp.engine.shared_params import restore_order
 from fsdp.engine.state_requests import Summoning, serving
 from fsdp.engine.unit import TrainingState, Unit
 from fsdp.engine.user_attributes import give_attributes
@@ -58,7 +59,7 @@ class Exposure:
         self._looks = {key: _Look.at(param, by_value) for key, param in self.numbered()}
         for handle in self.handles:
             handle.is_exposed = True
-        unit.restore_order()
+        restore_order(unit)
 
     def numbered(self) -> Iterator[tuple[tuple[FlatParamHandle, int], nn.Parameter]]:
         """Yield the parameters that are shown, each after its handle and its number there."""
@@ -89,7 +90,7 @@ class Exposure:
             handle.is_exposed = False
             if handle in self.params:
                 problems += _remove(handle, keep)
-        self._unit.restore_order()
+        restore_order(self._unit)
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
         self._unit.state = self._outer_state
@@ -169,7 +170,7 @@ def keep_value(handle: FlatParamHandle, slot: int) -> None:
     """Keep what an exposed parameter is now; one that had no values, and got none, goes on having none."""
     value = handle.registry.replacement(slot)
     if slot not in handle.valueless or not is_marked(value):
-        handle.keep(slot, value)
+        handle.values.keep(slot, value)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from fsdp.engine.reduction import Reductions
-from fsdp.engine.schedule import ExecutionOrder, UnitCalls
+from fsdp.engine.schedule import ExecutionOrder
 
 
 class Unit:
@@ -157,60 +157,3 @@ def test_gradients_that_still_wait_are_sent_in_one_order_on_all_ranks() -> None:
         reductions._waiting = {2: 2, 0: 0, 1: 1}  # type: ignore[dict-item]
         reductions.finish()
     assert sent == [0, 1, 2]
-
-
-class Call:
-    """A forward of a unit."""
-
-    number = 0
-
-
-def made(calls: UnitCalls, count: int) -> list[Call]:
-    every = [Call() for _ in range(count)]
-    for call in every:
-        calls.add(call)
-    return every
-
-
-def test_backward_awaits_the_oldest_call_of_which_there_is_a_graph() -> None:
-    calls = UnitCalls()
-    every = made(calls, 4)
-    del every[0]
-    calls.begin_backward()
-    assert (calls.oldest, calls.reached) == (3, 0)
-    for age, call in enumerate(reversed(every), start=1):
-        assert calls.may_come
-        calls.reach(call)
-        assert calls.reached == age
-    assert not calls.may_come
-
-
-def test_calls_that_were_made_later_are_not_awaited() -> None:
-    """Backward comes to the last one first: it has passed by those when it comes to an older one."""
-    calls = UnitCalls()
-    first, _second = made(calls, 2)
-    calls.begin_backward()
-    calls.reach(first)
-    assert not calls.may_come
-
-
-def test_a_backward_that_leaves_calls_out_is_the_only_one_to_await_them() -> None:
-    calls = UnitCalls()
-    first, second = made(calls, 2)
-    calls.begin_backward()
-    calls.reach(second)
-    assert calls.may_come
-    calls.begin_backward()
-    assert not calls.may_come
-    (third,) = made(calls, 1)
-    calls.begin_backward()
-    calls.reach(third)
-    assert (calls.oldest, calls.reached) == (1, 1)
-    assert first.number < third.number
-
-
-def test_forwards_without_a_backward_leave_nothing_behind() -> None:
-    calls = UnitCalls()
-    for _ in range(1000):
-        made(calls, 1)
-    assert len(calls._with_graph) == 1

@@ -1,0 +1,90 @@
+"""`UnitBackward` knows how far backward has come with one unit.
+
+A unit may run several times before the backward of all. Which parameters are used in which of its calls, ranks need
+not have in common; that there was a call, and that backward comes to it, they have. So what they do together with a
+unit in backward follows its calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from fsdp.engine.handle import FlatParamHandle
+
+
+class Numbered(Protocol):
+    """A forward of a unit."""
+
+    number: int
+
+
+class UnitBackward:
+    """Knows how far backward has come with a unit: with its calls, and with the gradients of parameters and inputs.
+
+    Backward comes to the last call first: the *age* of a call is 1 for the last one that was made before backward
+    began, and higher for older ones.
+
+    Attributes:
+        oldest: the age of the oldest call of which there is a graph, when backward began; 0 if there was none.
+        reached: the age of the oldest call that backward has come to; 0 before it comes to any.
+        missing: the handles whose gradients are not all there.
+        complete: those whose gradients are, and that will be reduced when it is their turn.
+    """
+
+    def __init__(self) -> None:
+        self.oldest = self.reached = 0
+        self.missing: set[FlatParamHandle] = set()
+        self.complete: set[FlatParamHandle] = set()
+        self._inside: set[Numbered] = set()  # calls: backward has come to their outputs, and not to their inputs
+        self._made = self._before_backward = 0
+        self._with_graph: list[weakref.ref[Numbered]] = []  # those made since the last backward began
+
+    def add(self, call: Numbered) -> None:
+        """Backward may come to this forward, which has just ended, for as long as it lives."""
+        self._made += 1
+        call.number = self._made
+        calls = self._with_graph
+        while calls and calls[-1]() is None:
+            calls.pop()
+        calls.append(weakref.ref(call))
+
+    def begin(self, handles: Iterable[FlatParamHandle]) -> None:
+        """A backward begins, which may bring gradients of these. Older calls that it does not come to are forgotten."""
+        self._before_backward, self.reached = self._made, 0
+        self.oldest = max((self._age(call) for call in (each() for each in self._with_graph) if call), default=0)
+        self._with_graph.clear()
+        self.complete.clear()
+        self.missing = set(handles)
+        self.end()
+
+    def reach(self, call: Numbered) -> None:
+        """Backward has come to a call."""
+        self.reached = max(self.reached, self._age(call))
+
+    def await_inputs(self, call: Numbered) -> None:
+        """Backward goes on through the inputs of a call that it has come to, until `leave`."""
+        self._inside.add(call)
+
+    def leave(self, call: Numbered) -> None:
+        """Backward has the gradients of the inputs of a call."""
+        self._inside.discard(call)
+
+    def end(self) -> None:
+        """The backward has ended, or was given up: it leaves no more calls."""
+        self._inside.clear()
+
+    @property
+    def may_come(self) -> bool:
+        """Return whether backward may come to calls yet that are older than those that it has come to."""
+        return self.reached < self.oldest
+
+    @property
+    def is_through(self) -> bool:
+        """Return whether backward has come to all calls, with all gradients of parameters and of inputs."""
+        return not (self.missing or self._inside or self.reached < self.oldest)
+
+    def _age(self, call: Numbered) -> int:
+        return self._before_backward - call.number + 1
