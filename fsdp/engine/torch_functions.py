@@ -41,6 +41,7 @@ from fsdp.engine.grad_clipping import (
 )
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.registration import Listing
 from fsdp.engine.runtime import Runtime, runtimes
 
@@ -303,7 +304,7 @@ def _listed(tensors: Tensors) -> list[Any]:
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:
     """Return where in memory a plain tensor begins, by which a detached gradient is known; None if it has no place."""
-    memory = 0 if is_dtensor(tensor) else memory_of(tensor)
+    memory = 0 if is_dtensor(tensor) or isinstance(tensor, Placeholder) else memory_of(tensor)
     return (memory, int(tensor.storage_offset())) if memory else None
 
 

@@ -217,3 +217,21 @@ def _clip_plain() -> None:
     assert_close(get_total_norm(grads), torch.tensor(1e-3), rtol=1e-3, atol=0.0)
     with pytest.warns(UserWarning, match="empty generator"):
         clip_grad_norm_((param for param in ()), 1.0)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
+def test_another_model_is_clipped_while_a_sharded_one_accumulates(ranks: RankPool, options: dict[str, Any]) -> None:
+    """As with two networks that train against each other."""
+    ranks(2).run(_clip_another, options)
+
+
+def _clip_another(options: dict[str, Any]) -> None:
+    model, plain = nested_mlp(fully_sharded(**options)), nested_mlp(keep)
+    with model.no_sync():
+        backward(model, dist.get_rank())
+    for clip in (clip_grad_norm_, get_total_norm):
+        backward(plain, 0)
+        given = [param if clip is clip_grad_norm_ else param.grad for param in plain.parameters()]
+        expected = math.sqrt(sum(float(param.grad.square().sum()) for param in plain.parameters()))
+        assert float(clip(given, *[0.1] * (clip is clip_grad_norm_))) == pytest.approx(expected)
+        plain.zero_grad()
