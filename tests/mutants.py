@@ -7,6 +7,11 @@ changes each in a copy of the repository as a tired programmer might, runs the t
 fails, and lists the mistakes that no test has found in time. Each of those is a hole in the tests, or a change that
 makes no difference, which somebody has to look at. It takes about a minute for a mistake; with `--results FILE` a run
 that was interrupted goes on where it was.
+
+    python -m tests.mutants --waits
+
+takes back instead, one after the other, all that keeps an accelerator's streams in order: waits, events, and references
+by which memory lives long enough. It runs the tests on an accelerator, on a simulated one if there is no GPU.
 """
 
 from __future__ import annotations
@@ -156,6 +161,20 @@ CONCERNS = {
 }
 
 
+# The same for what keeps an accelerator's streams in order.
+ORDERED = {
+    "distributed/devices": (
+        "distributed/accelerator_streams state_dict_utils/accelerator_stager engine/accelerator_offload"
+    ),
+    "distributed/collectives distributed/communicator": "engine/accelerator engine/accelerator_offload",
+    "engine/handle engine/runtime engine/gradient_hooks": "engine/accelerator_offload engine/accelerator_precision",
+    "state_dict/summon": "engine/accelerator_offload",
+    "state_dict_utils/stager": "state_dict_utils/accelerator_stager",
+    "wrap/checkpoint_wrapper": "wrap/checkpoint_wrapper_memory",
+}
+WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record"}
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change of one line."""
@@ -203,6 +222,28 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     for node in ast.walk(tree):
         if node not in skipped:
             yield from _changes(path, node)
+
+
+def waits_of(path: Path) -> Iterator[Mutant]:
+    """Every wait, event and reference in a file that keeps an accelerator's streams in order, taken back."""
+    for node in ast.walk(ast.parse(_source(path))):
+        if getattr(node, "lineno", None) != getattr(node, "end_lineno", None):
+            continue
+        statement = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value
+        if statement and isinstance(statement.func, ast.Attribute):
+            of = ast.unparse(statement.func.value)
+            if statement.func.attr in WAITS or (statement.func.attr == "settle" and "copy_stream" in of):
+                yield _replaced(path, statement, "pass")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "after":
+            yield _replaced(path, node, ast.unparse(node.func.value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "after_use_of":
+            yield _replaced(path, node, ast.unparse(node.args[1]))
+        elif isinstance(node, ast.Assign) and ast.unparse(node) == "self._last_source = source":
+            yield _replaced(path, node, "pass")
+
+
+def _replaced(path: Path, node: ast.stmt | ast.expr, new: str) -> Mutant:
+    return Mutant(path, node.lineno, node.col_offset, node.end_col_offset or 0, new)
 
 
 COMPARED = {
@@ -333,8 +374,14 @@ def main() -> None:
         "--results", type=Path, help="a file that gets each result at once; what is in it is not repeated"
     )
     parser.add_argument("--list", action="store_true", help="show what is drawn, and run nothing")
+    parser.add_argument("--waits", action="store_true", help="take back what keeps an accelerator's streams in order")
     arguments = parser.parse_args()
-    chosen = {mutant.describe(): (mutant, tests) for mutant, tests in drawn(arguments.seed)[: arguments.count]}
+    planted = drawn(arguments.seed)[: arguments.count]
+    if arguments.waits:
+        planted = [
+            (one, tests) for rows, tests in ORDERED.items() for path in modules_of(rows) for one in waits_of(path)
+        ]
+    chosen = {mutant.describe(): (mutant, tests) for mutant, tests in planted}
     if arguments.list:
         print("\n".join(chosen))
         return
@@ -344,11 +391,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
-        for number, (shown, planted) in enumerate(chosen.items()):
+        for number, (shown, mistake) in enumerate(chosen.items()):
             if shown in results:
                 continue
             began = time.monotonic()
-            results[shown] = first_failure(*planted, copy, arguments.limit)
+            results[shown] = first_failure(*mistake, copy, arguments.limit)
             took = time.monotonic() - began
             print(f"{number} {'found' if results[shown] else 'MISSED'} in {took:.0f} s: {shown}\n    {results[shown]}")
             if arguments.results is not None:
