@@ -1,4 +1,4 @@
-"""The fixtures `ranks` and `cuda_ranks`, and what the `gpu` marker does. docs/testing.md is the manual."""
+"""The fixtures `ranks` and `accelerator_ranks`, and what the markers do. docs/testing.md is the manual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ import torch
 
 pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 
+from tests import simulated  # noqa: E402
 from tests.helpers import sessions  # noqa: E402
+from tests.helpers.accelerator import IS_SIMULATED, AcceleratorRanks, has_accelerator  # noqa: E402
 from tests.helpers.ranks import RankPool, Ranks  # noqa: E402
 from tests.helpers.sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
 
@@ -50,8 +52,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("accelerator") and not has_accelerator():
+        pytest.skip("needs a CUDA device, or a C++ compiler for a simulated one")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test with the marker `accelerator` that asks for no ranks in one: this process has no accelerator."""
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if pyfuncitem.get_closest_marker("accelerator") is None or "accelerator_ranks" in arguments:
+        return None
+    start: AcceleratorRanks = pyfuncitem._request.getfixturevalue("accelerator_ranks")
+    start(1).run(pyfuncitem.function, **arguments)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,14 +99,18 @@ def lit_ranks(ranks: RankPool) -> LitRanks:
 
 
 @pytest.fixture(scope="session")
-def cuda_ranks(ranks: RankPool) -> Callable[..., Ranks]:
-    """As `ranks`, for bodies with CUDA tensors; mark the test `gpu`.
+def accelerator_ranks(ranks: RankPool) -> AcceleratorRanks:
+    """As `ranks`, for bodies with tensors on the `ACCELERATOR`; mark the test `accelerator`.
 
-    `cuda_ranks(n)` shares the GPUs among n ranks over gloo. `cuda_ranks(n, backend="nccl")` needs one GPU per
-    rank, so on a machine with a single one only n = 1 runs, and the others skip.
+    On CUDA, `accelerator_ranks(n)` shares the GPUs among n ranks over gloo. `accelerator_ranks(n, backend="nccl")`
+    needs one GPU per rank, so on a machine with a single one only n = 1 runs, and the others skip. The simulated device
+    has collectives by NCCL's rules in both cases.
     """
 
     def start(world_size: int, *, backend: str = "gloo", **options: Any) -> Ranks:
+        if IS_SIMULATED:
+            simulated.build()
+            return ranks(world_size, backend="cpu:gloo,sim:simulated", **options)
         if backend == "nccl" and world_size > torch.cuda.device_count():
             pytest.skip(f"NCCL needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
         # A name of its own even for gloo: CPU tests must not run in processes that hold a CUDA context.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -190,9 +190,12 @@ class MeshPart:
         from torch.distributed.tensor import DTensor
 
         stride = torch.empty(self.shape, device="meta").stride()  # flattened parameters lie in row-major order
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=tuple(stride)
+        is_elsewhere = local.device.type != self.mesh.device_type  # offloaded: torch would move it to the mesh's device
+        given = local.to("meta") if is_elsewhere else local
+        made = DTensor.from_local(
+            given, self.mesh, self.placements, run_check=False, shape=self.shape, stride=tuple(stride)
         )
+        return cast("DTensor", beside(made, local)) if is_elsewhere else made
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient. Collective over the mesh if it is still to be summed over it."""

@@ -239,11 +239,17 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
 
 
 def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
-    """Raise ValueError if the handle could not follow its shard after `fn`."""
+    """Raise ValueError, or RuntimeError for a move, if the handle could not follow its shard after `fn`."""
     shard = handle.flat_param
     if any(shard.parts):
         check_device(handle.name, shard.parts, fn(torch.empty(0, device=handle.storage.device)).device)
-    cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+    before = _probe(handle)
+    cast = fn(before)
+    if not (handle.storage.keeps_shards or torch._has_compatible_shallow_copy_type(before, cast)):
+        raise RuntimeError(
+            f"{handle.name}: torch cannot move a parameter from {before.device} to {cast.device} in place, as it can "
+            "to CUDA. Move the module there before it is sharded."
+        )
     handle.precision.check(f"after this cast {handle.name}", cast.dtype, shard.requires_grad)
 
 

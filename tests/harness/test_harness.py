@@ -22,6 +22,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 
 from tests import conftest
+from tests.helpers.accelerator import ACCELERATOR
 from tests.helpers.parity import RanksTestCase
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
@@ -398,18 +399,18 @@ def _put_handlers_back_and_hang() -> None:
 # GPUs
 
 
-@pytest.mark.gpu
-def test_several_ranks_share_a_gpu_over_gloo(cuda_ranks: Any) -> None:
-    assert cuda_ranks(2).run(_sum_on_gpu) == [1.0, 1.0]
+@pytest.mark.accelerator
+def test_several_ranks_share_an_accelerator(accelerator_ranks: Any) -> None:
+    assert accelerator_ranks(2).run(_sum_on_gpu) == [1.0, 1.0]
 
 
 @pytest.mark.gpu
-def test_one_rank_per_gpu_over_nccl(cuda_ranks: Any) -> None:
-    assert cuda_ranks(1, backend="nccl").run(_sum_on_gpu) == [0.0]
+def test_one_rank_per_gpu_over_nccl(accelerator_ranks: Any) -> None:
+    assert accelerator_ranks(1, backend="nccl").run(_sum_on_gpu) == [0.0]
 
 
 def _sum_on_gpu() -> float:
-    total = torch.tensor(float(dist.get_rank()), device="cuda")
+    total = torch.tensor(float(dist.get_rank()), device=ACCELERATOR)
     dist.all_reduce(total)
     return total.item()
 

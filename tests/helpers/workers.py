@@ -34,6 +34,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import simulated
+
 if dist.is_gloo_available():
     from torch.distributed import ProcessGroupGloo as Gloo
 
@@ -45,6 +47,8 @@ PACKAGE = "fsdp"  # and this one where the server would find the right copy
 # after its run.
 MAX_THREADS = 200
 MAX_RESIDENT_MIB = 3000
+
+MOST_DELAY = 300  # microseconds: each fourth kernel of the simulated device begins so much later at most
 
 _set_aside = 0  # modules whose objects no collection walks
 
@@ -219,6 +223,8 @@ def _join(station: Station) -> None:
     if station.backend is None:
         return
     device = None
+    if "simulated" in station.backend:
+        simulated.install().set_delay(MOST_DELAY)
     if "cuda" in station.backend or station.backend == "nccl":
         device = torch.device("cuda", station.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.gpu, needs_lightning]
 )
 @pytest.mark.parametrize(("backend", "world_size"), [("nccl", 1), ("gloo", 2)])
 def test_a_trainer_fits_as_one_process(
-    cuda_ranks: Callable[..., Ranks], options: dict[str, Any], backend: str, world_size: int
+    accelerator_ranks: Callable[..., Ranks], options: dict[str, Any], backend: str, world_size: int
 ) -> None:
-    cuda_ranks(world_size, backend=backend, timeout=240.0).run(_fit, options, "32-true")
+    accelerator_ranks(world_size, backend=backend, timeout=240.0).run(_fit, options, "32-true")
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
-def test_precisions_train_about_as_float32(cuda_ranks: Callable[..., Ranks], precision: str) -> None:
-    cuda_ranks(1, backend="nccl", timeout=240.0).run(_fit, {}, precision)
+def test_precisions_train_about_as_float32(accelerator_ranks: Callable[..., Ranks], precision: str) -> None:
+    accelerator_ranks(1, backend="nccl", timeout=240.0).run(_fit, {}, precision)
 
 
 def _fit(options: dict[str, Any], precision: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler
-from fsdp.distributed.collectives import DirectExchange
+from fsdp.distributed.collectives import DirectExchange, TorchCollectives
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, Training, fully_sharded, sgd_with_momentum, train_sharded
@@ -60,7 +60,8 @@ def backward(model: nn.Module, scaler: torch.amp.GradScaler, inputs: Tensor | No
 
 def spoil_shard(params: Any, value: float = math.inf) -> None:
     """Put a value that cannot be stepped into one gradient of this rank."""
-    next(param.grad for param in params if param.grad is not None)[0] = value
+    grad = next(param.grad for param in params if param.grad is not None)
+    getattr(grad, "stands_for", grad)[0] = value  # of one that is kept on another device, a placeholder
 
 
 def step_changes(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -76,13 +77,17 @@ def step_changes(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 def counted_reductions() -> Iterator[list[str]]:
     """The all-reduces that this rank takes part in, by their operation."""
     calls: list[str] = []
-    reduce = DirectExchange.all_reduce
 
-    def counting(self: DirectExchange, tensor: Tensor, op: str, what: str) -> Any:
-        calls.append(op)
-        return reduce(self, tensor, op, what)
+    def counted(reduce: Any) -> Any:
+        def counting(self: Any, tensor: Tensor, op: str, what: str) -> Any:
+            calls.append(op)
+            return reduce(self, tensor, op, what)
 
-    with mock.patch.object(DirectExchange, "all_reduce", counting):
+        return counting
+
+    with ExitStack() as stack:
+        for kind in (DirectExchange, TorchCollectives):
+            stack.enter_context(mock.patch.object(kind, "all_reduce", counted(kind.all_reduce)))
         yield calls
 
 

@@ -20,6 +20,7 @@ from fsdp.state_dict_utils import (
     gather_state_dict,
     offload_state_dict_to_cpu,
 )
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import assert_same_tree, counting, mesh_of, spread
 
@@ -154,31 +155,36 @@ def test_memory_that_cannot_be_registered_is_an_error_that_names_the_tensor(runt
     assert runtime.registered == {}
 
 
-# With a GPU
+# With an accelerator
 
 
-def on_gpu() -> dict[str, Any]:
-    return {key: tensor.cuda() for key, tensor in TREE.items()}
+def on_accelerator() -> dict[str, Any]:
+    return {key: tensor.to(ACCELERATOR) for key, tensor in TREE.items()}
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.parametrize("share_memory", [False, True])
-def test_pinned_trees_take_copies_from_a_gpu(share_memory: bool) -> None:
-    tree = create_cpu_state_dict(on_gpu(), pin_memory=True, share_memory=share_memory)
+def test_pinned_trees_take_copies_from_an_accelerator(share_memory: bool) -> None:
+    if share_memory and IS_SIMULATED:
+        pytest.skip("only CUDA pins memory that is shared already")
+    tree = create_cpu_state_dict(on_accelerator(), pin_memory=True, share_memory=share_memory)
     assert all(tensor.is_pinned() for tensor in tensors(tree) if tensor.numel())
     assert all(tensor.is_shared() == share_memory for tensor in tensors(tree))
-    copy_state_dict(on_gpu(), tree, non_blocking=True)
-    torch.cuda.synchronize()
+    copy_state_dict(on_accelerator(), tree, non_blocking=True)
+    device_module().synchronize()
     assert_same_tree(tree, TREE)
 
 
 @pytest.mark.gpu
 def test_registered_memory_is_unregistered_when_released() -> None:
     for _ in range(20):  # the same addresses come again, and CUDA refuses those that are still registered
-        create_cpu_state_dict(on_gpu(), pin_memory=True, share_memory=True)
+        create_cpu_state_dict(on_accelerator(), pin_memory=True, share_memory=True)
 
 
-@pytest.mark.gpu
-def test_offloading_and_gathering_bring_gpu_tensors_to_the_host() -> None:
-    assert_same_tree(offload_state_dict_to_cpu(on_gpu()), TREE)
-    assert_same_tree(gather_state_dict(on_gpu(), cpu_offload=True), TREE)
+@pytest.mark.accelerator
+def test_offloading_and_gathering_bring_tensors_of_an_accelerator_to_the_host() -> None:
+    for _ in range(3):
+        tree = on_accelerator()
+        device_module()._sleep(20_000_000)
+        assert_same_tree(offload_state_dict_to_cpu({key: tensor + 0 for key, tensor in tree.items()}), TREE)
+        assert_same_tree(gather_state_dict(tree, cpu_offload=True), TREE)

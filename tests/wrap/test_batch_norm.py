@@ -24,11 +24,10 @@ from fsdp import (
     get_fsdp_instances,
 )
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
+from tests.helpers.accelerator import AcceleratorRanks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool, Ranks
-
-CudaRanks = Callable[..., Ranks]
+from tests.helpers.ranks import RankPool
 
 
 class Residual(nn.Module):
@@ -352,9 +351,9 @@ def _evaluate_synchronised() -> None:
 @pytest.mark.parametrize("is_unit", [True, False])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_synchronised_batch_norms_train_as_one_process_with_the_global_batch(
-    cuda_ranks: CudaRanks, backend: str, is_unit: bool
+    accelerator_ranks: AcceleratorRanks, backend: str, is_unit: bool
 ) -> None:
-    cuda_ranks(2 if backend == "gloo" else 1, backend=backend).run(_train_synchronised, is_unit)
+    accelerator_ranks(2 if backend == "gloo" else 1, backend=backend).run(_train_synchronised, is_unit)
 
 
 def _train_synchronised(is_unit: bool) -> None:

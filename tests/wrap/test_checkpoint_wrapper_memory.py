@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
+from tests.helpers.accelerator import ACCELERATOR, device_module
 from tests.helpers.equality import assert_same
 from tests.wrap.test_checkpoint_wrapper import Function, gradients, inputs, kept_or_offloaded, layers
 
@@ -118,46 +119,46 @@ def test_offload_moves_inputs_and_nothing_else(nested: bool) -> None:
 # On CUDA
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @kept_or_offloaded
-def test_gradients_on_cuda_are_those_of_the_plain_module(offload_to_cpu: bool) -> None:
+def test_gradients_on_an_accelerator_are_those_of_the_plain_module(offload_to_cpu: bool) -> None:
     results: list[list[Tensor | None]] = []
     for module in (layers(), layers()):
-        module.cuda()
+        module.to(ACCELERATOR)
         if results:
             module = nn.Sequential(*(checkpoint_wrapper(layer, offload_to_cpu) for layer in module))
         torch.manual_seed(5)
-        batch = inputs().detach().cuda().requires_grad_()
+        batch = inputs().detach().to(ACCELERATOR).requires_grad_()
         for _ in range(3):  # copies of one step and the next go through the same memory
             module(batch).sin().sum().backward()
         results.append(gradients(module, [batch]))
     assert_same(*results)
 
 
-@pytest.mark.gpu
-def test_random_numbers_on_cuda_are_restored_for_inputs_in_containers() -> None:
+@pytest.mark.accelerator
+def test_random_numbers_on_an_accelerator_are_restored_for_inputs_in_containers() -> None:
     def drop(weight: Tensor, *, batches: list[Tensor]) -> Tensor:
         return nn.functional.dropout(batches[0] * weight, 0.5).sin()
 
     found = []
-    for module in (Function(drop).cuda(), checkpoint_wrapper(Function(drop).cuda())):
+    for module in (Function(drop).to(ACCELERATOR), checkpoint_wrapper(Function(drop).to(ACCELERATOR))):
         torch.manual_seed(5)
-        batch = torch.ones(1000, device="cuda", requires_grad=True)
+        batch = torch.ones(1000, device=ACCELERATOR, requires_grad=True)
         module(batches=[batch]).sum().backward()
         found.append(batch.grad)
     assert torch.equal(*found)  # type: ignore[arg-type]
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 def test_offload_frees_the_devices_memory() -> None:
     size = 8 * 2**20
 
     def kept(offload_to_cpu: bool) -> int:
         module = nn.Sequential(*(checkpoint_wrapper(tanhs(), offload_to_cpu) for _ in range(4)))
-        batch = torch.zeros(size // 4, device="cuda", requires_grad=True)
-        before = torch.cuda.memory_allocated()
+        batch = torch.zeros(size // 4, device=ACCELERATOR, requires_grad=True)
+        before = device_module().memory_allocated()
         output = module(batch)
-        after = torch.cuda.memory_allocated()
+        after = device_module().memory_allocated()
         output.sum().backward()
         return after - before
 

@@ -1,4 +1,4 @@
-"""Staging from CUDA: the copy's side stream, pinned memory, and the way back."""
+"""Staging from an accelerator: the copy's side stream, pinned memory, and the way back."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from torch import nn
 
 from fsdp import StateDictStager
 from fsdp.state_dict_utils import origins, restore
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.pairs import parametrize_pairs
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.accelerator
 
 BUSY = 50_000_000  # clock cycles: some ten milliseconds, in which the host runs ahead
 SIZES = [3, 1 << 18, 1 << 19]  # float32 values: in torch's pinned memory, registered by us
 
 
+def skip_unless_pinned(pin_memory: bool, share_memory: bool) -> None:
+    if pin_memory and share_memory and IS_SIMULATED:
+        pytest.skip("only CUDA pins memory that is shared already")
+
+
 @parametrize_pairs(numel=SIZES, pin_memory=[False, True], share_memory=[False, True])
 def test_a_copy_has_what_was_queued_before(numel: int, pin_memory: bool, share_memory: bool) -> None:
+    skip_unless_pinned(pin_memory, share_memory)
     stager = StateDictStager(pin_memory, share_memory)
-    weight = torch.zeros(numel, device="cuda")
+    weight = torch.zeros(numel, device=ACCELERATOR)
     for step in range(1, 4):
-        torch.cuda._sleep(BUSY)
+        device_module()._sleep(BUSY)
         weight.fill_(step)
         copied = stager.stage({"w": nn.Parameter(weight), "view": weight[1:], "cpu": torch.ones(2)})
         weight.fill_(-1)
@@ -39,17 +46,18 @@ def test_a_copy_has_what_was_queued_before(numel: int, pin_memory: bool, share_m
 
 @parametrize_pairs(numel=SIZES, share_memory=[False, True])
 def test_pinned_memory_is_released(numel: int, share_memory: bool) -> None:
+    skip_unless_pinned(True, share_memory)
     stager = StateDictStager(pin_memory=True, share_memory=share_memory)
     for _ in range(20):  # registering an address twice is an error, and so is a size that was not unregistered
-        stager.stage(torch.ones(numel, device="cuda"))
+        stager.stage(torch.ones(numel, device=ACCELERATOR))
         gc.collect()
         assert stager.held_bytes == 0
 
 
 def test_what_is_protected_may_be_changed_on_the_stream_while_it_is_copied() -> None:
     stager = StateDictStager(pin_memory=True)
-    weight = torch.ones(1 << 24, device="cuda")
-    torch.cuda._sleep(BUSY)
+    weight = torch.ones(1 << 24, device=ACCELERATOR)
+    device_module()._sleep(BUSY)
     pending = stager.stage([weight], non_blocking=True)
     pending.protect()
     weight.zero_()
@@ -58,17 +66,17 @@ def test_what_is_protected_may_be_changed_on_the_stream_while_it_is_copied() -> 
 
 def test_originals_that_are_dropped_meanwhile_are_copied_right() -> None:
     stager = StateDictStager(pin_memory=True)
-    torch.cuda._sleep(BUSY)
-    pending = stager.stage([torch.ones(1 << 24, device="cuda")], non_blocking=True)
-    overwritten = torch.zeros(1 << 24, device="cuda")
+    device_module()._sleep(BUSY)
+    pending = stager.stage([torch.ones(1 << 24, device=ACCELERATOR)], non_blocking=True)
+    overwritten = torch.zeros(1 << 24, device=ACCELERATOR)
     assert bool((pending.wait()[0] == 1).all())
     del overwritten
 
 
 def test_a_copy_goes_back_to_its_devices() -> None:
-    weight = torch.arange(4.0, device="cuda")
+    weight = torch.arange(4.0, device=ACCELERATOR)
     copied = StateDictStager().stage({"w": weight, "view": weight[2:], "cpu": torch.ones(2)})
-    assert origins(copied) == ["cuda:0", "cpu"]
+    assert origins(copied) == [f"{ACCELERATOR}:0", "cpu"]
     restored = restore(copied)
     assert restored["view"].tolist() == [2, 3]
     assert restored["view"].device == weight.device
@@ -81,13 +89,13 @@ class Hides:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hides:
         made = Hides()
-        made.weight = torch.ones(1, device="cuda")  # type: ignore[attr-defined]
+        made.weight = torch.ones(1, device=ACCELERATOR)  # type: ignore[attr-defined]
         return made
 
 
 class Shows:
     def __init__(self) -> None:
-        self.weight = nn.Parameter(torch.ones(1, device="cuda"))
+        self.weight = nn.Parameter(torch.ones(1, device=ACCELERATOR))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shows:
         made = Shows.__new__(Shows)
@@ -97,5 +105,5 @@ class Shows:
 
 def test_what_copies_itself_ends_on_the_cpu_or_is_named() -> None:
     assert StateDictStager().stage(Shows()).weight.device.type == "cpu"
-    with pytest.raises(TypeError, match=r"the tree\[0\]: the __deepcopy__ of .*Hides makes a tensor on cuda"):
+    with pytest.raises(TypeError, match=rf"the tree\[0\]: the __deepcopy__ of .*Hides makes a tensor on {ACCELERATOR}"):
         StateDictStager().stage([Hides()])

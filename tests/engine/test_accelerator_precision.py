@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
 from tests.helpers.models import nested_mlp
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import Ranks
 from tests.optim_utils.test_grad_scaler import (
     OFFLOADS,
     backward,
@@ -27,47 +26,47 @@ from tests.optim_utils.test_grad_scaler import (
 )
 from tests.training.test_option_grid import cells, train_and_compare
 
-pytestmark = pytest.mark.gpu
-
-CudaRanks = Callable[..., Ranks]
+pytestmark = pytest.mark.accelerator
 
 
 @pytest.mark.parametrize("cell", cells(world_size=[2, 3]))
 def test_training_over_gloo_equals_the_unsharded_model_in_the_same_precision(
-    cuda_ranks: CudaRanks, tmp_path: Path, cell: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
 ) -> None:
-    cuda_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), "cuda")
+    accelerator_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), ACCELERATOR)
 
 
 @pytest.mark.parametrize("cell", cells())
 def test_training_over_nccl_equals_the_unsharded_model_in_the_same_precision(
-    cuda_ranks: CudaRanks, tmp_path: Path, cell: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
 ) -> None:
     # A world of one is not sharded; what is offloaded, and what computes in another dtype, comes and goes all the same.
-    cuda_ranks(1, backend="nccl").run(train_and_compare, cell, str(tmp_path), "cuda")
+    accelerator_ranks(1, backend="nccl").run(train_and_compare, cell, str(tmp_path), ACCELERATOR)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, fused_adamw])
 def test_pain_point_17_all_ranks_skip_the_steps_that_one_cannot_take(
-    cuda_ranks: CudaRanks, tmp_path: Path, offload: str, make_optimizer: Any
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, offload: str, make_optimizer: Any
 ) -> None:
     options = offload_options(offload, tmp_path)
-    cuda_ranks(2).run(skip_together, options, device="cuda", make_optimizer=make_optimizer)
+    accelerator_ranks(2).run(skip_together, options, device=ACCELERATOR, make_optimizer=make_optimizer)
 
 
-def test_pain_point_17_gradients_on_two_devices_are_agreed_on_in_one_reduction(cuda_ranks: CudaRanks) -> None:
-    cuda_ranks(2).run(_skip_partly_offloaded)
+def test_pain_point_17_gradients_on_two_devices_are_agreed_on_in_one_reduction(
+    accelerator_ranks: AcceleratorRanks,
+) -> None:
+    accelerator_ranks(2).run(_skip_partly_offloaded)
 
 
 def _skip_partly_offloaded() -> None:
-    with torch.device("cuda"):
+    with torch.device(ACCELERATOR):
         inner = FullyShardedDataParallel(nn.Linear(5, 5), mixed_precision=True, offload="cpu")
         model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)), mixed_precision=True)
-    assert {param.device.type for param in model.parameters()} == {"cpu", "cuda"}
-    optimizer, scaler = sgd_with_momentum(model.parameters()), new_scaler(device="cuda")
-    for device in ("cpu", "cuda"):
-        backward(model, scaler, torch.ones(2, 5, device="cuda"))
+    assert {param.device.type for param in model.parameters()} == {"cpu", ACCELERATOR}
+    optimizer, scaler = sgd_with_momentum(model.parameters()), new_scaler(device=ACCELERATOR)
+    for device in ("cpu", ACCELERATOR):
+        backward(model, scaler, torch.ones(2, 5, device=ACCELERATOR))
         if torch.distributed.get_rank() == 1:
             spoil_shard(param for param in model.parameters() if param.device.type == device)
         with counted_reductions() as calls:
@@ -78,15 +77,17 @@ def _skip_partly_offloaded() -> None:
 
 
 @pytest.mark.parametrize("offload", ["params", "both", "disk"])
-def test_the_optimizer_steps_offloaded_shards_on_the_host(cuda_ranks: CudaRanks, tmp_path: Path, offload: str) -> None:
-    cuda_ranks(2).run(_look_where_things_are, offload_options(offload, tmp_path), is_pinned=offload != "disk")
+def test_the_optimizer_steps_offloaded_shards_on_the_host(
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, offload: str
+) -> None:
+    accelerator_ranks(2).run(_look_where_things_are, offload_options(offload, tmp_path), is_pinned=offload != "disk")
 
 
 def _look_where_things_are(options: dict[str, Any], is_pinned: bool) -> None:
-    with torch.device("cuda"):
+    with torch.device(ACCELERATOR):
         model = nested_mlp(fully_sharded(mixed_precision=True, **options))
-    optimizer, scaler = torch.optim.AdamW(model.parameters()), new_scaler(device="cuda")
-    backward(model, scaler, torch.ones(2, 5, device="cuda"))
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), new_scaler(device=ACCELERATOR)
+    backward(model, scaler, torch.ones(2, 5, device=ACCELERATOR))
     scaler.step(optimizer)
     for param in model.parameters():
         state = [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
@@ -95,16 +96,16 @@ def _look_where_things_are(options: dict[str, Any], is_pinned: bool) -> None:
         assert param.is_pinned() is is_pinned
 
 
-def test_gradients_alone_are_offloaded_to_pinned_memory_until_the_step(cuda_ranks: CudaRanks) -> None:
-    cuda_ranks(2).run(_look_where_gradients_are)
+def test_gradients_alone_are_offloaded_to_pinned_memory_until_the_step(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(2).run(_look_where_gradients_are)
 
 
 def _look_where_gradients_are() -> None:
-    with torch.device("cuda"):
+    with torch.device(ACCELERATOR):
         model = nested_mlp(fully_sharded(mixed_precision=True, move_grads_to_cpu=True))
-    backward(model, new_scaler(device="cuda"), torch.ones(2, 5, device="cuda"))
+    backward(model, new_scaler(device=ACCELERATOR), torch.ones(2, 5, device=ACCELERATOR))
     for param in model.parameters():
         assert isinstance(param, FlatParameter)
-        assert param.is_cuda
+        assert param.device.type == ACCELERATOR
         assert param.held_gradient is not None
         assert param.held_gradient.is_pinned()

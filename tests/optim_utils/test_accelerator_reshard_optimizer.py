@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import Ranks
 
-pytestmark = pytest.mark.gpu
-
-CudaRanks = Callable[..., Ranks]
+pytestmark = pytest.mark.accelerator
 
 
 @pytest.mark.parametrize(
     ("born_on", "how", "options"),
     [
-        ("cuda", {}, {}),
-        ("cuda", {"fused": True}, {}),
-        ("cuda", {"capturable": True}, {}),
-        ("cuda", {}, {"offload": "cpu"}),
-        ("cuda", {"fused": True}, {"offload": "cpu"}),
-        ("cpu", {}, {"compute_device": "cuda"}),
-        ("cpu", {"fused": True}, {"compute_device": "cuda"}),
+        (ACCELERATOR, {}, {}),
+        (ACCELERATOR, {"fused": True}, {}),
+        (ACCELERATOR, {"capturable": True}, {}),
+        (ACCELERATOR, {}, {"offload": "cpu"}),
+        (ACCELERATOR, {"fused": True}, {"offload": "cpu"}),
+        ("cpu", {}, {"compute_device": ACCELERATOR}),
+        ("cpu", {"fused": True}, {"compute_device": ACCELERATOR}),
     ],
 )
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_state_goes_where_the_shards_are(
-    cuda_ranks: CudaRanks, born_on: str, how: dict[str, Any], options: dict[str, Any], use_orig_params: bool
+    accelerator_ranks: AcceleratorRanks,
+    born_on: str,
+    how: dict[str, Any],
+    options: dict[str, Any],
+    use_orig_params: bool,
 ) -> None:
-    cuda_ranks(2).run(_go_on, born_on, how, {**options, "use_orig_params": use_orig_params})
+    accelerator_ranks(2).run(_go_on, born_on, how, {**options, "use_orig_params": use_orig_params})
 
 
 def _go_on(born_on: str, how: dict[str, Any], options: dict[str, Any]) -> None:
@@ -47,7 +48,7 @@ def _go_on(born_on: str, how: dict[str, Any], options: dict[str, Any]) -> None:
             if number == 3 and model is late:
                 model = fully_sharded(**options)(model)
                 model.reshard_optimizer(optimizer)  # type: ignore[operator]
-            on = "cuda" if number >= 3 and model is not plain else born_on
+            on = ACCELERATOR if number >= 3 and model is not plain else born_on
             part = batch.chunk(2)[dist.get_rank()] if number >= 3 and model is not plain else batch
             optimizer.zero_grad()
             model(part.to(on)).square().mean().backward()

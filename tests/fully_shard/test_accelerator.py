@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.engine.test_gpu import global_batches
+from tests.engine.test_accelerator import global_batches
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
 from tests.helpers.models import nested_mlp
-from tests.helpers.ranks import Ranks
 
-pytestmark = pytest.mark.gpu
-
-CudaRanks = Callable[..., Ranks]
+pytestmark = pytest.mark.accelerator
 
 
 def _train(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -35,35 +32,35 @@ def _train(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
 
 def _train_and_compare(options: dict[str, Any], tolerance: float = 1e-5) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = nested_mlp(lambda module: fully_shard(module.cuda(), **options))
-    assert all(param.is_cuda != ("offload_policy" in options) for param in model.parameters())
+    model = nested_mlp(lambda module: fully_shard(module.to(ACCELERATOR), **options))
+    assert all((param.device.type == ACCELERATOR) != ("offload_policy" in options) for param in model.parameters())
     found = _train(model, [batch.chunk(world_size)[rank] for batch in global_batches()])
-    expected = _train(nested_mlp().cuda(), global_batches())
+    expected = _train(nested_mlp().to(ACCELERATOR), global_batches())
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.cpu(), rtol=10 * tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_training_on_one_gpu_over_gloo_equals_the_unsharded_model(
-    cuda_ranks: CudaRanks, world_size: int, reshard_after_forward: bool
+def test_training_on_one_accelerator_equals_the_unsharded_model(
+    accelerator_ranks: AcceleratorRanks, world_size: int, reshard_after_forward: bool
 ) -> None:
-    cuda_ranks(world_size).run(_train_and_compare, {"reshard_after_forward": reshard_after_forward})
+    accelerator_ranks(world_size).run(_train_and_compare, {"reshard_after_forward": reshard_after_forward})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_training_over_nccl_equals_the_unsharded_model(cuda_ranks: CudaRanks, world_size: int) -> None:
-    cuda_ranks(world_size, backend="nccl").run(_train_and_compare, {})
+def test_training_over_nccl_equals_the_unsharded_model(accelerator_ranks: AcceleratorRanks, world_size: int) -> None:
+    accelerator_ranks(world_size, backend="nccl").run(_train_and_compare, {})
 
 
-def test_whole_parameters_may_be_kept_among_neighbours(cuda_ranks: CudaRanks) -> None:
-    cuda_ranks(4).run(_train_and_compare, {"reshard_after_forward": 2})
+def test_whole_parameters_may_be_kept_among_neighbours(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(4).run(_train_and_compare, {"reshard_after_forward": 2})
 
 
-def test_shards_may_live_on_the_host(cuda_ranks: CudaRanks) -> None:
-    cuda_ranks(2).run(_train_and_compare, {"offload_policy": CPUOffloadPolicy()})
+def test_shards_may_live_on_the_host(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(2).run(_train_and_compare, {"offload_policy": CPUOffloadPolicy()})
 
 
-def test_bfloat16_on_cuda_is_near_the_unsharded_model(cuda_ranks: CudaRanks) -> None:
+def test_bfloat16_on_an_accelerator_is_near_the_unsharded_model(accelerator_ranks: AcceleratorRanks) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    cuda_ranks(2).run(_train_and_compare, {"mp_policy": policy}, 2e-2)
+    accelerator_ranks(2).run(_train_and_compare, {"mp_policy": policy}, 2e-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import Ranks
 
-pytestmark = pytest.mark.gpu
-
-CudaRanks = Callable[..., Ranks]
+pytestmark = pytest.mark.accelerator
 
 DISK: dict[str, Any] = {"offload": "disk"}
 KINDS = [BOTH, PARAMS, GRADS, DISK]
@@ -57,8 +55,8 @@ def own_part(batch: Tensor) -> Tensor:
     flatten_parameters=[True, False],
     clip=[None, 0.3],
 )
-def test_offloaded_training_on_cuda_equals_the_plain_model_on_the_cpu(
-    cuda_ranks: CudaRanks,
+def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(
+    accelerator_ranks: AcceleratorRanks,
     tmp_path: Path,
     world_size: int,
     options: dict[str, Any],
@@ -67,8 +65,8 @@ def test_offloaded_training_on_cuda_equals_the_plain_model_on_the_cpu(
     flatten_parameters: bool,
     clip: float | None,
 ) -> None:
-    how = with_folder(options, tmp_path) | {"flatten_parameters": flatten_parameters, "compute_device": "cuda"}
-    cuda_ranks(world_size).run(_train_and_compare, how, accumulate, make_optimizer, clip)
+    how = with_folder(options, tmp_path) | {"flatten_parameters": flatten_parameters, "compute_device": ACCELERATOR}
+    accelerator_ranks(world_size).run(_train_and_compare, how, accumulate, make_optimizer, clip)
 
 
 def _train_and_compare(
@@ -85,7 +83,7 @@ def _train_and_compare(
         for turn in range(turns):
             batch = inputs(10 * step + turn)
             with model.no_sync() if turn + 1 < turns else nullcontext():
-                (model(own_part(batch).cuda()).square().mean() / turns).backward()
+                (model(own_part(batch).to(ACCELERATOR)).square().mean() / turns).backward()
             (plain(batch).square().mean() / turns).backward()
         if clip is not None:
             expected = nn.utils.clip_grad_norm_(plain.parameters(), clip)
@@ -102,21 +100,21 @@ def assert_close_models(model: nn.Module, plain: nn.Module) -> None:
 
 @every_kind
 def test_float16_with_a_scaler_trains_as_without_offload(
-    cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    cuda_ranks(2).run(_train_scaled, with_folder(options, tmp_path))
+    accelerator_ranks(2).run(_train_scaled, with_folder(options, tmp_path))
 
 
 def _train_scaled(offload: dict[str, Any]) -> None:
     states, scales = [], []
     for options in ({}, offload):
         policy = MixedPrecision(param_dtype=torch.float16)
-        model = nested_mlp(fully_sharded(mixed_precision=policy, compute_device="cuda", **options))
+        model = nested_mlp(fully_sharded(mixed_precision=policy, compute_device=ACCELERATOR, **options))
         optimizer, scaler = sgd_with_momentum(model.parameters()), ShardedGradScaler(init_scale=2.0**10)
         for step in range(4):
             optimizer.zero_grad()
             factor = torch.inf if (step, dist.get_rank()) == (1, 1) else 1.0  # a step that all ranks skip
-            scaler.scale(model(own_part(inputs(step)).cuda()).square().mean() * factor).backward()
+            scaler.scale(model(own_part(inputs(step)).to(ACCELERATOR)).square().mean() * factor).backward()
             scaler.step(optimizer)
             scaler.update()
         states.append(model.state_dict())
@@ -132,43 +130,44 @@ def _train_scaled(offload: dict[str, Any]) -> None:
 @every_hosted
 @pytest.mark.parametrize("moved", ["never", "before", "after"])
 def test_shards_and_the_optimizer_s_state_stay_on_the_host(
-    cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any], moved: str
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any], moved: str
 ) -> None:
-    cuda_ranks(2).run(_look_at_places, with_folder(options, tmp_path), moved)
+    accelerator_ranks(2).run(_look_at_places, with_folder(options, tmp_path), moved)
 
 
 def _look_at_places(options: dict[str, Any], moved: str) -> None:
     def wrap(module: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(module.cuda() if moved == "before" else module, **options)
+        return FullyShardedDataParallel(module.to(ACCELERATOR) if moved == "before" else module, **options)
 
     model: Any = nested_mlp(wrap)
     if moved == "after":
-        model = model.to("cuda")
+        model = model.to(ACCELERATOR)
     optimizer = adamw(model.parameters())
     for number in range(2):
-        model(own_part(inputs(number)).cuda()).sum().backward()
+        model(own_part(inputs(number)).to(ACCELERATOR)).sum().backward()
         optimizer.step()
-    assert model.compute_device.type == "cuda"
+    assert model.compute_device.type == ACCELERATOR
     for param in model.parameters():
         state = optimizer.state[param]
         assert {each.device.type for each in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])} == {"cpu"}
         assert param.is_pinned() or options.get("offload") == "disk"
-    assert {value.device.type for value in model.state_dict().values()} == {"cuda"}
+    assert {value.device.type for value in model.state_dict().values()} == {ACCELERATOR}
 
 
 @pytest.mark.parametrize(
-    ("options", "param_on", "grad_on"), [(BOTH, "cpu", "cpu"), (PARAMS, "cpu", "cuda"), (GRADS, "cuda", "cpu")]
+    ("options", "param_on", "grad_on"),
+    [(BOTH, "cpu", "cpu"), (PARAMS, "cpu", ACCELERATOR), (GRADS, ACCELERATOR, "cpu")],
 )
 def test_gradients_are_where_they_were_asked_for_until_the_step(
-    cuda_ranks: CudaRanks, options: dict[str, Any], param_on: str, grad_on: str
+    accelerator_ranks: AcceleratorRanks, options: dict[str, Any], param_on: str, grad_on: str
 ) -> None:
-    cuda_ranks(2).run(_look_at_gradients, options, param_on, grad_on)
+    accelerator_ranks(2).run(_look_at_gradients, options, param_on, grad_on)
 
 
 def _look_at_gradients(options: dict[str, Any], param_on: str, grad_on: str) -> None:
-    model = nested_mlp(fully_sharded(compute_device="cuda", **options))
+    model = nested_mlp(fully_sharded(compute_device=ACCELERATOR, **options))
     optimizer = sgd_with_momentum(model.parameters())
-    model(own_part(inputs(0)).cuda()).sum().backward()
+    model(own_part(inputs(0)).to(ACCELERATOR)).sum().backward()
     params: list[Any] = list(model.parameters())
     for param in params:
         assert (param.device.type, param.held_gradient.device.type) == (param_on, grad_on)
@@ -180,35 +179,37 @@ def _look_at_gradients(options: dict[str, Any], param_on: str, grad_on: str) -> 
 
 @every_hosted
 def test_a_model_that_was_moved_to_the_cpu_computes_there(
-    cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    cuda_ranks(2).run(_compute_on_cpu, with_folder(options, tmp_path))
+    accelerator_ranks(2).run(_compute_on_cpu, with_folder(options, tmp_path))
 
 
 def _compute_on_cpu(options: dict[str, Any]) -> None:
     model, plain = nested_mlp(fully_sharded(**options)), nested_mlp()
-    torch.testing.assert_close(model(inputs(0).cuda()).cpu(), plain(inputs(0)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(inputs(0).to(ACCELERATOR)).cpu(), plain(inputs(0)), rtol=1e-4, atol=1e-5)
     model.cpu()
     torch.testing.assert_close(model(inputs(0)), plain(inputs(0)))
-    model.cuda()
-    torch.testing.assert_close(model(inputs(0).cuda()).cpu(), plain(inputs(0)), rtol=1e-4, atol=1e-5)
+    model.to(ACCELERATOR)
+    torch.testing.assert_close(model(inputs(0).to(ACCELERATOR)).cpu(), plain(inputs(0)), rtol=1e-4, atol=1e-5)
 
 
 @every_kind
-def test_what_is_changed_while_summoned_is_kept(cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any]) -> None:
-    cuda_ranks(2).run(_change_while_summoned, with_folder(options, tmp_path))
+def test_what_is_changed_while_summoned_is_kept(
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    accelerator_ranks(2).run(_change_while_summoned, with_folder(options, tmp_path))
 
 
 def _change_while_summoned(options: dict[str, Any]) -> None:
-    model: Any = nested_mlp(fully_sharded(compute_device="cuda", **options))
+    model: Any = nested_mlp(fully_sharded(compute_device=ACCELERATOR, **options))
     plain: Any = nested_mlp()
     with model.summon_full_params(), torch.no_grad():
-        assert model.entry.weight.is_cuda
+        assert model.entry.weight.device.type == ACCELERATOR
         model.entry.weight.mul_(2)
     with torch.no_grad():
         plain.entry.weight.mul_(2)
     assert_close_models(model, plain)
-    again = nested_mlp(fully_sharded(compute_device="cuda", **options), seed=1)
+    again = nested_mlp(fully_sharded(compute_device=ACCELERATOR, **options), seed=1)
     again.load_state_dict(model.state_dict())
     assert_close_models(again, plain)
 
@@ -216,7 +217,7 @@ def _change_while_summoned(options: dict[str, Any]) -> None:
 # How much of the device it takes
 
 MIB = 2**20
-WIDTH, LAYERS = 4096, 16
+WIDTH, LAYERS = 512 if IS_SIMULATED else 4096, 16
 LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes
 CAP = 10 * LAYER  # less than the parameters alone
 
@@ -225,14 +226,14 @@ CAP = 10 * LAYER  # less than the parameters alone
 def capped() -> Iterator[None]:
     """No more than `CAP` of device memory can be allocated inside."""
     gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + CAP) / total)
+    device_module().empty_cache()
+    total = device_module().get_device_properties(0).total_memory
+    device_module().set_per_process_memory_fraction((device_module().memory_reserved() + CAP) / total)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
+        device_module().set_per_process_memory_fraction(1.0)
+        device_module().empty_cache()
 
 
 def stack() -> list[nn.Linear]:
@@ -244,20 +245,20 @@ def wide(number: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def test_what_is_capped_does_not_fit_without_offload(cuda_ranks: CudaRanks) -> None:
-    cuda_ranks(1).run(_fail_to_fit)
+def test_what_is_capped_does_not_fit_without_offload(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(1).run(_fail_to_fit)
 
 
 def _fail_to_fit() -> None:
     with capped(), pytest.raises(torch.OutOfMemoryError):
-        nn.Sequential(*stack()).cuda()
+        nn.Sequential(*stack()).to(ACCELERATOR)
 
 
 @every_hosted
 def test_a_world_of_one_infers_with_a_model_that_does_not_fit(
-    cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    cuda_ranks(1).run(_infer_capped, with_folder(options, tmp_path))
+    accelerator_ranks(1).run(_infer_capped, with_folder(options, tmp_path))
 
 
 def _infer_capped(options: dict[str, Any]) -> None:
@@ -267,20 +268,20 @@ def _infer_capped(options: dict[str, Any]) -> None:
     model = alone(nn.Sequential(*(alone(layer, **options) for layer in layers)), **options).eval()
     with capped():
         for number, outputs in enumerate(expected):
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            device_module().reset_peak_memory_stats()
+            before = device_module().memory_allocated()
             with torch.no_grad():
-                torch.testing.assert_close(model(wide(number).cuda()).cpu(), outputs, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(model(wide(number).to(ACCELERATOR)).cpu(), outputs, rtol=1e-3, atol=1e-4)
             # The unit that computes, the next one, and what is shorter than a layer (workspaces, activations).
-            assert torch.cuda.max_memory_allocated() - before < 3 * LAYER
-            assert torch.cuda.memory_allocated() - before < LAYER
+            assert device_module().max_memory_allocated() - before < 3 * LAYER
+            assert device_module().memory_allocated() - before < LAYER
 
 
 @pytest.mark.parametrize("options", [BOTH, DISK], ids=["both", "disk"])  # with params only, gradients do not fit
 def test_a_world_of_one_trains_a_model_that_does_not_fit(
-    cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    cuda_ranks(1, timeout=120).run(_train_capped, with_folder(options, tmp_path))
+    accelerator_ranks(1, timeout=120).run(_train_capped, with_folder(options, tmp_path))
 
 
 def _train_capped(options: dict[str, Any]) -> None:
@@ -290,7 +291,7 @@ def _train_capped(options: dict[str, Any]) -> None:
     with capped():
         for number in range(2):
             for each, optimizer in zip((model, plain), optimizers, strict=True):
-                batch = wide(number).cuda() if each is model else wide(number)
+                batch = wide(number).to(ACCELERATOR) if each is model else wide(number)
                 optimizer.zero_grad()
                 each(batch).square().sum().backward()
                 optimizer.step()
@@ -301,31 +302,31 @@ def _train_capped(options: dict[str, Any]) -> None:
 
 @every_kind
 def test_peak_memory_of_several_ranks_is_below_that_of_the_whole(
-    cuda_ranks: CudaRanks, tmp_path: Path, options: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    cuda_ranks(2, timeout=120).run(_measure_peak, with_folder(options, tmp_path))
+    accelerator_ranks(2, timeout=120).run(_measure_peak, with_folder(options, tmp_path))
 
 
 def _measure_peak(options: dict[str, Any]) -> None:
-    wrap = fully_sharded(compute_device="cuda", **options)
+    wrap = fully_sharded(compute_device=ACCELERATOR, **options)
     model = wrap(nn.Sequential(*(wrap(nn.Linear(1024, 1024)) for _ in range(24))))
     layer, whole = 4 * MIB, 24 * 4 * MIB
-    batch = torch.ones(4, 1024, device="cuda")
+    batch = torch.ones(4, 1024, device=ACCELERATOR)
     for _ in range(3):
         model(batch).sum().backward()
         model.zero_grad()
     gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    between = torch.cuda.memory_allocated()
+    device_module().reset_peak_memory_stats()
+    between = device_module().memory_allocated()
     model(batch).sum().backward()
     kept = whole // 2 if options == PARAMS else 0  # this rank's half of the gradients
-    assert torch.cuda.max_memory_allocated() - between < kept + 10 * layer
-    assert torch.cuda.memory_allocated() - between <= kept + layer
+    assert device_module().max_memory_allocated() - between < kept + 10 * layer
+    assert device_module().memory_allocated() - between <= kept + layer
 
 
-def test_streams_leave_no_race_between_steps(cuda_ranks: CudaRanks) -> None:
+def test_streams_leave_no_race_between_steps(accelerator_ranks: AcceleratorRanks) -> None:
     """The optimizer writes pinned shards at once after backward; a copy still in flight would read half of it."""
-    cuda_ranks(1).run(_step_at_once)
+    accelerator_ranks(1).run(_step_at_once)
 
 
 def _step_at_once() -> None:
@@ -335,7 +336,7 @@ def _step_at_once() -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_((step + 1) / 1024)
-            outputs = model(torch.ones(2, 1024, device="cuda"))
+            outputs = model(torch.ones(2, 1024, device=ACCELERATOR))
             for param in model.parameters():
                 param.zero_()
         torch.testing.assert_close(outputs, torch.full_like(outputs, float(step + 1) ** 8), rtol=1e-4, atol=0)

@@ -1,0 +1,266 @@
+"""What a user does with a model, on an accelerator: it ends with the weights of the plain model on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module
+
+pytestmark = pytest.mark.accelerator
+
+Wrap = Callable[[nn.Module], Any]
+HOSTED = {"offload_policy": fsdp.CPUOffloadPolicy()}
+
+
+def flat(module: nn.Module, **options: Any) -> Any:
+    return fsdp.FullyShardedDataParallel(module.to(ACCELERATOR), **options)
+
+
+def rows(module: nn.Module, **options: Any) -> Any:
+    return fsdp.fully_shard(module.to(ACCELERATOR), **options)
+
+
+FORMS: dict[str, Wrap] = {
+    "flat": partial(flat, use_orig_params=False),
+    "original": flat,
+    "original_on_host": partial(flat, offload="cpu"),
+    "rows": rows,
+    "rows_on_host": partial(rows, **HOSTED),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def build(wrap: Wrap | None = None, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(3)]
+    if wrap is None:
+        return nn.Sequential(*layers)
+    return wrap(nn.Sequential(*map(wrap, layers)))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, *, sharded: bool = True) -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(first, first + steps):
+        batch = torch.randn(4 * world_size, 6, generator=torch.Generator().manual_seed(step))
+        model(batch.chunk(world_size)[rank].to(ACCELERATOR) if sharded else batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def expected(steps: int) -> dict[str, Tensor]:
+    plain = build()
+    train(plain, adamw(plain), steps, sharded=False)
+    found: dict[str, Tensor] = plain.state_dict()
+    return found
+
+
+def assert_trained(model: Any, steps: int, factor: float = 1.0) -> None:
+    state = model.state_dict()
+    for name, value in expected(steps).items():
+        whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        torch.testing.assert_close(
+            whole.cpu(), factor * value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@every_form
+def test_trains_saves_and_goes_on(accelerator_ranks: AcceleratorRanks, tmp_path: Path, form: str) -> None:
+    accelerator_ranks(2).run(_save_and_go_on, form, tmp_path)
+
+
+def _save_and_go_on(form: str, folder: Path) -> None:
+    model = build(FORMS[form])
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    fsdp.save(folder / "now", model, optimizer)
+    saver = fsdp.checkpoint.Saver()
+    saver.save(folder / "later", model, optimizer)
+    train(model, optimizer, 2, first=2)  # while that is written
+    saver.wait()
+    assert_trained(model, 4)
+    for name in ("now", "later"):
+        again = build(FORMS[form], seed=1)
+        fresh = adamw(again)
+        fsdp.load(folder / name, again, fresh)
+        assert_trained(again, 2)
+        train(again, fresh, 2, first=2)
+        assert_trained(again, 4)
+
+
+@pytest.mark.parametrize("form", ["original", "original_on_host"])
+def test_unsharded_parameters_and_optimizer_state_are_taken_and_put_back(
+    accelerator_ranks: AcceleratorRanks, form: str
+) -> None:
+    accelerator_ranks(2).run(_take_and_put_back, form)
+
+
+def _take_and_put_back(form: str) -> None:
+    model = build(FORMS[form])
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    full = [fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)]
+    again = build(FORMS[form], seed=1)
+    again.load_state_dict(model.state_dict())
+    fresh = adamw(again)
+    fsdp.load_full_optim_state_dict(again, fresh, full[0])
+    train(again, fresh, 2, first=2)
+    assert_trained(again, 4)
+    with again.summon_full_params(), torch.no_grad():
+        for param in again.parameters():
+            param.mul_(2)
+    assert_trained(again, 4, factor=2)
+
+
+@pytest.mark.parametrize("form", ["rows", "rows_on_host"])
+def test_replicas_and_whole_parameters_among_neighbours(accelerator_ranks: AcceleratorRanks, form: str) -> None:
+    accelerator_ranks(4).run(_train_among_neighbours, form)
+
+
+def _train_among_neighbours(form: str) -> None:
+    mesh = init_device_mesh(ACCELERATOR, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+        model = build(partial(FORMS[form], **options))
+        train(model, adamw(model), 3)
+        assert_trained(model, 3)
+
+
+def test_the_state_dict_of_rows_goes_through_torchs_checkpoints(
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path
+) -> None:
+    accelerator_ranks(2).run(_through_torchs_checkpoint, tmp_path)
+
+
+def _through_torchs_checkpoint(folder: Path) -> None:
+    model = build(rows)
+    train(model, adamw(model), 2)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    again = build(rows, seed=1)
+    state = again.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    again.load_state_dict(state)
+    assert_trained(again, 2)
+
+
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+def test_activations_are_computed_again_or_brought_back(
+    accelerator_ranks: AcceleratorRanks, offload_to_cpu: bool
+) -> None:
+    accelerator_ranks(2).run(_recompute, offload_to_cpu)
+
+
+def _recompute(offload_to_cpu: bool) -> None:
+    model = build(lambda module: flat(fsdp.checkpoint_wrapper(module, offload_to_cpu=offload_to_cpu)))
+    train(model, adamw(model), 3)
+    assert_trained(model, 3)
+
+
+def test_ranks_with_more_batches_than_others_accumulate_and_clip(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(2).run(_train_unevenly)
+
+
+def _train_unevenly() -> None:
+    states = []
+    for device in ("cpu", ACCELERATOR):
+        torch.manual_seed(0)
+        model = fsdp.FullyShardedDataParallel(nn.Sequential(flat_on(device), flat_on(device)).to(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.ones(3, 6, device=device)
+        with fsdp.join(model, optimizer):
+            for number in range(2 * (1 + dist.get_rank())):
+                with model.no_sync() if number % 2 == 0 else nullcontext():
+                    model(number + batch).square().mean().backward()
+                if number % 2:
+                    model.clip_grad_norm_(0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name].cpu(), value, rtol=1e-4, atol=1e-5)
+
+
+def flat_on(device: str) -> Any:
+    return fsdp.FullyShardedDataParallel(nn.Linear(6, 6).to(device))
+
+
+def test_scaled_gradients_of_half_precision(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(2).run(_train_scaled)
+
+
+def _train_scaled() -> None:
+    model = build(partial(flat, mixed_precision=True, compute_dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), fsdp.ShardedGradScaler(init_scale=2.0**8)
+    losses = []
+    for _ in range(4):
+        loss = model(torch.ones(4, 6, device=ACCELERATOR)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_tensor_parallel_modules_are_sharded_besides(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(4).run(_train_tensor_parallel)
+
+
+def _train_tensor_parallel() -> None:
+    mesh = init_device_mesh(ACCELERATOR, (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    model = copy.deepcopy(plain).to(ACCELERATOR)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fsdp.fully_shard(model, mesh=mesh["data"])
+    for each, device in ((plain, "cpu"), (model, ACCELERATOR)):
+        optimizer = adamw(each)
+        for step in range(3):
+            each(torch.full((2, 6), 1.0 + step, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor().cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_shards_that_another_stream_has_stepped_are_awaited(accelerator_ranks: AcceleratorRanks) -> None:
+    """As with `set_post_optim_event`."""
+    accelerator_ranks(2).run(_step_on_another_stream)
+
+
+def _step_on_another_stream() -> None:
+    model = build(rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    stepping = device_module().Stream()
+    batch = torch.ones(2, 6, device=ACCELERATOR)
+    for _ in range(3):
+        model(batch).sum().backward()
+        stepping.wait_stream(device_module().current_stream())
+        with device_module().stream(stepping):
+            device_module()._sleep(20_000_000)
+            optimizer.step()
+            done = device_module().Event()
+            done.record()
+        model.set_post_optim_event(done)
+    found = model(batch)
+    device_module().synchronize()
+    torch.testing.assert_close(found, model(batch), rtol=0, atol=0)
