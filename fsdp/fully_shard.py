@@ -412,6 +412,7 @@ class FSDPState:
         return [FSDPState(unit) for _, unit in units_in(self.unit)]
 
     _fsdp_param_groups = ()  # torch's pipelines reduce the gradients of each, and then call this one:
+    _fsdp_param_group = None  # the same in torch 2.11
 
     def _root_post_backward_final_callback(self) -> None:
         runtime_of(self.unit).reduce_accumulated()
