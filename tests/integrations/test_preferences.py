@@ -151,8 +151,10 @@ def _compare(loss_of: Loss) -> None:
 
     _, expected = learn(theirs, loss_of)
     policy, found = learn(fsdp, loss_of)
-    assert (found.losses, found.norms) == (expected.losses, expected.norms)
+    # Not to the bit: on some machines an element of the weights is one rounding away.
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
     assert all(norm > 0 for norm in found.norms)
     for mine, other in zip(found.generated + found.engine, expected.generated + expected.engine, strict=True):
-        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
     assert_at_rest(policy)
