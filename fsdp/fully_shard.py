@@ -194,13 +194,15 @@ def fully_shard(
     post_forward = None if kept_by is None else communicator(kept_by, device)
     form = DTensorForm(spread, groups.replicas, shard_placement_fn, post_forward, mp_policy)
     ignored = Ignored.of(replicated_in(one), ignored_params)
-    if shard_placement_fn is not None:
-        for inner, its_mesh in placed_elsewhere(one, mesh, shard_placement_fn, ignored).items():
-            _check_inside(inner, modules, its_mesh, mesh)
-            alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
-            alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
-            fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
+    places = {} if shard_placement_fn is None else placed_elsewhere(one, mesh, shard_placement_fn, ignored)
+    for inner, its_mesh in places.items():
+        _check_inside(inner, modules, its_mesh, mesh)
+        alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+        alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+        fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
+    for own in filter(None, map(unit_of, places)):
+        own.policy.part_of = unit
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
     for inner in dict.fromkeys(
@@ -412,6 +414,7 @@ class FSDPState:
         return [FSDPState(unit) for _, unit in units_in(self.unit)]
 
     _fsdp_param_groups = ()  # torch's pipelines reduce the gradients of each, and then call this one:
+    _fsdp_param_group = None  # the same in torch 2.11
 
     def _root_post_backward_final_callback(self) -> None:
         runtime_of(self.unit).reduce_accumulated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.graph import increment_version
 from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
-from fsdp.distributed.communicator import default_group, own_rank
+from fsdp.distributed.communicator import Communicator, default_group, own_rank, ranks_of
 from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, local_part
@@ -26,7 +27,6 @@ from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
@@ -190,20 +190,31 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     for handle in handles_of(units):
         handle.absorb()
         handle.follow_shard()
-    return units, [_with_meshes(ranks, model, units) for ranks in dict.fromkeys(unit.everyone for unit in outermost)]
+    spread = {unit.everyone: unit for unit in reversed(outermost)}
+    return units, [_with_meshes(unit, model, units) for unit in reversed(spread.values())]
 
 
-def _with_meshes(ranks: Ranks, model: nn.Module, units: Sequence[Unit]) -> Ranks:
-    """Return the ranks over which a model is sharded, and besides those over which its `DTensor`s are spread."""
+def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
+    """Return the ranks over which a unit is sharded, and those over which a model's `DTensor`s are spread besides.
+
+    What is spread over the most ranks comes first, and what adds none to those before is left out.
+    """
     parts = [MeshPart.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
     parts += [part for handle in handles_of(units) for part in handle.flat_param.parts]
-    found, reached = list(ranks), {rank for comm in ranks if comm.group is not None for rank in ranks_of(comm.group)}
+    found: list[tuple[Collection[int], Ranks]] = [(unit.ranks, unit.everyone)]
+    order = {comm.group: number for number, comm in enumerate(unit.everyone)}  # so that ranks have the same numbers
     for mesh in dict.fromkeys(part.mesh for part in parts if part is not None):
-        for spread_over, group in groups_of(mesh).values():
-            if len(spread_over) > 1 and not reached.issuperset(spread_over):
-                found.append(communicator(group, torch.device(mesh.device_type)))
-                reached.update(spread_over)
-    return tuple(found)
+        groups = [group for spread_over, group in groups_of(mesh).values() if len(spread_over) > 1]
+        groups.sort(key=lambda group: order.get(group, len(order)))
+        comms = [communicator(group, torch.device(mesh.device_type)) for group in groups]
+        found.append((mesh.mesh.flatten().tolist(), comms))
+    kept: list[Communicator] = []
+    reached = {own_rank()}
+    for spread_over, ways in sorted(found, key=lambda one: -len(one[0])):
+        if not spread_over or not reached.issuperset(spread_over):
+            kept += ways
+            reached.update(spread_over)
+    return tuple(kept) or unit.everyone
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
@@ -329,13 +340,32 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
 
     own = done_by_all([ranks], "find its part of a checkpoint", digests)
     heard = from_everyone(ranks, (own_rank(), set(own.values())))
-    if len({rank for rank, _ in heard}) < len(heard):
+    reached = [rank for rank, _ in heard]
+    told = from_everyone(ranks, (reached, _crossing(tensors)))
+    if len(set(reached)) < len(reached) or any(other != reached for other, _ in told):
+        names = next((names for _, names in told if names), "its parameters are")
         raise NotImplementedError(
-            "cannot save a checkpoint: parameters of this model are spread over meshes that overlap in part, of which "
-            "neither lies in the other. Save its state_dict() with torch.distributed.checkpoint."
+            f"cannot save a checkpoint: {names} spread over meshes that overlap in part, of which neither lies in the "
+            "other. Take all meshes from one init_device_mesh, or save the model's state_dict() with "
+            "torch.distributed.checkpoint."
         )
     before = set().union(*(others for _, others in heard[: number_among(ranks)]))
     return {name for name, digest in own.items() if digest not in before}
+
+
+def _crossing(tensors: Mapping[str, Target]) -> str:
+    """Return the names and ranks of two tensors, neither of which is on all ranks of the other, if there are such."""
+    spread: dict[frozenset[int], str] = {}
+    for name, target in tensors.items():
+        group = target.handle.comm.group if isinstance(target, SlotTensor) else None
+        ranks = [] if group is None else list(ranks_of(group))
+        for part in (target.part, MeshPart.of(target.param)):
+            ranks += [] if part is None else part.mesh.mesh.flatten().tolist()
+        spread.setdefault(frozenset(ranks), name)
+    for (ours, one), (theirs, other) in combinations(spread.items(), 2):
+        if not (ours <= theirs or theirs <= ours):
+            return f"{one} (over ranks {sorted(ours)}) and {other} (over ranks {sorted(theirs)}) are"
+    return ""
 
 
 def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:

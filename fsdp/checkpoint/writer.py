@@ -174,7 +174,8 @@ def save(
         TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
         ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
             parameter's shape nor a number; it names parameter, key and shape.
-        NotImplementedError: for parameters that are spread over meshes which overlap in part, and for what is Partial.
+        NotImplementedError: for parameters on meshes that cross, so that neither has all ranks of the other; it names
+            two of them, with their ranks. For what is Partial.
     """
     place = Place(path, step, keep)
     found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)

@@ -16,6 +16,7 @@ class Policy:
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
         keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
+        part_of: a unit that was made in the same call, and is outermost for this one as well.
         unshard_in_backward: whether its backward needs its parameters.
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         sync: how far the gradients of the next backwards go.
@@ -25,6 +26,7 @@ class Policy:
 
     reshard_after_forward: bool
     keeps_as_root: bool
+    part_of: Any = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: Sequence[Any] | None = None
@@ -43,4 +45,4 @@ class Policy:
 
     def of_copy(self) -> Policy:
         """Return those of a copied unit, with which other units may not be copied."""
-        return replace(self, forward_prefetch=None, backward_prefetch=None)
+        return replace(self, part_of=None, forward_prefetch=None, backward_prefetch=None)

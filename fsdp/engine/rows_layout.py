@@ -182,10 +182,13 @@ class RowsLayout(Layout):
             by_rank[rank:, start:stop].zero_()
 
     def leaving_out(self, slots: Collection[int]) -> Layout:
-        if self.gathers_in_order or not slots:
+        if not slots:
             return self
-        empty = torch.Size([0])
-        left = [replace(each, shape=empty, dim=0) if n in slots else each for n, each in enumerate(self.slots)]
+        left, start = [], 0
+        for number, slot in enumerate(self.slots):
+            shape, dim = (torch.Size([0]), 0) if number in slots else (slot.shape, slot.dim)
+            left.append(replace(slot, shape=shape, dim=dim, start=start))
+            start = left[-1].stop
         return replace(self, slots=tuple(left))
 
 

@@ -420,7 +420,7 @@ class Unit:
     @property
     def frees_after_forward(self) -> bool:
         """Return whether it is resharded after a forward."""
-        is_root = self.runtime is not None and self.runtime.root is self
+        is_root = self.runtime is not None and self.runtime.root is (self.policy.part_of or self)
         return self.policy.reshard_after_forward and not (is_root and self.policy.keeps_as_root)
 
     @property

@@ -9,9 +9,10 @@ that it had; in original parameters each by itself, which the layout leaves out 
 several times before one backward, and ranks may use a parameter in different ones of these calls; so the ranks also
 tell each other how many calls there are to come to, see `Runtime._reduce_complete`.
 
-Two things are known only when backward has ended, and exchanged then. A re-entrant checkpoint runs autograd inside of
+Three things are known only when backward has ended, and exchanged then. A re-entrant checkpoint runs autograd inside of
 autograd, and brings gradients that the outer run knows nothing of; so whatever trains, and no rank saw coming, is asked
-about again. And where ranks run different modules (`Participation.is_uneven`), they don't begin a backward together.
+about again. So is what a function of a user's gave None for the last time, although autograd had announced a gradient.
+And where ranks run different modules (`Participation.is_uneven`), they don't begin a backward together.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
 _HELD, _COMING = 1, 2  # what a rank has of a gradient: it is accumulated already, it comes in this backward
+_DOUBTS = 2  # of what comes: a function of a user's gave None for it the last time
 
 
 class _Among:
@@ -60,6 +62,8 @@ class Usage:
         self._times: dict[FlatParamHandle, int] = {}  # how often it is reduced
         self._oldest_calls: dict[FlatParamHandle, int] = {}  # of the handle's unit, on any rank, by its age
         self._handles: Collection[FlatParamHandle] = ()
+        # Of which parameters a gradient is in doubt: a function of a user's gave None for them the last time.
+        self._doubted: dict[FlatParamHandle, set[int]] = {}
 
     def begin(self, handles: Mapping[FlatParamHandle, int], *, ranks_begin_together: bool) -> None:
         """Collective, inside of the backward that begins; the answers are awaited when they are needed.
@@ -76,7 +80,7 @@ class Usage:
         self._among = [_Among(ranks, some) for ranks, some in by_ranks.items()]
         for among in self._among if ranks_begin_together else ():
             ages = bytes([min(handles[handle], 255) for handle in among.handles])
-            among.forecast = among.largest(_forecast(among.handles) + ages)
+            among.forecast = among.largest(_forecast(among.handles, self._doubted) + ages)
 
     def abandon(self) -> None:
         """After a backward that failed: take what other ranks have sent, which the next one would take for its own."""
@@ -118,15 +122,17 @@ class Usage:
         self._used[handle] = states
         self._times[handle] = int(any(states))
         if any(lacks):
-            for state, is_lacking in zip(states, lacks, strict=True):
-                if is_lacking and state == _COMING:
+            for state, lack in zip(states, lacks, strict=True):
+                if lack and state == _COMING:
                     self._differing.add(handle)
-                elif is_lacking:
+                if lack and (state != _COMING or lack == _DOUBTS):
                     among.is_open = True
 
     def end(self) -> None:
         """Collective. Autograd has ended: what was not known before."""
         self._read_forecasts()
+        for handle in self._handles:
+            self._learn(handle)
         for among in self._among:
             if not among.is_open:
                 continue
@@ -135,6 +141,16 @@ class Usage:
                 self._times[handle] = next(values)
                 self._used[handle] = [next(values) for _ in handle.layout.slots]
                 handle.gradients.awaited = ()
+
+    def _learn(self, handle: FlatParamHandle) -> None:
+        """Note, when autograd has ended, of which parameters to doubt the next time that a gradient comes."""
+        gradients, before = handle.gradients, self._doubted.pop(handle, set())
+        if 0 in gradients.used and 0 in gradients.filled:
+            both = zip(gradients.arrived, handle.requires_grad_each, strict=True)
+            missing = {slot for slot, (has_arrived, is_trained) in enumerate(both) if is_trained and not has_arrived}
+            doubted = {slot for slot in missing if slot in before or (gradients.awaited and gradients.awaited[slot])}
+            if doubted:
+                self._doubted[handle] = doubted
 
     def is_due(self, handle: FlatParamHandle) -> bool:
         """Return whether a handle has to be reduced yet, with zeros for what has no gradient on this rank."""
@@ -152,7 +168,7 @@ class Usage:
                 handle.show_gradient(self._used.get(handle, handle.gradients.used))
 
 
-def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:
+def _forecast(handles: Iterable[FlatParamHandle], doubted: Mapping[FlatParamHandle, set[int]]) -> bytearray:
     """Return what this rank has of each parameter's gradient; and behind all, whether none comes though it trains."""
     states, lacks = bytearray(), bytearray()
     for handle in handles:
@@ -161,13 +177,15 @@ def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:
         for nodes in others:
             awaited = [one or other for one, other in zip(awaited, _coming(nodes), strict=True)]
         handle.gradients.awaited = awaited
-        if all(awaited):
+        if all(awaited) and handle not in doubted:
             states += bytes((_COMING,)) * len(awaited)
             lacks += bytes(len(awaited))
         else:
             held = handle.gradients.arrived
             states += bytes([_COMING if comes else _HELD * has for comes, has in zip(awaited, held, strict=True)])
             lacks += bytes([node is not None and not comes for comes, node in zip(awaited, first, strict=True)])
+            for slot in doubted.get(handle, ()):
+                lacks[slot - len(awaited)] = _DOUBTS
     return states + lacks
 
 

@@ -17,6 +17,7 @@ import fsdp
 from tests.helpers.offload import Far
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 every_replicate = pytest.mark.parametrize("where", ["replicate", "replicate_with_fsdp"])
@@ -84,11 +85,12 @@ def test_an_optimizer_for_each_parameter_steps_in_backward_as_with_torchs(ranks:
 
 
 def _step_in_backward() -> None:
-    trained = []
+    trained, received = [], []
     for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
         model = _model()
         for module in (model[0], model[1], model):
             fully_shard(module)
+        received.append(Traffic())
         optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
         stepped: list[Tensor] = []
 
@@ -100,10 +102,12 @@ def _step_in_backward() -> None:
         for param in optimizers:
             param.register_post_accumulate_grad_hook(step)
         for number, batch in enumerate(_batches(), 1):
-            model(_own(batch)).square().mean().backward()
+            with Counting(received[-1]):
+                model(_own(batch)).square().mean().backward()
             assert all(param.grad is None for param in model.parameters())
             assert len(stepped) == number * len(optimizers)
         trained.append([copy.copy(param.to_local()) for param in optimizers])  # type: ignore[attr-defined]
+    assert 0 < received[0].values <= received[1].values
     for own, expected in zip(*trained, strict=True):
         torch.testing.assert_close(own, expected, **TOLERANCE)
 

@@ -32,6 +32,7 @@ from tests.helpers.dtensor_twins import (
     local,
     ours,
     seeded,
+    torchs,
     uneven,
 )
 from tests.helpers.equality import assert_same
@@ -384,6 +385,48 @@ def _profile() -> None:
         assert f"FSDP::{what} (trunk.2)" in shown
     # Small gradients are reduced together: the label says from which unit to which.
     assert any(key.startswith("FSDP::reduce_scatter (") for key in shown), sorted(filter(lambda k: "FSDP" in k, shown))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"mesh": (2, 1)}],
+    ids=["plain", "kept after forward", "mixed", "replicated"],
+)
+def test_between_steps_there_is_as_much_memory_as_with_torchs(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_weigh_beside_torchs, options)
+
+
+def _weigh_beside_torchs(options: dict[str, Any]) -> None:
+    once(_even(torchs(**options)), EVEN_INPUTS)  # what is made once for all models
+    once(_even(ours(**options)), EVEN_INPUTS)
+    expected, found = (_weigh_steps(wrap(**options)) for wrap in (torchs, ours))
+    for moment, nbytes in found.items():
+        assert 0 < nbytes <= expected[moment], f"{moment}: {nbytes} against {expected[moment]} of torch's"
+
+
+EVEN_INPUTS = torch.ones(2, 8)
+
+
+def _even(wrap: Wrap) -> nn.Module:
+    """Sizes that two ranks divide, so that nobody pads."""
+    layers = nn.Sequential(*(wrap(nn.Linear(8, 8)) for _ in range(3)), nn.Linear(8, 4))
+    return wrap(layers)
+
+
+def _weigh_steps(wrap: Wrap) -> dict[str, int]:
+    """Return the bytes that a model adds at each moment between two passes."""
+    before = live_bytes()
+    model = _even(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = {"sharded": live_bytes() - before}
+    for step in range(2):
+        once(model, EVEN_INPUTS)
+        found[f"after backward {step}"] = live_bytes() - before
+        optimizer.step()
+        found[f"after step {step}"] = live_bytes() - before
+        optimizer.zero_grad()
+        found[f"after zero_grad {step}"] = live_bytes() - before
+    return found
 
 
 def test_between_steps_there_are_shards_and_nothing_else(ranks: RankPool) -> None:

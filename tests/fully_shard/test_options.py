@@ -29,6 +29,7 @@ from tests.helpers.models import Block, Wrap, keep, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, MakeModel
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 
@@ -260,7 +261,7 @@ def _train_on_two_meshes() -> None:
     everyone, some = mesh_of(4), mesh_of(2, 2)
     by_rows = common.FSDPMeshInfo(everyone, shard_mesh_dim=0)
     by_columns = common.HSDPMeshInfo(some, shard_mesh_dim=1, replicate_mesh_dim=0)
-    trained = []
+    trained, received = [], []
     for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 5), Experts(), nn.Linear(6, 3)).double()
@@ -272,10 +273,13 @@ def _train_on_two_meshes() -> None:
         fully_shard(model, mesh=everyone, shard_placement_fn=place)
         assert [param.device_mesh for param in model.parameters()] == [everyone] * 2 + [some] * 2 + [everyone] * 2
         torch.manual_seed(dist.get_rank())
-        for _ in range(2):
-            model(torch.randn(2, 5, dtype=torch.double)).square().mean().backward()
+        received.append(Traffic())
+        with Counting(received[-1]):
+            for _ in range(2):
+                model(torch.randn(2, 5, dtype=torch.double)).square().mean().backward()
         trained.append([(param.to_local(), param.grad.to_local()) for param in model.parameters()])
     torch.testing.assert_close(*trained, rtol=1e-10, atol=1e-12)
+    assert 0 < received[0].values <= received[1].values
 
 
 def test_a_module_has_its_own_parameters_on_one_mesh(ranks: RankPool) -> None:

@@ -34,6 +34,7 @@ from tests.helpers.dtensor_twins import (
 from tests.helpers.models import Wrap
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
 
 Found = dict[str, Tensor | None]
 Steps = Callable[[Any], Found]
@@ -63,13 +64,20 @@ def backward(model: Any, number: int) -> None:
 
 
 def assert_alike(make: Callable[[Wrap], nn.Module], steps: Steps, **options: Any) -> None:
-    """Collective. The steps find the same with ours as with torch's: to the bit on two ranks, else in float64."""
+    """Collective. The steps find the same with ours as with torch's: to the bit on two ranks, else in float64.
+
+    A rank receives no more meanwhile.
+    """
     tolerance = None
     if dist.get_world_size() > 2:
         torch.set_default_dtype(torch.float64)
         tolerance = ROUNDING
-    expected = steps(make(torchs(**options)))
-    found = steps(make(ours(**options)))
+    most, traffic = Traffic(), Traffic()
+    with Counting(most):
+        expected = steps(make(torchs(**options)))
+    with Counting(traffic):
+        found = steps(make(ours(**options)))
+    assert traffic.values <= most.values
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert_within(name, found[name], value, tolerance)

@@ -343,11 +343,14 @@ def _with_experts(fully_shard: Any) -> Any:
 
 
 def _train_experts() -> None:
-    trained = [
-        [(local(param), local(param.grad)) for param in _with_experts(fully_shard).parameters()]
-        for fully_shard in (fsdp.fully_shard, torchs_fully_shard)
-    ]
+    trained, received = [], []
+    for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
+        with Counting(traffic := Traffic()):
+            model = _with_experts(fully_shard)
+        trained.append([(local(param), local(param.grad)) for param in model.parameters()])
+        received.append(traffic.values)
     torch.testing.assert_close(*trained, rtol=ROUNDING, atol=ROUNDING)
+    assert 0 < received[0] <= received[1]
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

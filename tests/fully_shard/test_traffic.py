@@ -74,6 +74,11 @@ def _partly_frozen(wrap: Wrap) -> nn.Module:
     return seeded(build, wrap)
 
 
+def _freeze_some(model: Any, step: int) -> None:
+    for param in list(model.parameters())[::2]:
+        param.requires_grad_(step == 0)
+
+
 class Sometimes(nn.Module):
     """One of its parts is never used."""
 
@@ -135,6 +140,10 @@ RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "frozen part": (2, {"make_model": _partly_frozen}, {}),
     "unused parameters": (2, {"make_model": partial(seeded, Sometimes)}, {}),
     "used in part": (2, PARTLY, {}),
+    "frozen part, replicated": (2, {"make_model": _partly_frozen}, {"mesh": (2, 1)}),
+    "unused parameters, replicated": (2, {"make_model": partial(seeded, Sometimes)}, {"mesh": (2, 1)}),
+    "used in part, replicated": (2, PARTLY, {"mesh": (2, 1)}),
+    "frozen in the middle, replicated": (2, {"before_step": _freeze_some}, {"mesh": (2, 1)}),
     "used in part, accumulated": (2, {"accumulate": 2, **PARTLY}, {}),
     "used in part, hybrid": (4, {"accumulate": 2, **PARTLY}, {"mesh": (2, 2)}),
     "shared parameters": (2, TIED, {}),

@@ -53,6 +53,8 @@ def _received(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> int:
             return 0
         case "recv_":
             return sum(nbytes)
+        case "scatter_":
+            return nbytes[0]
         case "_allgather_base_":
             return nbytes[0] - nbytes[1]
         case "_reduce_scatter_base_":

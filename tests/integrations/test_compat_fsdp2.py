@@ -18,6 +18,7 @@ from tests.helpers.dtensor_twins import assert_at_rest, local, whole
 from tests.helpers.fsdp2_clients import Decoder, installed
 from tests.helpers.hugging_face import PATIENCE, TOKENS, made, needs
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
 
 
 def tokens(number: int) -> Tensor:
@@ -101,9 +102,14 @@ def _train_as_torchtitan(folder: str) -> None:
         for name, value in model.state_dict().items():
             local(value).copy_(weights[name])
         optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=True) for each in (expected, model)]
+        received = [Traffic(), Traffic()]
         for number in range(4):
-            found = [step(each, own, number) for each, own in zip((expected, model), optimizers, strict=True)]
-            assert found[0] == pytest.approx(found[1], rel=1e-6)
+            losses = []
+            for each, own, traffic in zip((expected, model), optimizers, received, strict=True):
+                with Counting(traffic):
+                    losses.append(step(each, own, number))
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        assert 0 < received[1].values <= received[0].values
         assert_at_rest(model)
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers[1])}
         dcp.save(state, checkpoint_id=folder)
@@ -126,9 +132,11 @@ def test_muon_steps_matrices_and_adamw_the_rest(ranks: RankPool) -> None:
 def _train_with_muon() -> None:
     import torch.distributed.fsdp as names
 
-    expected = _trained_with_muon(names)
-    with installed():
+    with Counting(most := Traffic()):
+        expected = _trained_with_muon(names)
+    with installed(), Counting(traffic := Traffic()):
         found = _trained_with_muon(names)
+    assert 0 < traffic.values <= most.values
     for name, param in expected.named_parameters():
         assert local(param).equal(local(found.get_parameter(name))), name
 
