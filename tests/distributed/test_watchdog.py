@@ -29,6 +29,7 @@ from fsdp.checkpoint import Saver, writer
 from fsdp.checkpoint.cli import main
 from fsdp.distributed import communicator, messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
+from fsdp.distributed.reports import Kind, read_events
 from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
@@ -254,6 +255,8 @@ def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of
     assert (waiting.returncode, ended.returncode) == (1, 1)
     why = r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"
     assert re.search(gather_failed(why), errors)
+    # At once, before it asks why: a launcher that ends all ranks leaves no time for more.
+    assert any(event.kind is Kind.CLOSED and "rank 1" in event.text for event in read_events(tmp_path / "reports"))
     assert main(["diagnose", str(tmp_path / "reports")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("The first cause, on rank 1 (")
