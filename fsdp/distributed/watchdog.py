@@ -46,6 +46,7 @@ _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing 
 _LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed its connections
 _SLACK = 2.0  # of the longest wait so far: what took long before may take long again
 _POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
+_STUCK = 10.0  # seconds, after which a wait whose connections are closed does not end any more
 _FRAMES = 3  # of the user's code, that a report shows of a rank
 
 # Why a rank does not answer.
@@ -347,15 +348,24 @@ class Watchdog:
         """Block until each rank has set its name in the store.
 
         Raises:
-            RuntimeError: if one is gone.
+            RuntimeError: if one is gone, or does not come out of a wait whose connections are closed: gloo (seen in
+                torch 2.13) forgets to tell a sender that a peer, which had asked for a message, has closed its own.
         """
-        next_look = time.monotonic() + _TICK
+        begun = time.monotonic()
+        next_look = begun + _TICK
         while late := [rank for rank, name in names.items() if not self._store.check([name])]:
             time.sleep(_POLL)
             if time.monotonic() > next_look:
-                gone = [rank for rank, answer in self._tell_some(late, {}).items() if answer == _GONE]
-                if gone:
+                answers = self._tell_some(late, {"where": False})
+                if gone := [rank for rank, answer in answers.items() if answer == _GONE]:
                     raise RuntimeError(f"{named(gone)} {_GONE}")
+                for rank, answer in answers.items():
+                    known = {} if isinstance(answer, str) else answer
+                    if known.get("waits_for") and min(known["seconds"], time.monotonic() - begun) > _STUCK:
+                        raise RuntimeError(
+                            f"rank {rank} does not come out of waiting for {known['waits_for']}, though its "
+                            "connections are closed. End it, and start the job again from its last checkpoint"
+                        )
                 next_look = time.monotonic() + _TICK
 
     def _answer(self, message: Message) -> Message:
@@ -367,6 +377,7 @@ class Watchdog:
             if settings.raises:
                 self._give_up(message["report"])
         elif "meeting" in message:
+            time.sleep(_POLL)  # see `await_all`: now the others answer what they were asked for last
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
                 self._give_up(message["why"], message["ranks"])
         elif "where" in message:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.distributed import watchdog
 from fsdp.distributed.collectives import DirectExchange
-from fsdp.distributed.communicator import CollectiveError, communicators_among
+from fsdp.distributed.communicator import CollectiveError, communicators_among, finish
 from fsdp.distributed.messages import Sending
 from tests.helpers.ranks import RankPool
 
@@ -240,6 +241,25 @@ def _recover_from_a_lost_message(folder: Path) -> None:
         assert not fsdp.recover(training.model)
     training.step(1)
     dist.destroy_process_group()
+
+
+def test_a_rank_that_does_not_come_out_of_its_wait_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, backend=None).run(_recover_while_one_is_stuck, tmp_path)
+
+
+def _recover_while_one_is_stuck(folder: Path) -> None:
+    rank = start(folder, 2)
+    training = Training("")
+    training.step(0)
+    store = dist.FileStore(str(folder / "stuck"), 2)
+    if rank == 0:
+        stuck = mock.Mock(wait=lambda: store.wait(["named"]))
+        finish([stuck], "all-gather of 0 in forward")
+    else:
+        words = "rank 0 does not come out of waiting for all-gather of 0 in forward"
+        with mock.patch.object(watchdog, "_STUCK", 1.0), pytest.raises(RuntimeError, match=words):
+            fsdp.recover(training.model)
+        store.set("named", "")
 
 
 def test_recoveries_leave_no_tensors(ranks: RankPool, tmp_path: Path) -> None:
