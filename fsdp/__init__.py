@@ -7,6 +7,7 @@ from fsdp.checkpoint.loader import load, load_safetensors
 from fsdp.checkpoint.writer import save
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
+from fsdp.distributed.messages import check_messages
 from fsdp.distributed.watchdog import set_watchdog
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
@@ -76,6 +77,7 @@ __all__ = [
     "auto_wrap",
     "auto_wrap_bn",
     "bf16_compress_hook",
+    "check_messages",
     "checkpoint",
     "checkpoint_wrapper",
     "cond",

@@ -17,6 +17,7 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -94,7 +95,7 @@ def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
 
 
 class _Lock:
-    """A lock on the place of a checkpoint, for the one process that saves there, or tidies up."""
+    """A lock on the place of a checkpoint, for the one process that saves there, or tidies up; the file names it."""
 
     def __init__(self, place: str) -> None:
         self._path = place + _LOCK
@@ -114,9 +115,19 @@ class _Lock:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(self._path)):
                     self._fd = fd
+                    with suppress(OSError):  # a disk that is full is found soon enough
+                        os.ftruncate(fd, 0)
+                        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                     return True
             os.close(fd)  # whoever had it has removed it since
         return True
+
+    @property
+    def holder(self) -> str:
+        """Return which process has it, if that can be read."""
+        with suppress(OSError):
+            return Path(self._path).read_bytes()[:200].decode(errors="replace") or "another process"
+        return "another process"
 
     def release(self) -> None:
         """Let others have it."""
@@ -150,8 +161,8 @@ class Destination:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         if not self._lock.take():
             raise RuntimeError(
-                f"another save to {self.path} is running. Give each job a folder of its own, and start a job again "
-                "when all processes of the last one have ended"
+                f"another save to {self.path} is running, by {self._lock.holder}. Give each job a folder of its "
+                "own, and start a job again when all processes of the last one have ended"
             )
         self._put_in_order()
         if os.path.lexists(self.path) and not os.path.isdir(self.path):

@@ -32,7 +32,8 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, fragment, merged, spans
-from fsdp.checkpoint.folder import Destination, numbered, rotate
+from fsdp.checkpoint.folder import Destination, newest, numbered, rotate
+from fsdp.checkpoint.folder import found as complete_at
 from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.manifest import Manifest, TensorSet
@@ -51,6 +52,7 @@ from fsdp.checkpoint.model_tensors import (
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, write_at, write_parts
 from fsdp.distributed.collectives import during
+from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
@@ -117,6 +119,16 @@ class Place:
     def folder(self) -> str:
         """Return the checkpoint's own folder."""
         return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
+
+    @property
+    def what_is_there(self) -> str:
+        """Return what this rank finds there after a save that was not completed, in words."""
+        if self.step is not None:
+            last = newest(self.path)
+            return f"The newest complete checkpoint is {last}." if last else f"{self.path} has no complete checkpoint."
+        if complete_at(self.folder) is None:
+            return f"{self.folder} is no complete checkpoint."
+        return f"{self.folder} is a complete checkpoint: that from before, or this one if all ranks had written it."
 
     def tidy(self) -> None:
         """Remove older checkpoints than are to be kept, now that this one is there."""
@@ -288,9 +300,12 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
         heard = from_everyone(ranks, (fragments, found.generators))
         on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
         on_first(f"remove old checkpoints from {place.path}", place.tidy)
-    except BaseException:
+    except BaseException as error:
         if is_first:
             destination.abandon()
+        if isinstance(error, CollectiveError):  # whoever died may have been the first, which knows
+            told, *rest = str(error).splitlines()
+            error.args = ("\n".join([told, place.what_is_there, *rest]),)
         raise
     return Saved(Path(destination.path), found.nbytes, found.cast)
 

@@ -49,7 +49,7 @@ from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
 from fsdp.distributed.devices import HOST, is_host
-from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, give_up, wire_tag
+from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, checked, give_up, wire_tag
 from fsdp.distributed.watchdog import watch
 
 if dist.is_available():
@@ -158,10 +158,15 @@ class DirectExchange(TorchCollectives):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
-        self._way = type(self).__name__  # there may be one for each type of device, with handles of the same numbers
+        self._talk = _TALK if behind(group) is group else f"{_TALK}, with checksums"
+        # There may be one for each type of device, with handles of the same numbers; ranks check alike, or never meet.
+        self._way = f"{type(self).__name__} by {self._talk}"
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sent: deque[Sending] = deque()
         self._answered: Sending | None = None
+
+    def for_device(self, device: torch.device) -> Communicator:
+        return communicator(self._known, device)
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         pieces = full.view(self.world_size, -1)
@@ -256,8 +261,8 @@ class DirectExchange(TorchCollectives):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
         header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
-        works, received = self._swap(_TALK, "header", "", [header] * self.world_size)
-        finish(works, _TALK)
+        works, received = self._swap(self._talk, "header", "", [header] * self.world_size)
+        finish(works, self._talk)
         headers = list(map(as_bytes, received))
         calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() or _TRAINING for each in headers]
         for number, call in enumerate(calls):
@@ -271,8 +276,8 @@ class DirectExchange(TorchCollectives):
         bodies[self.rank] = as_tensor(payload)
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
-        asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
-        finish(asked + sent, _TALK)
+        asked, sent = self._post(self._talk, "body", "", incoming, outgoing)
+        finish(asked + sent, self._talk)
         return [as_bytes(each) for each in bodies]
 
     def meet(self, what: str, tag: Tag) -> None:
@@ -322,14 +327,14 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
     if group.size() == 1:
         return LONE_RANK
-    key = (group, device.type, _only_torch)
+    is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
+    # A user's object in front of a group is there to see collectives.
+    is_ours = is_gloo and not _only_torch and behind(group) is group
+    known = checked(group, is_ours)
+    key = (group, device.type, type(known), is_ours)
     if key not in communicators:
-        is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
-        # A user's object in front of a group is there to see collectives.
-        if _only_torch or behind(group) is not group or not is_gloo:
-            communicators[key] = TorchCollectives(group)
-        else:
-            communicators[key] = DirectExchange(group) if is_host(device) else StagedExchange(group)
+        way = (DirectExchange if is_host(device) else StagedExchange) if is_ours else TorchCollectives
+        communicators[key] = way(known)
         if communicators[key].peers_answer:
             watch()
     found: Communicator = communicators[key]

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -37,6 +38,8 @@ Tag = int | str | tuple[int | str, ...]
 
 # The public call that this thread is in, as users write it; empty in forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
+# For how long this thread waits for a work, if not as its group says.
+_limit: ContextVar[tuple[timedelta, ...]] = ContextVar("_limit", default=())
 
 
 _MANY_TAGS = 1 << 20  # more than handles ever ask for
@@ -218,8 +221,16 @@ class LoneRank(Communicator):
 LONE_RANK = LoneRank()
 
 
-class CollectiveError(RuntimeError):
+class OtherRankError(RuntimeError):
+    """A rank cannot go on because of what happened on another one, which knows more of it."""
+
+
+class CollectiveError(OtherRankError):
     """A collective did not complete, because of what happened on another rank."""
+
+
+class DamagedMessageError(RuntimeError):
+    """A message has arrived with other bits than it was sent with, see `check_messages`."""
 
 
 class ClosedConnectionError(RuntimeError):
@@ -238,11 +249,17 @@ class Wait(NamedTuple):
     since: float
 
 
-# For the watchdog: by thread, what this rank waits in now; what it has waited in last; and how long waits take, in
-# seconds: the longest of late, since one of a thousand waits ago counts for a third.
+# For the watchdog: by thread, what this rank waits in now; what it has waited in last; and how long waits of threads
+# beside the main one (True) and of that itself take, in seconds: the longest of late, since one of a thousand waits ago
+# counts for a third.
 waits: dict[int, Wait] = {}
 ended: deque[str] = deque(maxlen=4)
-longest = 0.0
+longest = {False: 0.0, True: 0.0}
+
+
+def is_aside(thread: int) -> bool:
+    """Return whether a thread is another one than the main one, as that which saves in the background is."""
+    return thread != threading.main_thread().ident
 
 
 def explain(closed_by: int | None) -> str:
@@ -251,26 +268,29 @@ def explain(closed_by: int | None) -> str:
 
 
 def finish(works: Sequence[Any], what: str) -> None:
-    """Wait for works of `torch.distributed`; CollectiveError if one did not complete, which says why if it is known."""
-    global longest
+    """Wait for works of `torch.distributed`; an error if one did not complete, which says why if it is known."""
     thread, since = threading.get_ident(), time.monotonic()
     waits[thread] = Wait(what, _call.get(), since)
     try:
+        limit = _limit.get()
         for work in works:
             if work is not None:
-                work.wait()
+                work.wait(*limit)
     except RuntimeError as error:
         raise incomplete(what, error) from error
     finally:
         del waits[thread]
     ended.append(what)
-    longest = max(0.999 * longest, time.monotonic() - since)
+    beside = is_aside(thread)
+    longest[beside] = max(0.999 * longest[beside], time.monotonic() - since)
 
 
-def incomplete(what: str, error: RuntimeError) -> CollectiveError:
+def incomplete(what: str, error: RuntimeError) -> RuntimeError:
     """Return the error of a collective that did not complete."""
     call = _call.get()
     begin = f"rank {own_rank()}: {what}{f' in {call}' if call else ''} did not complete: "
+    if isinstance(error, DamagedMessageError):
+        return DamagedMessageError(f"{begin}{error}")
     known = explain(error.rank if isinstance(error, ClosedConnectionError) else None)
     if known:
         return CollectiveError(f"{begin}{known}\n({error})")
@@ -285,6 +305,20 @@ def incomplete(what: str, error: RuntimeError) -> CollectiveError:
     return CollectiveError(
         f"{begin}{error}. {remedy}; look at what the other ranks were doing, one may have failed or taken another path."
     )
+
+
+@contextmanager
+def after_closing() -> Iterator[None]:
+    """Have this thread wait for nothing inside: connections are closed, and what has not come will not.
+
+    gloo (seen in torch 2.13) forgets to tell of a message that a peer had asked for and did not take before it closed
+    its connection: such a wait would end with the timeout of the group.
+    """
+    token = _limit.set((timedelta(milliseconds=1),))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 @contextmanager
@@ -367,7 +401,7 @@ def made_once_for_groups() -> dict[Any, Any]:
 
 
 # The ways to the ranks of process groups, by group and device: made in `collectives`.
-communicators: dict[tuple[Any, str, bool], Any] = made_once_for_groups()
+communicators: dict[tuple[Any, str, type, bool], Any] = made_once_for_groups()
 
 
 @atexit.register

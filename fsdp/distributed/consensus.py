@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator
+from fsdp.distributed.communicator import Communicator, OtherRankError
 
 _T = TypeVar("_T")
 # Over each in turn, all that hold a shard of something are reached: those that share it, and then their replicas.
@@ -87,7 +87,7 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
     if error is not None:
         raise error
     if heard:
-        raise RuntimeError(f"{own}: {heard}")
+        raise OtherRankError(f"{own}: {heard}")
 
 
 def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> _T:

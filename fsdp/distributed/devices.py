@@ -54,8 +54,8 @@ def accelerator() -> torch.device | None:
 class Arrival:
     """An arrival stands for what a stream has queued until now; on a CPU that has happened."""
 
-    def wait(self) -> None:
-        """Have what is queued from now on run after it."""
+    def wait(self, *limit: Any) -> None:
+        """Have what is queued from now on run after it; the host does not wait, so that there is nothing to limit."""
 
     def synchronize(self) -> None:
         """Block until it has happened."""
@@ -92,7 +92,7 @@ class QueuedArrival(Arrival):
         self._event = torch.get_device_module(self._device).Event()
         self._event.record(stream)
 
-    def wait(self) -> None:
+    def wait(self, *limit: Any) -> None:
         torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:

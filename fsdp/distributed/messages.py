@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -14,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import ClosedConnectionError, behind, finish, made_once_for_groups
+from fsdp.distributed.communicator import (
+    ClosedConnectionError,
+    DamagedMessageError,
+    backend_names,
+    behind,
+    finish,
+    made_once_for_groups,
+)
 from fsdp.distributed.devices import HOST
 
 _LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo says that a peer has not closed its connection
@@ -56,9 +65,12 @@ class Receiving:
             raise self._explained(error) from error
         self._under_way.add(self)
 
-    def wait(self) -> None:
+    def wait(self, *limit: timedelta) -> None:
         try:
-            self._work.wait()
+            self._work.wait(*limit)
+        except DamagedMessageError:
+            self._under_way.discard(self)
+            raise
         except RuntimeError as error:
             raise self._explained(error) from error
         self._under_way.discard(self)
@@ -69,11 +81,91 @@ class Receiving:
         cls._under_way = {each for each in cls._under_way if behind(each._group) is not group}
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        if not isinstance(self._group, dist.ProcessGroup):
+        group = behind(self._group)
+        if not isinstance(group, dist.ProcessGroup):
             return error
-        peer = dist.get_process_group_ranks(self._group)[self._peer]
+        peer = dist.get_process_group_ranks(group)[self._peer]
         text = f"nothing comes from rank {peer}: {error}"
         return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, peer)
+
+
+def check_messages(enabled: bool = True) -> None:
+    """Send a checksum behind every message between ranks on gloo, and compare it where the message arrives.
+
+    A bit that changes on the way, in a network card, a cable or memory, is an error there, which names the collective
+    and both ranks, and comes before anything is computed with it; unnoticed, it would change the weights. All that is
+    sent and received is read once more. Call it on every rank alike, before wrapping. Wrapping over another backend
+    than gloo is an error then: the links of NCCL have checksums of their own.
+    """
+    global _are_checked
+    _are_checked = enabled
+
+
+_are_checked = False
+
+
+def checked(group: Any, is_ours: bool) -> Any:
+    """Return a group, or what stands before it if messages are to have checksums.
+
+    Raises:
+        RuntimeError: if it is not us who sends messages on it, as they are to have checksums.
+    """
+    if _are_checked and not is_ours:
+        raise RuntimeError(
+            "check_messages() is for messages that go from rank to rank through gloo, got a process group of "
+            f"{backend_names(group)}, or one of your own: wrap without it"
+        )
+    return CheckedGroup(group) if _are_checked else group
+
+
+class CheckedGroup:
+    """Stands before a gloo group, and sends a checksum behind each message (CRC-32), with which the receiver compares.
+
+    Any one bit that changes on the way is noticed, and any burst of up to 32.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Checked:
+        own = _checksum(tensors[0])
+        works = [self._group.send([*tensors], peer, tag), self._group.send([own], peer, wire_tag(tag, "checksum"))]
+        return _Checked(works, own, own.clone, peer)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Checked:
+        told = blank(_CHECKSUM_BYTES)
+        works = [self._group.recv([*tensors], peer, tag), self._group.recv([told], peer, wire_tag(tag, "checksum"))]
+        number = dist.get_process_group_ranks(self._group)[peer]
+        return _Checked(works, told, lambda: _checksum(tensors[0]), number)
+
+
+class _Checked:
+    """A message and its checksum on their way."""
+
+    def __init__(self, works: Sequence[Any], told: Tensor, found: Callable[[], Tensor], rank: int) -> None:
+        self._works, self._told, self._found, self._rank = works, told, found, rank
+
+    def wait(self, *limit: timedelta) -> None:
+        for work in self._works:
+            work.wait(*limit)
+        found = self._found()
+        if not torch.equal(found, self._told):
+            raise DamagedMessageError(
+                f"what has come from rank {self._rank} has other bits than what it has sent (checksum "
+                f"{as_bytes(found).hex()} instead of {as_bytes(self._told).hex()}). Memory, a network card or a cable "
+                f"of its machine or of this one ({socket.gethostname()}) fails. fsdp.recover(model), on every rank, "
+                "goes on from the weights of the last step; leave the machine out if it comes again"
+            )
+
+
+_CHECKSUM_BYTES = 4
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    # By the address: torch never again frees the storage of a buffer that it has shown to numpy.
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return as_tensor(zlib.crc32(memory).to_bytes(_CHECKSUM_BYTES, "big"))
 
 
 def give_up(group: Any) -> None:

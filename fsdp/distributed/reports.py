@@ -16,7 +16,7 @@ from pathlib import Path
 from fsdp.distributed.roll_call import named
 
 _ENDING = ".fsdp-report.jsonl"
-_OWN = re.compile(r"^rank \d+: ")  # what each rank puts in front of the same error
+_OWN = re.compile(r"^rank \d+: |(?<=^fsdp: )rank \d+ |(?m: for \d+ s\.$)")  # in which ranks and times differ
 _MOST_BYTES = 1 << 20  # that are read of a file
 
 
@@ -27,8 +27,13 @@ class Kind(str, Enum):
     END = "ended by"
     RECOVERY = "recovers"
     WAIT = "waited too long"
-    FOLLOWED = "ended, because of another rank, by"
+    CLOSED = "saw that"  # it is all that a rank can say which the launcher ends at once
     STOPPED = "was stopped by"
+    FOLLOWED = "ended, because of another rank, by"
+
+
+# Being stopped from outside comes before or after what follows from other ranks, as the time tells.
+_ORDER = {kind: number for number, kind in enumerate(Kind)} | {Kind.FOLLOWED: list(Kind).index(Kind.STOPPED)}
 
 
 @dataclass
@@ -73,7 +78,9 @@ def page(folder: str | Path) -> Iterator[str]:
     events = read_events(folder)
     if not events:
         raise ValueError(f"{folder}: there are no reports of ranks in it (set_watchdog(reports=...), FSDP_REPORTS)")
-    first = min(events, key=lambda event: (list(Kind).index(event.kind), event.at))
+    others = {event.rank for event in events if event.kind is not Kind.CLOSED}
+    events = [event for event in events if event.kind is not Kind.CLOSED or event.rank not in others]
+    first = min(events, key=lambda event: (_ORDER[event.kind], event.at))
     yield f"The first cause, on rank {first.rank} ({first.host}, process {first.pid}):"
     yield from _lines(first)
     yield ""
@@ -81,12 +88,19 @@ def page(folder: str | Path) -> Iterator[str]:
     for event in events:
         alike.setdefault((event.kind, _OWN.sub("", event.text)), []).append(event)
     for same in alike.values():
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(same[0].at))
-        yield f"{clock} {named({event.rank for event in same})}:"
-        yield from _lines(same[0])
+        ranks = {event.rank for event in same}
+        times = f" ({len(same)} times, until {clock(same[-1].at)[-8:]})" if len(same) > len(ranks) else ""
+        about = " the first cause, see above" if first in same else ""
+        yield f"{clock(same[0].at)} {named(ranks)}:{about}{times}"
+        yield from () if about else _lines(same[0])
+
+
+def clock(at: float) -> str:
+    """Return a time as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _lines(event: Event) -> Iterator[str]:
-    first, *rest = _OWN.sub("", event.text).splitlines() or [""]
-    yield f"  {event.kind.value}{'' if event.kind is Kind.END else ':'} {first}"
+    first, *rest = re.sub(r"^rank \d+: ", "", event.text).splitlines() or [""]
+    yield f"  {event.kind.value}{'' if event.kind in (Kind.END, Kind.CLOSED) else ':'} {first}"
     yield from (f"    {line.strip()}" for line in rest)

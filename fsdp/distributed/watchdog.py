@@ -46,11 +46,12 @@ _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing 
 _LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed its connections
 _SLACK = 2.0  # of the longest wait so far: what took long before may take long again
 _POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
+_STUCK = 10.0  # seconds, after which a wait whose connections are closed does not end any more
 _FRAMES = 3  # of the user's code, that a report shows of a rank
 
 # Why a rank does not answer.
 _GONE = "is gone: its process has ended"
-_SILENT = "gives no answer: it is stopped, or cannot be reached"
+_SILENT = "gives no answer: it is stopped, or cannot be reached (process {pid} on {host})"
 _ABSENT = "has wrapped no model yet"
 _CLOSED = "is gone: it has closed its connections, and had wrapped no model yet"
 
@@ -61,6 +62,7 @@ class Address(NamedTuple):
     """An address says where a rank listens, and what it wants to hear before it answers."""
 
     host: str
+    pid: int
     ip: str
     port: int
     secret: str
@@ -87,16 +89,17 @@ class Position:
     before: Sequence[str]
 
     @classmethod
-    def here(cls) -> Position:
-        """Return where this rank is, of all its threads that of the longest wait."""
-        wait = longest_wait()
-        frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+    def here(cls, is_aside: bool) -> Position:
+        """Return where this rank's main thread is, or those beside it, of which that with the longest wait counts."""
+        thread, wait = longest_wait(is_aside) or (threading.main_thread().ident or 0, None)
+        stacks = {each: _frames(frame) for each, frame in sys._current_frames().items()}
+        busy = [frame for each, frames in stacks.items() if communicator.is_aside(each) is is_aside for frame in frames]
         return cls(
             waits_for=wait and wait.what,
             call=wait.call if wait else "",
             seconds=time.monotonic() - wait.since if wait else 0.0,
-            stack=[_place(frame) for frame in frames if not _is_library(frame)][-_FRAMES:],
-            occupation=next((words for frame in frames for part, words in _SLOW if part in frame.filename), None),
+            stack=[_place(frame) for frame in stacks.get(thread, ()) if not _is_library(frame)][-_FRAMES:],
+            occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
             before=list(communicator.ended),
         )
 
@@ -146,6 +149,22 @@ class Report:
         return "\n".join(lines)
 
 
+@dataclass
+class _Looks:
+    """The looks at the waits of the main thread, or at those of threads beside it, as of one that saves.
+
+    Attributes:
+        asked: the wait that was looked at last.
+        patience: seconds that it is given.
+        reported_at: when where all ranks were was last said, or not worth saying.
+    """
+
+    is_aside: bool
+    asked: communicator.Wait | None = None
+    patience: float = 0.0
+    reported_at: float = 0.0
+
+
 class Watchdog:
     """The thread that looks after this rank's waits, and the socket on which it answers others.
 
@@ -160,14 +179,15 @@ class Watchdog:
         self._others = [each for each in range(world_size) if each != rank]
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
         self._ends: dict[int, str] = {}  # how ranks have ended
-        self._report, self._reported_at = "", 0.0  # the last one
+        self._report = ""  # the last one
+        self._looks = (_Looks(is_aside=False), _Looks(is_aside=True))
         self._given_up = ""  # waiting, because of this
         self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
         self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
         is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
         self._server = _Server(("127.0.0.1" if is_one_host else "", 0), self._answer)
-        own = Address(socket.gethostname(), _own_ip(), self._server.server_address[1], self._server.secret)
+        own = Address(socket.gethostname(), os.getpid(), _own_ip(), self._server.server_address[1], self._server.secret)
         self._store.set(f"address of {rank}", json.dumps(own))
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=[_POLL], name="fsdp answers", daemon=True),
@@ -189,10 +209,11 @@ class Watchdog:
         places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
         text = " ".join(str(error).split())
         end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{''.join(f' ({place})' for place in places)}"
-        if isinstance(error, communicator.CollectiveError):
+        if isinstance(error, communicator.OtherRankError):
             self._log(Kind.FOLLOWED, str(error))
         else:
             self._log(Kind.END if isinstance(error, Exception) else Kind.STOPPED, end)
+        if not isinstance(error, communicator.CollectiveError):
             self._tell_all(self._end(self._rank, f"was ended by {end}"))
 
     def explain(self, closed_by: int | None) -> str:
@@ -201,6 +222,8 @@ class Watchdog:
         Args:
             closed_by: the rank that has closed its connection, if that is known.
         """
+        if closed_by is not None:  # before anything else: a launcher is about to end all ranks, if one has died
+            self._log(Kind.CLOSED, f"rank {closed_by} has closed its connections, as when its process ends")
         until = time.monotonic() + _LAST_WORDS
         while not (known := self._given_up or self._roll_call.difference or self._ends) and time.monotonic() < until:
             time.sleep(0.02)
@@ -208,8 +231,8 @@ class Watchdog:
             return known
         if self._ends:
             return "; ".join(f"rank {rank} {end}" for rank, end in sorted(self._ends.items()))
-        wait = longest_wait()
-        if wait is not None and self._reported_at > wait.since:
+        wait = communicator.waits.get(threading.get_ident())
+        if wait is not None and any(looks.reported_at > wait.since for looks in self._looks if looks.asked is wait):
             return self._report
         answers = self._tell_all({})
         silent = [rank for rank, answer in answers.items() if answer in (_GONE, _ABSENT)]
@@ -236,15 +259,13 @@ class Watchdog:
         return ""
 
     def _run(self) -> None:
-        asked: communicator.Wait | None = None
-        patience, pause, next_look = 0.0, _TICK, 0.0
+        pause, next_look = _TICK, 0.0
         logged: set[str] = set()
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
             if self._unknown and now > next_look:
                 self._find_unknown()
                 pause, next_look = 2 * pause, now + pause
-            wait = longest_wait()
             if _patience is None:
                 continue
             self._roll_call.tick()
@@ -252,24 +273,28 @@ class Watchdog:
             for text in known - logged:
                 self._log(Kind.DIFFERENCE, text)
             logged |= known
-            if wait is None:
-                continue
-            if now - wait.since > _TICK and self._roll_call.difference:
-                self._give_up(self._roll_call.difference)  # who knows it does not come
-                continue
-            if wait is not asked:
-                asked, patience = wait, _patience + _SLACK * communicator.longest
-            # In turn, so that one asks for all: the others have its report before it is theirs to ask.
-            if now - max(wait.since, self._reported_at) > patience + _TICK * self._rank / (1 + len(self._addresses)):
-                report = Report(self._rank, self._ask_all())
-                if report.is_due:
-                    self._show(str(report))
-                    self._tell_all({"report": str(report)})
-                    if settings.raises:
-                        self._give_up(str(report))
-                else:
-                    self._reported_at = now
-                patience *= 2
+            for looks in self._looks:
+                if found := longest_wait(looks.is_aside):
+                    self._look(looks, found[1], now, _patience)
+
+    def _look(self, looks: _Looks, wait: communicator.Wait, now: float, patience: float) -> None:
+        """Say where all ranks are, or have them raise what is known, if this rank has waited for too long."""
+        if now - wait.since > _TICK and self._roll_call.difference:
+            self._give_up(self._roll_call.difference)  # who knows it does not come
+            return
+        if wait is not looks.asked:
+            looks.asked, looks.patience = wait, patience + _SLACK * communicator.longest[looks.is_aside]
+        # In turn, so that one asks for all: the others have its report before it is theirs to ask.
+        turn = _TICK * self._rank / (1 + len(self._addresses))
+        if now - max(wait.since, looks.reported_at) > looks.patience + turn:
+            report = Report(self._rank, self._ask_all(looks.is_aside))
+            if report.is_due:
+                self._tell_all(self._show(str(report), looks.is_aside))
+                if settings.raises:
+                    self._give_up(str(report))
+            else:
+                looks.reported_at = now
+            looks.patience *= 2
 
     @property
     def _unknown(self) -> list[int]:
@@ -281,10 +306,12 @@ class Watchdog:
                 if self._store.check([key := f"address of {rank}"]):
                     self._addresses[rank] = Address(*json.loads(self._store.get(key)))
 
-    def _show(self, report: str) -> None:
-        self._report, self._reported_at = report, time.monotonic()
+    def _show(self, report: str, is_aside: bool) -> Message:
+        """Print a report, and return the message with which other ranks do."""
+        self._report, self._looks[is_aside].reported_at = report, time.monotonic()
         print(report, file=sys.stderr, flush=True)
         self._log(Kind.WAIT, report)
+        return {"report": report, "aside": is_aside}
 
     def _log(self, kind: Kind, text: str) -> None:
         if _folder:
@@ -321,15 +348,24 @@ class Watchdog:
         """Block until each rank has set its name in the store.
 
         Raises:
-            RuntimeError: if one is gone.
+            RuntimeError: if one is gone, or does not come out of a wait whose connections are closed: gloo (seen in
+                torch 2.13) forgets to tell a sender that a peer, which had asked for a message, has closed its own.
         """
-        next_look = time.monotonic() + _TICK
+        begun = time.monotonic()
+        next_look = begun + _TICK
         while late := [rank for rank, name in names.items() if not self._store.check([name])]:
             time.sleep(_POLL)
             if time.monotonic() > next_look:
-                gone = [rank for rank, answer in self._tell_some(late, {}).items() if answer == _GONE]
-                if gone:
+                answers = self._tell_some(late, {"where": False})
+                if gone := [rank for rank, answer in answers.items() if answer == _GONE]:
                     raise RuntimeError(f"{named(gone)} {_GONE}")
+                for rank, answer in answers.items():
+                    known = {} if isinstance(answer, str) else answer
+                    if known.get("waits_for") and min(known["seconds"], time.monotonic() - begun) > _STUCK:
+                        raise RuntimeError(
+                            f"rank {rank} does not come out of waiting for {known['waits_for']}, though its "
+                            "connections are closed. End it, and start the job again from its last checkpoint"
+                        )
                 next_look = time.monotonic() + _TICK
 
     def _answer(self, message: Message) -> Message:
@@ -337,21 +373,22 @@ class Watchdog:
         if "end" in message:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:
-            self._show(message["report"])
+            self._show(message["report"], message["aside"])
             if settings.raises:
                 self._give_up(message["report"])
         elif "meeting" in message:
+            time.sleep(_POLL)  # see `await_all`: now the others answer what they were asked for last
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
                 self._give_up(message["why"], message["ranks"])
+        elif "where" in message:
+            return vars(Position.here(message["where"]))
         elif message:
             return self._roll_call.answer(message)
-        else:
-            return vars(Position.here())
         return {}
 
-    def _ask_all(self) -> dict[int, Position | str]:
-        answers: dict[int, Position | str] = {self._rank: Position.here()}
-        for rank, answer in self._tell_all({}).items():
+    def _ask_all(self, is_aside: bool) -> dict[int, Position | str]:
+        answers: dict[int, Position | str] = {self._rank: Position.here(is_aside)}
+        for rank, answer in self._tell_all({"where": is_aside}).items():
             known = self._ends.get(rank, answer)
             answers[rank] = known if isinstance(known, str) else Position(**known)
         return answers
@@ -415,12 +452,13 @@ def _tell(address: Address, message: Message) -> Message | str:
     except ConnectionRefusedError:
         return _GONE
     except (OSError, ValueError):
-        return _SILENT
+        return _SILENT.format(**address._asdict())
 
 
-def longest_wait() -> communicator.Wait | None:
-    """Return what the thread that has waited longest waits for."""
-    return min(list(communicator.waits.values()), key=lambda wait: wait.since, default=None)
+def longest_wait(is_aside: bool) -> tuple[int, communicator.Wait] | None:
+    """Return the thread that has waited longest, and for what: the main one, or of those beside it; None if none."""
+    found = [each for each in list(communicator.waits.items()) if communicator.is_aside(each[0]) is is_aside]
+    return min(found, key=lambda each: each[1].since, default=None)
 
 
 # What may take long for a good reason, by the files that it is in.

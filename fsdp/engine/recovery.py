@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, Pending
-from fsdp.distributed.communicator import CollectiveError, backend_names, behind, communicators_among, own_rank
+from fsdp.distributed.communicator import (
+    CollectiveError,
+    after_closing,
+    backend_names,
+    behind,
+    communicators_among,
+    own_rank,
+)
 from fsdp.distributed.consensus import done_by_all, peers_answer
 from fsdp.distributed.messages import blank, renew
 from fsdp.distributed.roll_call import named
@@ -168,12 +175,13 @@ def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicat
         for handle in unit.handles:
             if handle.phase is Phase.UNSHARDING:
                 handle._pending = Pending("", (), lambda: blank(0))
-    for way in ways:
-        _repeat(way.settle)
-        way.restart_tags()
-    if runtime is not None:
-        _repeat(runtime.reset_iteration)
-        _repeat(runtime.release)
+    with after_closing():
+        for way in ways:
+            _repeat(way.settle)
+            way.restart_tags()
+        if runtime is not None:
+            _repeat(runtime.reset_iteration)
+            _repeat(runtime.release)
 
 
 def _repeat(end: Callable[[], None]) -> None:

@@ -54,13 +54,25 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
     if peers_answer(ranks):
         outside = "none, outside of forward"
         plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
-        versions = {"torch": torch.__version__.split("+")[0], "fsdp": __version__}  # whatever torch was built for
-        agree_on_plan(ranks, [(plan[0][0], plan[0][1] | versions), *plan[1:]])
+        agree_on_plan(ranks, [(plan[0][0], plan[0][1] | _environment(units[0][1].device, to_run)), *plan[1:]])
         _agree_on_parts(units)
     for _, unit in units:
         unit.is_agreed = True
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
         handle.number_as(number)
+
+
+def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
+    """Return the versions, and the settings of torch, that change what ranks compute."""
+    kind = device.type
+    is_cast = to_run and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return {
+        "torch": torch.__version__.split("+")[0],  # whatever it was built for
+        "fsdp": __version__,
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.autocast": torch.get_autocast_dtype(kind) if is_cast else "off",
+    }
 
 
 def describe_unit(unit: Unit) -> dict[str, Any]:

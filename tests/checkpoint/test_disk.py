@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -325,7 +326,7 @@ def _save_again_and_again(path: Path) -> None:
 def test_a_save_that_runs_is_left_alone_whoever_saves_or_tidies_up(ranks: RankPool, tmp_path: Path) -> None:
     running = Destination(tmp_path / "step-00000001")
     running.begin()
-    ranks(1, backend=None).run(_save_beside, tmp_path)
+    ranks(1, backend=None).run(_save_beside, tmp_path, os.getpid())
     (Path(running.folder) / "model.safetensors").write_bytes(b"of the first")
     running.commit(b"{}")
     assert content(tmp_path / "step-00000001") == {"model.safetensors": b"of the first", "checkpoint.json": b"{}"}
@@ -333,8 +334,9 @@ def test_a_save_that_runs_is_left_alone_whoever_saves_or_tidies_up(ranks: RankPo
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def _save_beside(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"another save to .*step-00000001 is running"):
+def _save_beside(folder: Path, pid: int) -> None:
+    holder = rf"process {pid} on {socket.gethostname()}"
+    with pytest.raises(RuntimeError, match=rf"another save to .*step-00000001 is running, by {holder}\."):
         fsdp.save(folder, small(), step=1)
     fsdp.save(folder, small(), step=2, keep=1)  # which removes what is left of lower steps
 

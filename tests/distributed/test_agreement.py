@@ -80,6 +80,22 @@ def _differ_in_state() -> None:
             refused(r"has (torch|fsdp) 1\.2\.4 on rank 0 and 1\.2\.3 on rank 1", model_of(), forward)
 
 
+def test_settings_of_torch_that_differ_are_named(ranks: RankPool) -> None:
+    ranks(2).run(_differ_in_settings)
+
+
+def _differ_in_settings() -> None:
+    is_odd = dist.get_rank() == 1
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_odd):
+        refused(r"has torch\.autocast off on rank 0 and torch\.bfloat16 on rank 1", model_of(), forward)
+        model_of().state_dict()  # which computes nothing
+    torch.set_float32_matmul_precision("high" if is_odd else "highest")
+    try:
+        refused(r"_matmul_precision\(\) highest on rank 0 and high on rank 1", model_of(), forward)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_a_parameter_frozen_among_others_is_named(ranks: RankPool) -> None:
     ranks(2).run(_freeze_one)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.distributed import watchdog
-from fsdp.distributed.communicator import CollectiveError
+from fsdp.distributed.collectives import DirectExchange
+from fsdp.distributed.communicator import CollectiveError, communicators_among, finish
+from fsdp.distributed.messages import Sending
 from tests.helpers.ranks import RankPool
 
 BAD = 2  # the number of the batch that fails
@@ -207,6 +211,55 @@ def _fail_before_forward(folder: Path) -> None:
             assert not fsdp.recover(training.model)
     assert torch.equal(training.weights(), expected)
     dist.destroy_process_group()
+
+
+def test_what_was_on_its_way_is_not_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, backend=None).run(_recover_from_a_lost_message, tmp_path)
+
+
+class LostWork:
+    """The work of a message of which gloo does not tell that it cannot arrive."""
+
+    def wait(self, *limit: timedelta) -> None:
+        assert limit, "this would wait for half an hour"
+        raise RuntimeError("Timed out waiting 1ms for send operation to complete")
+
+
+def _recover_from_a_lost_message(folder: Path) -> None:
+    rank = start(folder, 2)
+    training = Training("")
+    training.step(0)
+    (way,) = communicators_among([0, 1])
+    assert isinstance(way, DirectExchange)
+    for _ in range(2):
+        way._sent.append(Sending([LostWork()], None, "all-gather of 1 in backward"))
+    if rank == 1:
+        assert not fsdp.recover(training.model)
+    else:
+        with pytest.raises(CollectiveError, match=r"rank 1 has called fsdp\.recover"):
+            training.step(1)
+        assert not fsdp.recover(training.model)
+    training.step(1)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_does_not_come_out_of_its_wait_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, backend=None).run(_recover_while_one_is_stuck, tmp_path)
+
+
+def _recover_while_one_is_stuck(folder: Path) -> None:
+    rank = start(folder, 2)
+    training = Training("")
+    training.step(0)
+    store = dist.FileStore(str(folder / "stuck"), 2)
+    if rank == 0:
+        stuck = mock.Mock(wait=lambda: store.wait(["named"]))
+        finish([stuck], "all-gather of 0 in forward")
+    else:
+        words = "rank 0 does not come out of waiting for all-gather of 0 in forward"
+        with mock.patch.object(watchdog, "_STUCK", 1.0), pytest.raises(RuntimeError, match=words):
+            fsdp.recover(training.model)
+        store.set("named", "")
 
 
 def test_recoveries_leave_no_tensors(ranks: RankPool, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, set_watchdog
+from fsdp.checkpoint import Saver, writer
 from fsdp.checkpoint.cli import main
-from fsdp.distributed import messages, watchdog
+from fsdp.distributed import communicator, messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
+from fsdp.distributed.reports import Kind, read_events
 from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
@@ -37,6 +40,7 @@ LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
 def printed_while(behaviour: Callable[[], None]) -> str:
     """What the watchdog prints while this rank behaves so, and patience is short."""
     set_watchdog(0.2)
+    communicator.longest.update({False: 0.0, True: 0.0})  # waits of other tests are no measure
     try:
         with redirect_stderr(StringIO()) as output:
             behaviour()
@@ -92,6 +96,37 @@ def _compile_for_long() -> str:
     def behave() -> None:
         names["compile_frame"]()
         train(model)
+
+    return printed_while(behave)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_slow_save_in_the_background_is_waited_for_and_hides_nothing(
+    ranks: RankPool, tmp_path: Path, is_late: bool
+) -> None:
+    for report in ranks(2).run(_save_slowly_in_the_background, tmp_path, is_late):
+        assert "what ranks tell each other" not in report
+        assert ("waited for all-gather of root (Linear) in forward" in report) is is_late
+        assert ("  rank 1: in no collective, at test_watchdog.py:" in report) is is_late
+
+
+def _save_slowly_in_the_background(folder: Path, is_late: bool) -> str:
+    model, write = trained_model(), writer.write_parts
+    until = time.monotonic() + 1.5 * LATE
+
+    def write_slowly(*args: Any) -> Any:
+        time.sleep(max(0.0, until - time.monotonic()) if dist.get_rank() == 1 else 0)
+        return write(*args)
+
+    def behave() -> None:
+        with mock.patch.object(writer, "write_parts", write_slowly), Saver() as saver:
+            saver.save(folder / "saved", model)
+            for _ in range(4 if is_late else 20):
+                time.sleep(0.05 * LATE)
+                train(model)
+            if is_late:
+                _come(model)
+            saver.wait()
 
     return printed_while(behave)
 
@@ -220,6 +255,8 @@ def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of
     assert (waiting.returncode, ended.returncode) == (1, 1)
     why = r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"
     assert re.search(gather_failed(why), errors)
+    # At once, before it asks why: a launcher that ends all ranks leaves no time for more.
+    assert any(event.kind is Kind.CLOSED and "rank 1" in event.text for event in read_events(tmp_path / "reports"))
     assert main(["diagnose", str(tmp_path / "reports")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("The first cause, on rank 1 (")

@@ -71,12 +71,15 @@ def a_job_holds_the_lock(job: Job) -> None:
 
 
 def a_dead_job_has_left_its_lock(job: Job) -> None:
-    Path(f"{job.path}.saving.lock").write_text("")
+    Path(f"{job.path}.saving.lock").write_text("process 1 on a machine that is off")
 
 
 def file(pattern: str, change: Callable[[Path], Any]) -> Action:
     """Do something to a file of the checkpoint."""
     return lambda job: change(job.file(pattern))
+
+
+KEPT = r"saved is a complete checkpoint: that from before, or this one if all ranks had written it"
 
 
 def flip(path: Path) -> None:
@@ -224,6 +227,7 @@ FAULTS = {
             program=SAVE,
             rank=GONE,
             unit=SAVING,
+            remedy=KEPT,
             ends="SIGKILL",
         ),
         Fault(
@@ -235,6 +239,7 @@ FAULTS = {
             program=SAVE,
             rank="rank 0 is gone",
             unit=SAVING,
+            remedy=KEPT,
             ends="SIGKILL",
         ),
         Fault(
@@ -278,7 +283,7 @@ FAULTS = {
             victim=0,
             program=SAVE,
             rank="",
-            unit="another save to .*saved",
+            unit=r"another save to .*saved is running, by process \d+ on \w+",
             remedy="a folder of its own",
             after="kept train",
         ),
@@ -341,6 +346,7 @@ FAULTS = {
             while_writing(ends_by(signal.SIGKILL)),
             program=BACKGROUND,
             rank=GONE,
+            remedy=KEPT,
             ends="SIGKILL",
         ),
         Fault(

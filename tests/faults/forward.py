@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tests.faults.fault import (
     ENDED,
@@ -22,6 +24,28 @@ from tests.faults.fault import (
     usual,
 )
 
+if TYPE_CHECKING:
+    from tests.faults.job import Job
+
+
+def flips_a_bit(job: Job) -> None:
+    """Have one bit change of what is sent next, on its way."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    send = dist.ProcessGroup.send
+
+    def send_flipped(group: dist.ProcessGroup, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        patch.stop()
+        (tensor,) = (each.clone() for each in tensors)
+        tensor.view(torch.uint8)[-1] ^= 1
+        return send(group, [tensor], peer, tag)
+
+    patch = mock.patch.object(dist.ProcessGroup, "send", send_flipped)
+    patch.start()
+
+
 FAULTS = {
     "forward": [
         *usual("forward 2", unit=GATHER),
@@ -34,6 +58,16 @@ FAULTS = {
             rank="IndexError",
             victim=None,
             after="kept train train trained",
+        ),
+        Fault(
+            "a bit changes on its way",
+            "values",
+            "forward 2",
+            flips_a_bit,
+            rank="what has come from rank 1 has other bits",
+            unit=GATHER,
+            remedy=r"fsdp\.recover\(model\), on every rank",
+            program="check_messages setup train train train",
         ),
         Fault(
             "out of memory in the forward",

@@ -213,6 +213,12 @@ class Job:
         """As long as ranks take to compare the steps of the last seconds, outside of all collectives."""
         time.sleep(2.5)
 
+    def check_messages(self) -> None:
+        import fsdp
+
+        fsdp.check_messages()
+        self.stack.callback(fsdp.check_messages, False)
+
     def detect(self) -> None:
         import fsdp
 

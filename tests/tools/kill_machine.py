@@ -185,7 +185,7 @@ def _compare(disturbed: Job, undisturbed: Job) -> int:
 
 def _survivors_error(job: Job) -> str:
     text = _output(job, 0).read_text(errors="replace")
-    found = re.search(r"RuntimeError: (rank \d+: .* did not complete.*)", text)
+    found = re.search(r"Error: (rank \d+: .* did not complete.*)", text)
     return found.group(1) if found else ""
 
 

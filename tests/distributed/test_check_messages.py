@@ -1,0 +1,140 @@
+"""A bit that changes between two ranks is noticed where it arrives, and training goes on without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsdp
+from fsdp import check_messages, use_torch_collectives
+from fsdp.distributed.collectives import DirectExchange, communicator
+from fsdp.distributed.communicator import CollectiveError, DamagedMessageError
+from tests.distributed.test_recovery import BATCHES, Training, errors_of, start, weights_after
+from tests.helpers.ranks import RankPool
+
+KINDS = ["all-gather", "reduce-scatter", "what ranks tell each other"]
+LARGE = 8  # bytes, of what is damaged: neither checksums nor lone numbers
+
+
+def damaging(number: int) -> Any:
+    """Stand before gloo, and flip one bit of a large message of rank 1 to rank 0, that with a number."""
+    count, send = iter(range(1_000_000)), dist.ProcessGroup.send
+
+    def send_damaged(group: dist.ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        (tensor,) = tensors
+        if group.rank() == 1 and peer == 0 and tensor.nbytes > LARGE and next(count) == number:
+            tensor = tensor.clone()  # what this rank has is as it was
+            tensor.view(torch.uint8)[tensor.nbytes // 2] ^= 1 << 6
+        return send(group, [tensor], peer, tag)
+
+    return mock.patch.object(dist.ProcessGroup, "send", send_damaged)
+
+
+@pytest.mark.parametrize("number", [12, 15, 19, 24, 30])
+def test_a_flipped_bit_is_an_error_that_names_both_ranks_and_training_goes_on(
+    ranks: RankPool, tmp_path: Path, number: int
+) -> None:
+    errors = ranks(3, backend=None).run(_train_with_a_flipped_bit, tmp_path, number)
+    assert errors[0].startswith("DamagedMessageError: rank 0: ")
+    assert any(f"rank 0: {kind}" in errors[0] for kind in KINDS)
+    assert "did not complete: what has come from rank 1 has other bits than what it has sent (checksum " in errors[0]
+    assert "fsdp.recover(model)" in errors[0]
+    for error in errors[1:]:
+        assert error.startswith("CollectiveError: ")
+        assert "rank 0 has called fsdp.recover(), after DamagedMessageError: rank 0: " in error
+
+
+def _train_with_a_flipped_bit(folder: Path, number: int) -> str:
+    start(folder, 3)
+    expected = [weights_after([each for each in range(BATCHES) if each != left_out]) for left_out in range(BATCHES)]
+    check_messages()
+    training = Training("")
+    with damaging(number):
+        (error,) = errors_of(training, lambda: fsdp.recover(training.model))
+    assert any(torch.equal(training.weights(), each) for each in expected)  # without the batch that was damaged
+    dist.destroy_process_group()
+    return f"{type(error).__name__}: {error}"
+
+
+def test_without_checksums_a_flipped_bit_changes_the_weights_in_silence(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3, backend=None).run(_train_unchecked, tmp_path)
+
+
+def _train_unchecked(folder: Path) -> None:
+    start(folder, 3)
+    expected = weights_after(range(BATCHES))
+    training = Training("")
+    with damaging(15):
+        assert not errors_of(training, lambda: False)
+    assert not torch.equal(training.weights(), expected)
+    dist.destroy_process_group()
+
+
+def test_checked_messages_train_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3, backend=None).run(_train_checked, tmp_path)
+
+
+def _train_checked(folder: Path) -> None:
+    start(folder, 3)
+    expected = weights_after(range(BATCHES))
+    check_messages()
+    assert torch.equal(weights_after(range(BATCHES)), expected)
+    dist.destroy_process_group()
+
+
+def test_ranks_that_do_not_all_check_are_told_apart(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks(2, backend=None).run(_check_on_rank_0, tmp_path):
+        assert "  rank 0: waiting for what ranks tell each other, with checksums" in error
+        assert "  rank 1: waiting for what ranks tell each other" in error
+        assert "different collectives" in error
+
+
+def _check_on_rank_0(folder: Path) -> str:
+    check_messages(start(folder, 2) == 0)
+    fsdp.set_watchdog(1.0, raises=True)
+    with pytest.raises(CollectiveError) as error:
+        weights_after([0])
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+def test_other_ways_than_gloo_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_torchs)
+
+
+def _refuse_torchs() -> None:
+    switches: list[Callable[[bool], None]] = [check_messages, use_torch_collectives]
+    for switch in switches:
+        switch(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"check_messages\(\) is for messages that .* through gloo"):
+            communicator(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        for switch in switches:
+            switch(False)
+
+
+def test_what_is_moved_to_a_device_goes_the_same_way(ranks: RankPool) -> None:
+    ranks(2).run(_ask_for_another_device)
+
+
+def _ask_for_another_device() -> None:
+    check_messages()
+    try:
+        way = communicator(dist.group.WORLD, torch.device("cpu"))
+        assert way.for_device(torch.device("cpu")) is way
+        assert isinstance(way.apart(), DirectExchange)
+    finally:
+        check_messages(False)
+    assert communicator(dist.group.WORLD, torch.device("cpu")) is not way
+
+
+def test_the_error_is_no_consequence_of_another_rank() -> None:
+    assert not issubclass(DamagedMessageError, CollectiveError)
