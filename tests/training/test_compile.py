@@ -20,6 +20,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.compile_backends import (
@@ -303,6 +304,12 @@ def test_blocks_compiled_by_inductor_train(ranks: RankPool, tmp_path: Path) -> N
 def _train_inductor(folder: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # which ranks share, so that each kernel is built once
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # Headers that are compiled beforehand, and trying which vector instructions there are, take longer than two kernels.
+    with inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
+        _compare_with_inductor()
+
+
+def _compare_with_inductor() -> None:
     states, backend = [], Counter("inductor")
     for prepare in (keep, partial(call_compile, backend=backend, fullgraph=True)):
         model = _small_stack(fully_sharded(), prepare)
