@@ -304,7 +304,7 @@ def test_blocks_compiled_by_inductor_train(ranks: RankPool, tmp_path: Path) -> N
 def _train_inductor(folder: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # which ranks share, so that each kernel is built once
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    # Headers that are compiled beforehand, and trying which vector instructions there are, take longer than two kernels.
+    # To compile headers beforehand and to try vector instructions takes longer than two kernels.
     with inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
         _compare_with_inductor()
 
