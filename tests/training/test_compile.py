@@ -323,8 +323,17 @@ def _compare_with_inductor() -> None:
     assert backend.sizes == [2]
 
 
+class SmallBlock(nn.Module):
+    """Of two kernels, each of which the compiler takes seconds for; a bias would be a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.inner(inputs))
+
+
 def _small_stack(wrap: Wrap, prepare: Wrap) -> nn.Module:
-    """Blocks of two kernels, each of which the compiler takes seconds for; a bias would be a third."""
     torch.manual_seed(0)
-    blocks = [wrap(prepare(nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh()))) for _ in range(2)]
-    return wrap(nn.Sequential(nn.Linear(5, 5), *blocks))
+    return wrap(nn.Sequential(nn.Linear(5, 5), *(wrap(prepare(SmallBlock())) for _ in range(2))))

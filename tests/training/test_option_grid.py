@@ -110,5 +110,7 @@ def _train_with_a_wrong_factor(name: str) -> None:
         return unit
 
     training = precision.training(training_of("one_batch"))
-    with pytest.raises(AssertionError, match=r"differ in .*units"):
-        Measured.of(training).compare(train_sharded(training, wrong))
+    trained = train_sharded(training, wrong)
+    if dist.get_rank() == 0:  # the others have the same state dict
+        with pytest.raises(AssertionError, match=r"differ in .*units"):
+            Measured.of(training).compare(trained)
