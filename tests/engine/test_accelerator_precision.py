@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks
 from tests.helpers.models import nested_mlp
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.optim_utils.test_grad_scaler import (
@@ -24,19 +24,22 @@ from tests.optim_utils.test_grad_scaler import (
     spoil_shard,
     step_changes,
 )
-from tests.training.test_option_grid import cells, train_and_compare
+from tests.training.test_option_grid import each_cell, train_and_compare
 
 pytestmark = pytest.mark.accelerator
 
+# Cells have all pairs on a GPU, and there are some left; simulated kernels take longer.
+EVERY_PAIR = 12 if IS_SIMULATED else 40
 
-@pytest.mark.parametrize("cell", cells(world_size=[2, 3]))
+
+@each_cell(at_most=EVERY_PAIR, world_size=[2, 3])
 def test_training_over_gloo_equals_the_unsharded_model_in_the_same_precision(
     accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
 ) -> None:
     accelerator_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), ACCELERATOR)
 
 
-@pytest.mark.parametrize("cell", cells())
+@each_cell(at_most=EVERY_PAIR)
 def test_training_over_nccl_equals_the_unsharded_model_in_the_same_precision(
     accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
 ) -> None:

@@ -60,11 +60,16 @@ def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) ->
     return pytest.mark.parametrize(list(values), _Sample(at_most, values))
 
 
+def parametrize_rows(name: str, *, at_most: int, **values: Sequence[Any]) -> Callable[..., Any]:
+    """As `parametrize_pairs`, for a test that takes a whole row as the argument of this name: a dictionary."""
+    return pytest.mark.parametrize(name, _Sample(at_most, values, is_whole=True))
+
+
 class _Sample(UserList[Any]):
     """Rows that are chosen when they are first looked at: ranks import tests as well, and never do."""
 
-    def __init__(self, at_most: int | None, values: dict[str, Sequence[Any]]) -> None:
-        self._at_most, self._values = at_most, values
+    def __init__(self, at_most: int | None, values: dict[str, Sequence[Any]], *, is_whole: bool = False) -> None:
+        self._at_most, self._values, self._is_whole = at_most, values, is_whole
 
     @cached_property
     def data(self) -> list[Any]:
@@ -72,7 +77,9 @@ class _Sample(UserList[Any]):
         if at_most is None:
             at_most = max(*map(len, values.values()), len(every_pair(**values)) // 3)
         rows = every_pair(at_most=at_most, **values)
-        return [pytest.param(*row.values(), id="-".join(map(_shown, row.values()))) for row in rows]
+        arguments = [(row,) if self._is_whole else tuple(row.values()) for row in rows]
+        ids = ["-".join(map(_shown, row.values())) for row in rows]
+        return [pytest.param(*each, id=name) for each, name in zip(arguments, ids, strict=True)]
 
 
 def _shown(value: Any) -> str:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 from tests.helpers.paths import DATA, ROOT
+from tests.helpers.ranks import RankPool
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
@@ -16,21 +21,42 @@ pytestmark = needs_lightning
 SCRIPT = DATA / "recipes" / "lightning_trainer.py"
 
 
-def test_it_trains_at_two_ranks_and_goes_on_at_one(tmp_path: Path) -> None:
-    first = _run("--devices", "2", "--epochs", "2", "--folder", str(tmp_path))
+PRELOAD = ["fsdp.lightning"]
+
+# What a rank of another job has in its environment, and a shell has not.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_")
+
+
+def test_it_trains_at_two_ranks_and_goes_on_at_one(ranks: RankPool, tmp_path: Path) -> None:
+    first = _last_printed(_started("--devices", "2", "--epochs", "2", "--folder", str(tmp_path)))
     assert (tmp_path / "last.ckpt").exists()
-    second = _run(
-        "--devices", "1", "--epochs", "4", "--folder", str(tmp_path), "--resume", str(tmp_path / "epoch=1-step=8.ckpt")
-    )
+    newest = str(tmp_path / "epoch=1-step=8.ckpt")
+    again = ["--devices", "1", "--epochs", "4", "--folder", str(tmp_path), "--resume", newest]
+    # In a process that has imported Lightning.
+    second = _last_printed(ranks(1, backend=None, timeout=240).run(_run_script, again)[0])
     assert first[1:] + second[1:] == (2, 4)
     assert second[0] < first[0]
 
 
-def _run(*arguments: str) -> tuple[float, int]:
+def _last_printed(text: str) -> tuple[float, int]:
     """The last loss and epoch that the script prints."""
-    # As from a shell, and not from a rank of another job.
-    others = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    found = re.search(r"val_loss (\S+) after epoch (\d+)", text)
+    assert found, text
+    return float(found[1]), int(found[2])
+
+
+def _run_script(arguments: list[str]) -> str:
+    for name in [name for name in os.environ if name.startswith(OF_RANKS)]:
+        del os.environ[name]
+    sys.argv = [str(SCRIPT), *arguments]
+    with warnings.catch_warnings(), redirect_stdout(StringIO()) as output:
+        warnings.simplefilter("ignore")  # Lightning's own, as in `tests.helpers.lightning`
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return output.getvalue()
+
+
+def _started(*arguments: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -40,6 +66,4 @@ def _run(*arguments: str) -> tuple[float, int]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"val_loss (\S+) after epoch (\d+)", done.stdout)
-    assert found, done.stdout
-    return float(found[1]), int(found[2])
+    return done.stdout

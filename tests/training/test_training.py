@@ -3,7 +3,7 @@
 At 2 ranks, where a sum has only one order, it equals DistributedDataParallel bit for bit. At any world size it
 equals one process that sees all batches put together, but for float32 noise (`tests.helpers.parity.assert_parity`).
 
-Grids are sampled by `tests.helpers.pairs.every_pair`: not every combination of all options is tried, but every value of
+Grids are sampled by `tests.helpers.pairs`: not every combination of all options is tried, but every value of
 every option, and many pairs of values.
 """
 
@@ -16,17 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
 from torch import nn
 
 from fsdp import ProcessGroupName
 from tests.helpers.models import Wrap, keep
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.pairs import parametrize_pairs, parametrize_rows
 from tests.helpers.parity import (
     REGRESSION,
     TOKENS,
     MakeModel,
-    RanksTestCase,
     Training,
     adam,
     adamw,
@@ -61,16 +59,6 @@ WRAPPING: dict[str, list[Any]] = {
     "reshard_after_forward": [True, False],
     "flatten_parameters": [True, False],
 }
-DDP_GRID = every_pair(at_most=9, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
-PARITY_GRID = every_pair(
-    at_most=10,
-    world_size=[3, 1, 2, 4],
-    model=[name for name in MODELS if name != "tied"],
-    optimizer=list(OPTIMIZERS),
-    **WRAPPING,
-    accumulate=[1, 3],
-    clip=[None, 0.2],
-)
 
 
 def training_of(model: str, nested: bool, optimizer: str, **how: Any) -> Training:
@@ -83,16 +71,9 @@ def training_of(model: str, nested: bool, optimizer: str, **how: Any) -> Trainin
     )
 
 
-def named(func: Any, number: str, param: Any) -> str:
-    """The values of a row as the end of a test's name."""
-    values = [f"{name}_{value}" if not isinstance(value, str) else value for name, value in param.args[0].items()]
-    return f"{func.__name__}_{parameterized.to_safe_name('_'.join(values))}"
-
-
-class EqualsDistributedDataParallel(RanksTestCase):
-    @parameterized.expand([(row,) for row in DDP_GRID], name_func=named)
-    def test_bit_for_bit_at_2_ranks(self, row: dict[str, Any]) -> None:
-        self.ranks(2).run(_train_as_ddp, **row)
+@parametrize_rows("row", at_most=9, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
+def test_equals_distributed_data_parallel_bit_for_bit_at_2_ranks(ranks: RankPool, row: dict[str, Any]) -> None:
+    ranks(2).run(_train_as_ddp, **row)
 
 
 def _train_as_ddp(reshard_after_forward: bool, flatten_parameters: bool, **how: Any) -> None:
@@ -101,11 +82,19 @@ def _train_as_ddp(reshard_after_forward: bool, flatten_parameters: bool, **how: 
     assert_bit_equal(train_sharded(training, wrap), train_ddp(training))
 
 
-class EqualsOneProcess(RanksTestCase):
-    @parameterized.expand([(row,) for row in PARITY_GRID], name_func=named)
-    def test_within_float32_noise(self, row: dict[str, Any]) -> None:
-        row = dict(row)
-        self.ranks(row.pop("world_size")).run(_train_as_one_process, **row)
+@parametrize_rows(
+    "row",
+    at_most=10,
+    world_size=[3, 1, 2, 4],
+    model=[name for name in MODELS if name != "tied"],
+    optimizer=list(OPTIMIZERS),
+    **WRAPPING,
+    accumulate=[1, 3],
+    clip=[None, 0.2],
+)
+def test_equals_one_process_within_float32_noise(ranks: RankPool, row: dict[str, Any]) -> None:
+    row = dict(row)
+    ranks(row.pop("world_size")).run(_train_as_one_process, **row)
 
 
 def _train_as_one_process(reshard_after_forward: bool, flatten_parameters: bool, **how: Any) -> None:
@@ -122,6 +111,8 @@ def test_the_noise_is_far_below_what_training_changes(ranks: RankPool, model: st
 
 
 def _compare_noise_with_progress(model: str) -> None:
+    if dist.get_rank():  # the same on every rank
+        return
     training = training_of(model, nested=True, optimizer="adam")
     trained = train_alone(training)
     progress = distance(train_alone(replace(training, steps=0)), trained).weight
@@ -165,7 +156,10 @@ def _inputs(rank: int, turn: int) -> torch.Tensor:
 
 
 GROUPS = ["default", "by name", "none", "world", "new"]
-OPTION_GRID = every_pair(
+
+
+@parametrize_rows(
+    "row",
     at_most=8,
     world_size=[2, 3],
     group=["default", "new"],
@@ -176,13 +170,9 @@ OPTION_GRID = every_pair(
     compute_device=[None, "cpu", torch.device("cpu")],
     reshard_after_forward=[True, False],
 )
-
-
-class OtherOptions(RanksTestCase):
-    @parameterized.expand([(row,) for row in OPTION_GRID], name_func=named)
-    def test_change_no_result(self, row: dict[str, Any]) -> None:
-        row = dict(row)
-        self.ranks(row.pop("world_size")).run(_train_with_options, **row)
+def test_other_options_change_no_result(ranks: RankPool, row: dict[str, Any]) -> None:
+    row = dict(row)
+    ranks(row.pop("world_size")).run(_train_with_options, **row)
 
 
 def _train_with_options(group: str, reduce_group: str, **options: Any) -> None:

@@ -89,13 +89,11 @@ def test_damage_is_one_line_without_a_traceback(tmp_path: Path, capsys: Captured
 # As a process
 
 
-def test_it_is_run_as_a_module() -> None:
-    command = [sys.executable, "-m", "fsdp", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=True)
-    assert done.stdout.startswith("fsdp ")
+def test_the_version_is_told(capsys: Captured) -> None:
+    assert command(capsys, "--version").out.startswith("fsdp ")
 
 
-def test_nobody_who_reads_is_no_error(tmp_path: Path) -> None:
+def test_it_is_run_as_a_module_and_nobody_who_reads_is_no_error(tmp_path: Path) -> None:
     torch.save(kinds().state_dict(), tmp_path / "x.pt")
     command = [sys.executable, "-m", "fsdp", "inspect", str(tmp_path / "x.pt")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-WIDTH, LAYERS = 1024, 8
+WIDTH, LAYERS = 1024, 5
 TENSOR = WIDTH * WIDTH * 4 / 2**20  # MiB
 PIECES = 16  # MiB: blocks that are read, cast and written, and what the allocator keeps of them
 WHOLE = 3 * LAYERS * TENSOR  # with two moments
