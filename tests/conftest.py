@@ -107,9 +107,11 @@ def accelerator_ranks(ranks: RankPool) -> AcceleratorRanks:
     has collectives by NCCL's rules in both cases.
     """
 
+    if IS_SIMULATED:
+        simulated.build()
+
     def start(world_size: int, *, backend: str = "gloo", **options: Any) -> Ranks:
         if IS_SIMULATED:
-            simulated.build()
             return ranks(world_size, backend="cpu:gloo,sim:simulated", **options)
         if backend == "nccl" and world_size > torch.cuda.device_count():
             pytest.skip(f"NCCL needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")

@@ -660,7 +660,7 @@ class FlatParamHandle:
             if self.post_forward_shard is not None:
                 self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(device)
         *_, now = self.shard_state
-        if self.orig_params is not None and now != before:
+        if self.orig_params is not None:  # also at the same address, where memory that was freed may have come back
             self.orig_params.alias()
         if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):
             self.precision.check(self.name, shard.dtype, shard.requires_grad)

@@ -181,8 +181,7 @@ def _share_one_event_loop() -> None:
     """Have all groups of gloo share a device, which is an event loop: a thread that looks around every 10 ms.
 
     Otherwise each group brings one of its own, and those of idle groups took a fifth of what the machine computed.
-    The thread gives way to all others: it spins while one of its process holds the lock of a connection, and where that
-    one waits for a core, which the loop may have, it does so until the scheduler's next tick.
+    The thread gives way to the others of its process, since it spins while one of them holds the lock of a connection.
     """
     if not dist.is_gloo_available():
         return
@@ -193,7 +192,7 @@ def _share_one_event_loop() -> None:
         others = _threads()
         device = Gloo.create_device(interface=interface) if interface else Gloo.create_default_device()
         for thread in _threads() - others:
-            os.setpriority(os.PRIO_PROCESS, thread, 19)
+            os.setpriority(os.PRIO_PROCESS, thread, 5)
         return device
 
     def with_the_device(group: Gloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:

@@ -56,7 +56,9 @@ def build() -> Path:
     command = [found, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-I{each}" for each in includes)]
     command += [str(_SOURCE), "-o", str(part), f"-L{top / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the simulated device does not compile with {found}: {done.stderr[-2000:]}")
     part.rename(library)
     return library
 

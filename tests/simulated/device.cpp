@@ -770,12 +770,13 @@ class Done final : public c10d::Work {
  public:
   Done(c10d::OpType kind, Shared happening, std::vector<at::Tensor> outputs)
       : Work(-1, kind), happening_(std::move(happening)), outputs_(std::move(outputs)) {}
-  bool isCompleted() override { return happening_->query(); }
+  bool isCompleted() override { return !happening_ || happening_->query(); }
   bool isSuccess() const override { return true; }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds) override {
-    Shared happening = happening_;
-    here().push([happening] { happening->wait(); });
+    if (Shared happening = happening_) {
+      here().push([happening] { happening->wait(); });
+    }
     return true;
   }
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -908,11 +909,29 @@ class Collectives final : public c10d::Backend {
   }
   Started send(Tensors& tensors, int peer, int tag) override {
     auto host = all_on_host(tensors);
-    return start(c10d::OpType::SEND, [=, this]() mutable { return gloo_->send(host, peer, tag); });
+    return start_or_collect(c10d::OpType::SEND, [=, this]() mutable { return gloo_->send(host, peer, tag); });
   }
   Started recv(Tensors& tensors, int peer, int tag) override {
     auto host = all_on_host(tensors);
-    return start(c10d::OpType::RECV, [=, this]() mutable { return gloo_->recv(host, peer, tag); });
+    return start_or_collect(c10d::OpType::RECV, [=, this]() mutable { return gloo_->recv(host, peer, tag); });
+  }
+  // Messages between these two go at once, in whatever order they are awaited on the other rank.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { is_collecting_ = true; }
+  Started endCoalescing() override {
+    is_collecting_ = false;
+    auto messages = std::move(collected_);
+    collected_.clear();
+    return start(c10d::OpType::COALESCED, [messages]() -> Started {
+      std::vector<Started> begun;
+      for (const auto& message : messages) {
+        begun.push_back(message());
+      }
+      for (const auto& work : begun) {
+        work->wait();
+      }
+      return c10::make_intrusive<Done>(c10d::OpType::COALESCED, nullptr, Tensors());
+    });
   }
   Started barrier(const c10d::BarrierOptions& options) override {
     auto work = start(c10d::OpType::BARRIER, [=, this] { return gloo_->barrier(options); });
@@ -921,6 +940,13 @@ class Collectives final : public c10d::Backend {
   }
 
  private:
+  Started start_or_collect(c10d::OpType kind, std::function<Started()> message) {
+    if (!is_collecting_) {
+      return start(kind, message);
+    }
+    collected_.push_back(std::move(message));
+    return nullptr;
+  }
   template <class Collective>
   Started start(c10d::OpType kind, Collective collective) {
     auto ready = here().mark();
@@ -934,6 +960,8 @@ class Collectives final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   StreamId stream_;
+  bool is_collecting_ = false;
+  std::vector<std::function<Started()>> collected_;
 };
 
 struct Registration {

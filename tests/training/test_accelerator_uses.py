@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from fsdp.engine.offload import HostStorage
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module
 
 pytestmark = pytest.mark.accelerator
@@ -116,11 +118,11 @@ def _take_and_put_back(form: str) -> None:
     model = build(FORMS[form])
     optimizer = adamw(model)
     train(model, optimizer, 2)
-    full = [fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)]
+    full = fsdp.optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     again = build(FORMS[form], seed=1)
     again.load_state_dict(model.state_dict())
     fresh = adamw(again)
-    fsdp.load_full_optim_state_dict(again, fresh, full[0])
+    fsdp.optim_utils.load_full_optim_state_dict(again, fresh, full)
     train(again, fresh, 2, first=2)
     assert_trained(again, 4)
     with again.summon_full_params(), torch.no_grad():
@@ -240,6 +242,35 @@ def _train_tensor_parallel() -> None:
             optimizer.zero_grad()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value.full_tensor().cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["original_on_host", "rows_on_host"])
+def test_shards_on_the_host_are_followed_where_memory_comes_back_at_once(
+    accelerator_ranks: AcceleratorRanks, form: str
+) -> None:
+    """Pinned memory that was freed is the first to be given out again: a new shard may lie where the old one did."""
+    accelerator_ranks(2).run(_move_what_is_on_the_host, form)
+
+
+def _move_what_is_on_the_host(form: str) -> None:
+    blocks: dict[int, Tensor] = {}
+    allocate = HostStorage.allocate
+
+    def again(storage: HostStorage, numel: int, dtype: torch.dtype) -> Tensor:
+        return blocks.setdefault(numel, allocate(storage, numel, dtype))
+
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 6)
+    with mock.patch.object(HostStorage, "allocate", again):
+        model = FORMS[form](copy.deepcopy(plain)).to(ACCELERATOR)
+    for each, device in ((plain, "cpu"), (model, ACCELERATOR)):
+        optimizer = adamw(each)
+        for _ in range(2):
+            each(torch.ones(2, 6, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = model(torch.ones(2, 6, device=ACCELERATOR)).cpu()
+    torch.testing.assert_close(found, plain(torch.ones(2, 6)), rtol=1e-4, atol=1e-5)
 
 
 def test_shards_that_another_stream_has_stepped_are_awaited(accelerator_ranks: AcceleratorRanks) -> None:
