@@ -461,11 +461,6 @@ class Unit:
             handle.gradients.rescale(self.predivide / pre)
         self.predivide, self.postdivide = float(pre), float(post)
 
-    def use_comm_hook(self, comm_hook: CommHook) -> None:
-        """Have gradients averaged by a hook from now on, what is accumulated already included."""
-        self.set_divide_factors(1.0, 1.0)
-        self.comm_hook = comm_hook
-
     def connect(self, way: Callable[[FlatParamHandle], tuple[Communicator, Communicator]]) -> None:
         """All-gather and reduce over other communicators with the same ranks.
 
