@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel
-from fsdp.compat.fairscale import parts as fairscale
+from fsdp.compat import fairscale
 from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.optimizers import from_first
 from tests.helpers.pairs import parametrize_pairs
