@@ -164,11 +164,11 @@ CONCERNS = {
 # The same for what keeps an accelerator's streams in order.
 ORDERED = {
     "distributed/devices": (
-        "distributed/accelerator_streams state_dict_utils/accelerator_stager engine/accelerator_offload"
+        "distributed/accelerator_streams training/accelerator_uses state_dict_utils/host engine/accelerator_offload"
     ),
-    "distributed/collectives distributed/communicator": "engine/accelerator engine/accelerator_offload",
-    "engine/handle engine/runtime engine/gradient_hooks": "engine/accelerator_offload engine/accelerator_precision",
-    "state_dict/summon": "engine/accelerator_offload",
+    "distributed/collectives distributed/communicator": "engine/accelerator training/accelerator_uses",
+    "engine/handle engine/runtime engine/gradient_hooks": "training/accelerator_uses engine/accelerator_offload",
+    "state_dict/summon": "training/accelerator_uses engine/accelerator_offload",
     "state_dict_utils/stager": "state_dict_utils/accelerator_stager",
     "wrap/checkpoint_wrapper": "wrap/checkpoint_wrapper_memory",
 }
@@ -381,7 +381,10 @@ def main() -> None:
         planted = [
             (one, tests) for rows, tests in ORDERED.items() for path in modules_of(rows) for one in waits_of(path)
         ]
-    chosen = {mutant.describe(): (mutant, tests) for mutant, tests in planted}
+    chosen: dict[str, tuple[Mutant, str]] = {}
+    for mutant, tests in planted:
+        shown = mutant.describe()
+        chosen[f"{shown} (line {mutant.line})" if shown in chosen else shown] = (mutant, tests)
     if arguments.list:
         print("\n".join(chosen))
         return

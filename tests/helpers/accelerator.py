@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tests import simulated
 from tests.helpers.ranks import Ranks
+from tests.helpers.workers import MOST_DELAY
 
 ACCELERATOR = "cuda" if torch.cuda.is_available() else simulated.NAME
 IS_SIMULATED = ACCELERATOR == simulated.NAME
@@ -19,6 +21,19 @@ AcceleratorRanks = Callable[..., Ranks]
 def device_module() -> Any:
     """Return torch's module for it: `torch.cuda`, or its likeness."""
     return torch.get_device_module(ACCELERATOR)
+
+
+@contextmanager
+def later_kernels() -> Iterator[None]:
+    """Have kernels of the simulated device begin up to 5 ms late; a GPU takes the time that it takes."""
+    if IS_SIMULATED:
+        device_module()._set_delay(5000)
+    try:
+        yield
+    finally:
+        if IS_SIMULATED:
+            device_module().synchronize()
+            device_module()._set_delay(MOST_DELAY)
 
 
 def has_accelerator() -> bool:

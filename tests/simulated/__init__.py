@@ -81,21 +81,15 @@ def _collectives(store: dist.Store, rank: int, world_size: int, timeout: timedel
     return install().collectives(gloo)
 
 
-def _module(device: Any) -> ModuleType:
+def _module(compiled: Any) -> ModuleType:
     """Return what stands beside `torch.cuda`: ``torch.sim``."""
     module = ModuleType(f"torch.{NAME}")
     generator = torch.Generator(NAME)
 
-    def stream(entered: torch.Stream | None) -> Any:
-        @contextmanager
-        def inside() -> Iterator[None]:
-            if entered is None:
-                yield
-                return
-            with entered:
-                yield
-
-        return inside()
+    @contextmanager
+    def stream(entered: torch.Stream) -> Iterator[None]:
+        with entered:
+            yield
 
     names: dict[str, Any] = {
         "Event": lambda **_: torch.Event(NAME),
@@ -111,18 +105,18 @@ def _module(device: Any) -> ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "manual_seed_all": generator.manual_seed,
-        "max_memory_allocated": lambda device=None: device_module.peak(),
-        "memory_allocated": lambda device=None: device_module.allocated(),
-        "memory_reserved": lambda device=None: device_module.allocated(),
-        "reset_peak_memory_stats": lambda device=None: device_module.reset_peak(),
+        "max_memory_allocated": lambda device=None: compiled.peak(),
+        "memory_allocated": lambda device=None: compiled.allocated(),
+        "memory_reserved": lambda device=None: compiled.allocated(),
+        "reset_peak_memory_stats": lambda device=None: compiled.reset_peak(),
         "set_device": lambda device: None,
-        "set_per_process_memory_fraction": lambda part: device_module.limit(int(part * _MEMORY)),
+        "set_per_process_memory_fraction": lambda part: compiled.limit(int(part * _MEMORY)),
         "set_rng_state": lambda state, device=NAME: generator.set_state(state),
         "stream": stream,
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "_is_in_bad_fork": lambda: False,
-        "_sleep": lambda cycles: device_module.sleep(cycles // _CYCLES),
+        "_set_delay": compiled.set_delay,
+        "_sleep": lambda cycles: compiled.sleep(cycles // _CYCLES),
     }
-    device_module = device
     module.__dict__.update(names)
     return module

@@ -25,8 +25,6 @@
 #include <mutex>
 #include <random>
 #include <thread>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -953,6 +951,8 @@ class Collectives final : public c10d::Backend {
     auto& queue = streams().queue(stream_);
     queue.push([ready, collective]() mutable {
       ready->wait();
+      // What its caller frees too early, others have written by now.
+      std::this_thread::sleep_for(std::chrono::microseconds(most_delay_us * 2));
       collective()->wait();
     });
     return c10::make_intrusive<Done>(kind, queue.mark(), Tensors());

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
+from fsdp.distributed.dtensor import local_part
 from fsdp.engine.offload import HostStorage
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
 
 pytestmark = pytest.mark.accelerator
 
@@ -271,6 +272,35 @@ def _move_what_is_on_the_host(form: str) -> None:
             optimizer.zero_grad()
     found = model(torch.ones(2, 6, device=ACCELERATOR)).cpu()
     torch.testing.assert_close(found, plain(torch.ones(2, 6)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["original_on_host", "rows_on_host"])
+def test_shards_may_be_written_as_soon_as_a_call_has_returned(accelerator_ranks: AcceleratorRanks, form: str) -> None:
+    accelerator_ranks(2).run(_write_at_once, form)
+
+
+def _write_at_once(form: str) -> None:
+    model = build(FORMS[form])
+    batch = torch.ones(2, 6, device=ACCELERATOR)
+    expected = model(batch).cpu()
+    calls: list[Callable[[], Any]] = [lambda: model(batch), lambda: whole_state(model)]
+    with torch.no_grad(), later_kernels():
+        for call in calls:
+            kept = [local_part(param).clone() for param in model.parameters()]
+            found = call()
+            for param in model.parameters():
+                param.zero_()
+            if isinstance(found, Tensor):
+                torch.testing.assert_close(found.cpu(), expected)
+            else:
+                assert all(bool(value.any()) for value in found.values())
+            for param, value in zip(model.parameters(), kept, strict=True):
+                local_part(param).copy_(value)
+    torch.testing.assert_close(model(batch).cpu(), expected)
+
+
+def whole_state(model: Any) -> dict[str, Tensor]:
+    return fsdp.state_dict_utils.gather_state_dict(model.state_dict())
 
 
 def test_shards_that_another_stream_has_stepped_are_awaited(accelerator_ranks: AcceleratorRanks) -> None:
