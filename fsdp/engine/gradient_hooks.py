@@ -53,13 +53,13 @@ class GradientHooks:
                 if after is not grad:
                     part.copy_(after if orig_params is None else orig_params.vector_of(slot, after))
         self._flat_param.shard_storage.accept(self._flat_param, reduced)
+        self._flat_param.shard_storage.copy_stream.settle()  # it is there when it is shown, and when hooks are called
         self._delivered = [params[slot] for slot in slots]
 
     def end_backward(self) -> None:
         """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
         delivered, self._delivered = self._delivered, ()
         if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
-            self._flat_param.shard_storage.copy_stream.settle()
             self._flat_param.bring_gradient()
             for param in (each for each in delivered if each.grad is not None):
                 for hook in list((param._post_accumulate_grad_hooks or {}).values()):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.offload import HostStorage
+from fsdp.engine.unit import unit_of, units_in
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
 
 pytestmark = pytest.mark.accelerator
@@ -301,6 +302,52 @@ def _write_at_once(form: str) -> None:
 
 def whole_state(model: Any) -> dict[str, Tensor]:
     return fsdp.state_dict_utils.gather_state_dict(model.state_dict())
+
+
+@every_form
+def test_hooks_get_gradients_that_are_there(accelerator_ranks: AcceleratorRanks, form: str) -> None:
+    accelerator_ranks(2).run(_look_at_gradients, form)
+
+
+def _look_at_gradients(form: str) -> None:
+    model = build(FORMS[form])
+    seen: dict[nn.Parameter, Tensor] = {}
+
+    def look(param: nn.Parameter) -> None:
+        seen[param] = local_part(param.grad).clone()  # type: ignore[arg-type]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    with later_kernels():
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 6, device=ACCELERATOR)).square().mean().backward()
+            device_module().synchronize()
+            for param in model.parameters():
+                torch.testing.assert_close(seen[param], local_part(param.grad), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["flat", "rows"])
+def test_an_all_gather_that_is_not_wanted_any_more_writes_to_nobody_elses_memory(
+    accelerator_ranks: AcceleratorRanks, form: str
+) -> None:
+    accelerator_ranks(2).run(_unshard_in_vain, form)
+
+
+def _unshard_in_vain(form: str) -> None:
+    model = build(FORMS[form])
+    train(model, adamw(model), 1)
+    handles = [handle for _, unit in units_in(unit_of(model[0])) for handle in unit.handles]
+    with later_kernels():
+        for _ in range(5):
+            for handle in handles:
+                handle.unshard()
+                handle.reshard()
+            others = [
+                torch.ones(handle.layout.padded_numel, device=ACCELERATOR) for handle in handles for _ in range(2)
+            ]
+            device_module().synchronize()
+            assert all(bool(other.eq(1).all()) for other in others)
 
 
 def test_shards_that_another_stream_has_stepped_are_awaited(accelerator_ranks: AcceleratorRanks) -> None:
