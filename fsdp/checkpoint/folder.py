@@ -117,7 +117,7 @@ class _Lock:
                     self._fd = fd
                     with suppress(OSError):  # a disk that is full is found soon enough
                         os.ftruncate(fd, 0)
-                        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     return True
             os.close(fd)  # whoever had it has removed it since
         return True
