@@ -128,9 +128,12 @@ class Report:
 
     @property
     def is_due(self) -> bool:
-        """False if the wait is over, or the ranks that are waited for are busy with what takes long."""
+        """False if the wait is over, or the last rank has just come, or those that have not are busy for long."""
         busy = [rank for rank in self._late if rank in self._came and self._came[rank].occupation]
-        return self._wait.waits_for is not None and (not self._late or busy != self._late)
+        if self._late or self._wait.waits_for is None:
+            return self._wait.waits_for is not None and busy != self._late
+        are_together = {each.waits_for for each in self._came.values()} == {self._wait.waits_for}
+        return not are_together or min(each.seconds for each in self._came.values()) > _TICK
 
     def __str__(self) -> str:
         what = self._wait.waits_for

@@ -309,6 +309,9 @@ def test_a_report_is_due_unless_the_wait_is_over_or_all_that_are_late_are_busy()
     assert Report(0, {0: waits, 1: busy, 2: late}).is_due
     assert Report(0, {0: waits, 1: busy, 2: "is gone"}).is_due
     assert Report(0, {0: waits, 1: waiting("all-gather of b")}).is_due
+    assert Report(0, {0: waits, 1: waiting("all-gather of a")}).is_due
+    assert Report(0, {0: waits, 1: waiting("all-gather of b", seconds=0.1)}).is_due
+    assert not Report(0, {0: waits, 1: waiting("all-gather of a", seconds=0.1)}).is_due, "it has just come"
     assert not Report(0, {0: waits, 1: busy}).is_due
     assert not Report(0, {0: late, 1: waits}).is_due
 
