@@ -43,13 +43,15 @@ def build() -> Path:
     """Return the compiled device; several processes may ask at once."""
     text = _SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()
     folder = Path(tempfile.gettempdir()) / f"fsdp-simulated-device-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} is somebody else's, whose code would be loaded: remove it, or set TMPDIR")
     library = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     if library.exists():
         return library
     found = compiler()
     if found is None:
         raise RuntimeError("the simulated device needs a C++ compiler: install one, or say where it is in CXX")
-    folder.mkdir(exist_ok=True)
     top = Path(torch.__file__).parent
     includes = [top / "include", top / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     part = library.with_suffix(f".{os.getpid()}")
