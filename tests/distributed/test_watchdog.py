@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp
 from fsdp import FullyShardedDataParallel, set_watchdog
 from fsdp.checkpoint import Saver, writer
 from fsdp.checkpoint.cli import main
@@ -127,6 +128,24 @@ def _save_slowly_in_the_background(folder: Path, is_late: bool) -> str:
             if is_late:
                 _come(model)
             saver.wait()
+
+    return printed_while(behave)
+
+
+def test_a_slow_disk_of_one_rank_is_waited_for_while_all_save(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(_save_slowly, tmp_path) == ["", ""]
+
+
+def _save_slowly(folder: Path) -> str:
+    model, write = trained_model(), writer.write_parts
+
+    def write_slowly(*args: Any) -> Any:
+        time.sleep(0.5 * LATE if dist.get_rank() == 1 else 0)
+        return write(*args)
+
+    def behave() -> None:
+        with mock.patch.object(writer, "write_parts", write_slowly):
+            fsdp.save(folder / "saved", model)
 
     return printed_while(behave)
 

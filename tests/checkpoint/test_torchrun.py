@@ -1,0 +1,139 @@
+"""The recipe of docs/waiting.md, run by `torchrun`: one of two machines is lost, and the other one trains on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import fsdp
+from fsdp import checkpoint
+from tests.helpers.paths import DATA, ROOT
+
+SCRIPT = DATA / "recipes" / "elastic.py"
+STEPS, EVERY = 20, 4
+OPTIONS = ["--steps", str(STEPS), "--every", str(EVERY), "--pause", "0.1"]
+PATIENCE = 240.0  # seconds for each thing that is waited for; it takes three
+
+
+def test_a_training_that_loses_a_machine_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
+    with _two_machines(tmp_path) as machines:
+        _until(lambda: len(_steps(tmp_path, "rank-1-of-2")) > EVERY, machines)
+        os.killpg(machines[1].pid, signal.SIGKILL)
+        os.kill(_process(tmp_path, "rank-1-of-2"), signal.SIGKILL)  # torchrun's workers have sessions of their own
+        _until(lambda: machines[0].poll() is not None, machines[:1])
+        assert machines[0].returncode == 0, (tmp_path / "machine-0.txt").read_text(errors="replace")[-3000:]
+    together, alone = _steps(tmp_path, "rank-0-of-2"), _steps(tmp_path, "rank-0-of-1")
+    assert together == list(range(len(together)))
+    assert alone == list(range(alone[0], STEPS))
+    # From the newest checkpoint that was complete, not from an older one and not from the beginning.
+    assert alone[0] > 0
+    assert alone[0] % EVERY == 0
+    assert len(together) - EVERY <= alone[0] <= len(together) + 1
+
+    saved, plain = _model(), _trained_alone()
+    newest = checkpoint.newest(tmp_path / "steps")
+    assert newest is not None
+    assert fsdp.load(newest, saved).step == STEPS
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], value, rtol=0, atol=1e-10)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+
+
+def _trained_alone() -> nn.Module:
+    """The recipe's model after as many steps on the same batches, unsharded and undisturbed."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        inputs = torch.randn(12, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+# --- torchrun
+
+
+@contextmanager
+def _two_machines(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A torchrun for each of two machines, which are processes here; nothing of them is left behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(2):
+            with (folder / f"machine-{number}.txt").open("wb") as output:
+                machines.append(
+                    subprocess.Popen(
+                        [*_torchrun(port, number), str(SCRIPT), "--folder", str(folder), *OPTIONS],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        cwd=ROOT,
+                        env=_environment(),
+                        start_new_session=True,
+                    )
+                )
+        yield machines
+    finally:
+        for machine in machines:
+            for process in [machine.pid, *_children(machine.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            machine.wait()
+
+
+def _torchrun(port: int, number: int) -> list[str]:
+    # A machine counts as dead after two seconds of silence, not fifteen, and nobody else is waited for: the neighbour
+    # is on the same board.
+    hurry = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+    places = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={hurry}"]
+    numbers = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
+    return [sys.executable, "-m", "torch.distributed.run", *numbers, *places]
+
+
+def _environment() -> dict[str, str]:
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def _children(process: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False)
+    return [int(number) for number in found.stdout.split()]
+
+
+def _until(happened: Callable[[], bool], machines: list[subprocess.Popen[bytes]]) -> None:
+    give_up = time.monotonic() + PATIENCE
+    while not happened():
+        assert all(machine.poll() is None for machine in machines) or happened(), "torchrun has ended"
+        assert time.monotonic() < give_up, "torchrun does not come to an end"
+        time.sleep(0.02)
+
+
+def _lines(folder: Path, name: str) -> list[list[str]]:
+    path = folder / f"{name}.txt"
+    # The last line may be cut off: its writer was killed.
+    return [line.split() for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def _steps(folder: Path, name: str) -> list[int]:
+    return [int(step) for step, _ in _lines(folder, name)]
+
+
+def _process(folder: Path, name: str) -> int:
+    return int(_lines(folder, name)[-1][1])
