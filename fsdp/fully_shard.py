@@ -40,6 +40,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off, tie_assigned
+from fsdp.engine.summary import summary
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
@@ -464,6 +465,11 @@ class FSDPModule:
         shown = _unsharded_in(self)
         for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
             yield name, shown.get(param, param)
+
+    def extra_repr(self) -> str:
+        """Return the module's line of ``print(model)``, with its parameters and how much of them this rank holds."""
+        own, sharded = super().extra_repr(), summary(unit_of(self))  # type: ignore[misc, arg-type]
+        return ", ".join(filter(None, [own, sharded and f"sharded: {sharded}"]))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Collective. Unshard the module's own parameters, until `reshard`, or the end of its next forward.

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
+from fsdp.engine.summary import summary
+from fsdp.engine.unit import unit_of
 from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 # The wrapped module keeps the views besides, as FairScale's does.
@@ -333,3 +335,6 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit
         return self
+
+    def extra_repr(self) -> str:
+        return summary(unit_of(self._fpw_module))

@@ -1,0 +1,39 @@
+"""`summary` says for `print(model)` what a unit shards, in which dtypes, and how much of it this rank holds."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit
+
+
+def summary(unit: Unit | None) -> str:
+    """Return a line for each flat parameter of a unit; empty if it has none, or is none."""
+    return "" if unit is None else "\n".join(map(_of_handle, unit.handles))
+
+
+def _of_handle(handle: FlatParamHandle) -> str:
+    slots, own = handle.layout.slots, handle.flat_param.dtype
+    words = [f"{len(slots)} parameter{'s' if len(slots) > 1 else ''}", _name(own)]
+    if handle.is_cast:
+        words.append(f"computed in {_name(handle.precision.compute_dtype(own))}")
+    if not any(handle.requires_grad_each):
+        words.append("frozen")
+    nbytes = own.itemsize * sum(slot.numel for slot in slots)
+    held = own.itemsize * handle.layout.shard_numel
+    words.append(f"{_size(held)} of {_size(nbytes)} on this rank" if handle.is_sharded else f"{_size(nbytes)}")
+    return ", ".join(words)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(nbytes: int) -> str:
+    amount, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
