@@ -17,6 +17,7 @@ from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
+from fsdp.engine.trace import trace
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
     CPUOffloadPolicy,
@@ -105,6 +106,7 @@ __all__ = [
     "set_watchdog",
     "share_comm_ctx",
     "state_dict_utils",
+    "trace",
     "use_torch_collectives",
     "wrap",
 ]

@@ -49,7 +49,7 @@ class Pending:
     """A collective in flight; `wait` is the only way to its result."""
 
     def __init__(self, what: str, works: Sequence[Any], result: Callable[[], Tensor]) -> None:
-        self._what = what
+        self.what = what
         self._works = works
         self._result: Callable[[], Tensor] | None = result
         self._arrived: Tensor
@@ -66,7 +66,7 @@ class Pending:
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
             try:
-                finish(works, self._what)
+                finish(works, self.what)
                 # What was sent is held by this until now, and not a moment longer.
                 result, self._result = self._result, None
                 self._arrived = result()

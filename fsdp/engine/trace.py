@@ -1,0 +1,393 @@
+"""`Trace` records what each rank did when: the forwards and backwards of units, and where ranks waited for whom.
+
+While it records, a few methods of the engine are replaced by ones that note the time around them; before and after it
+nothing is. What is noted are times of the host: on a CPU those of the work itself, on an accelerator those at which it
+was queued (`torch.profiler` has the device's own times, under the same names).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp.distributed.communicator import Pending, during, is_aside, own_rank
+from fsdp.distributed.consensus import from_everyone
+from fsdp.engine.runtime import Runtime, runtime_of_root
+from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper
+
+FORWARD, BACKWARD, WAIT, STEP = "forward", "backward", "wait", "optimizer step"
+_COLORS = {FORWARD: "#4c78a8", BACKWARD: "#54a24b", WAIT: "#e45756", STEP: "#b279a2"}
+_ROUNDS = 8  # of messages by which the ranks compare their clocks
+_WIDTH, _ROW, _LEFT, _TOP = 1200, 44, 70, 50  # of the picture, in pixels
+_ROWS = 30  # of the table
+
+
+class Span(NamedTuple):
+    """A span is what a rank did for a while.
+
+    Attributes:
+        kind: "forward", "backward", "wait" (for a collective) or "optimizer step".
+        name: of the unit, the collective, or the optimizer.
+        begin, end: in nanoseconds, on the first rank's clock.
+    """
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+
+
+class Record(NamedTuple):
+    """A record is what one rank has noted; times are in nanoseconds, on the first rank's clock.
+
+    Attributes:
+        rank: among all.
+        spans: in the order of their ends; each lies within others or beside them.
+        memory: times, and how many bytes of shards, unsharded parameters and gradients there were then.
+    """
+
+    rank: int
+    spans: list[Span]
+    memory: list[tuple[int, int]]
+
+
+class Trace:
+    """A recording of some steps of a sharded model on all ranks, made by `fsdp.trace`.
+
+    ``str(trace)`` is a table of where the time went.
+
+    Attributes:
+        records: what each rank has noted, by ranks; the same on every rank, and empty until the block has ended.
+    """
+
+    def __init__(self, runtime: Runtime, path: str | os.PathLike[str] | None) -> None:
+        self.records: list[Record] = []
+        self._runtime, self._path = runtime, path
+        self._spans: list[Span] = []
+        self._memory: list[tuple[int, int]] = []
+        self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
+        self._undo = ExitStack()
+
+    # --- recording ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Trace:
+        if self._memory:
+            raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
+        self._clock = _Clock(self._runtime)
+        self._follow(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
+        self._follow(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
+        self._follow(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(unit))
+        self._follow(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(unit))
+        self._follow(Runtime, "finish_backward", after=lambda: self._end_backwards())
+        self._follow(Unit, "wait_for_unshard", after=lambda: self._note_memory())
+        self._follow(Unit, "reshard", after=lambda: self._note_memory())
+        self._follow_waits()
+        begun = register_optimizer_step_pre_hook(lambda one, *_: self._begin(STEP, one, type(one).__name__))
+        ended = register_optimizer_step_post_hook(lambda one, *_: self._end(STEP, one))
+        self._undo.callback(begun.remove)
+        self._undo.callback(ended.remove)
+        self._note_memory()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._undo.close()
+        if kind is not None:
+            return  # others may not come to this point
+        with during("fsdp.trace()"):
+            heard = from_everyone(self._runtime.root.everyone, Record(own_rank(), self._spans, self._memory))
+            offsets = self._clock.offsets()
+        self.records = sorted(map(_on_common_clock, heard, offsets), key=lambda one: one.rank)
+        if self._path is not None and own_rank() == self.records[0].rank:
+            self.save(self._path)
+
+    def _follow(
+        self,
+        owner: type[Any],
+        method: str,
+        before: Callable[..., None] = lambda *_: None,
+        after: Callable[..., None] = lambda *_: None,
+    ) -> None:
+        """Have functions called with a method's arguments, before and after it, where it is of this model."""
+        original = getattr(owner, method)
+
+        def followed(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if (this if isinstance(this, Runtime) else this.runtime) is not self._runtime:
+                return original(this, *args, **kwargs)
+            before(*args)
+            result = original(this, *args, **kwargs)
+            after(*args)
+            return result
+
+        self._replace(owner, method, followed)
+
+    def _follow_waits(self) -> None:
+        original = Pending.wait
+
+        def wait(pending: Pending) -> Tensor:
+            begin = time.monotonic_ns()
+            result = original(pending)
+            if not is_aside(threading.get_ident()):  # as those of a save in the background are
+                self._spans.append(Span(WAIT, pending.what, begin, time.monotonic_ns()))
+            return result
+
+        self._replace(Pending, "wait", wait)
+
+    def _replace(self, owner: type[Any], method: str, by: Callable[..., Any]) -> None:
+        self._undo.callback(setattr, owner, method, getattr(owner, method))
+        setattr(owner, method, by)
+
+    def _begin(self, kind: str, of: object, name: str) -> None:
+        self._open.setdefault((kind, of), (name, time.monotonic_ns()))
+
+    def _end(self, kind: str, of: object) -> None:
+        begun = self._open.pop((kind, of), None)
+        if begun is not None:
+            self._spans.append(Span(kind, *begun, time.monotonic_ns()))
+
+    def _begin_backward(self, unit: Unit) -> None:
+        root = self._runtime.root
+        self._begin(BACKWARD, root, root.name)
+        if (BACKWARD, unit) not in self._open:
+            self._end_backwards(but=root)  # of the unit before, which still waits for gradients of its weights
+            self._begin(BACKWARD, unit, unit.name)
+
+    def _end_if_complete(self, unit: Unit) -> None:
+        if unit is not self._runtime.root and not unit.backward.missing:
+            self._end(BACKWARD, unit)
+
+    def _end_backwards(self, but: Unit | None = None) -> None:
+        for kind, of in reversed(list(self._open)):
+            if kind == BACKWARD and of is not but:
+                self._end(kind, of)
+
+    def _note_memory(self) -> None:
+        nbytes = 0
+        for handle in self._runtime.handles:
+            gradients, shard = handle.gradients, handle.flat_param
+            nbytes += shard.nbytes + (0 if shard.grad is None else shard.grad.nbytes)
+            if not handle.unsharded.is_shard:
+                nbytes += handle.unsharded.full.untyped_storage().nbytes()
+            if not gradients.is_empty:
+                nbytes += gradients.layout.padded_numel * gradients.dtype.itemsize
+        self._memory.append((time.monotonic_ns(), nbytes))
+
+    # --- what it shows ------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace for Perfetto (ui.perfetto.dev) or ``chrome://tracing``. In one process.
+
+        Args:
+            path: of the file, in the JSON of Chrome's Trace Event Format.
+
+        Raises:
+            RuntimeError: before the block has ended.
+        """
+        start = self._start
+        events: list[dict[str, Any]] = []
+        for rank, spans, memory in self.records:
+            whose = {"pid": rank, "tid": 0}
+            events.append({**whose, "ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}})
+            for kind, name, begin, end in spans:
+                times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
+                events.append({**whose, **times, "ph": "X", "cat": kind, "name": _title(kind, name)})
+            for when, nbytes in memory:
+                counted = {"ts": (when - start) / 1e3, "args": {"bytes": nbytes}}
+                events.append({**whose, **counted, "ph": "C", "name": "live bytes"})
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def save_picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw a line for each rank, with what it did from left to right; waiting is red. In one process.
+
+        Args:
+            path: of the file, in SVG, which browsers show; they show names and times of what is pointed at.
+
+        Raises:
+            RuntimeError: before the block has ended.
+        """
+        start = self._start
+        stop = max(span.end for record in self.records for span in record.spans)
+        scale = (_WIDTH - _LEFT - 10) / max(stop - start, 1)
+        height = _TOP + _ROW * len(self.records) + 30
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
+            'font-size="13">',
+            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        ]
+        for number, (kind, color) in enumerate(_COLORS.items()):
+            lines.append(f'<rect x="{_LEFT + 150 * number}" y="12" width="14" height="14" fill="{color}"/>')
+            lines.append(f'<text x="{_LEFT + 150 * number + 20}" y="24">{kind}</text>')
+        for row, record in enumerate(self.records):
+            top = _TOP + _ROW * row
+            lines.append(f'<text x="4" y="{top + _ROW / 2}">rank {record.rank}</text>')
+            # The outer ones first, so that what lies within is drawn over them, a little lower.
+            for span, depth in _nested(record.spans):
+                inset, opacity = min(depth, 3) * 4, 1 if depth or span.kind in (WAIT, STEP) else 0.4
+                x, width = _LEFT + (span.begin - start) * scale, max((span.end - span.begin) * scale, 0.3)
+                lines.append(
+                    f'<rect x="{x:.2f}" y="{top + inset}" width="{width:.2f}" height="{_ROW - 8 - inset}" '
+                    f'fill="{_COLORS[span.kind]}" fill-opacity="{opacity}">'
+                    f"<title>{escape(_title(span.kind, span.name))}, {_milliseconds(span.end - span.begin)}</title>"
+                    "</rect>"
+                )
+        for part in range(6):
+            x, when = _LEFT + (_WIDTH - _LEFT - 10) * part / 5, (stop - start) * part // 5
+            anchor = ("start", "middle", "end")[(part > 0) + (part == 5)]
+            lines.append(f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}">{_milliseconds(when)}</text>')
+        Path(path).write_text("\n".join([*lines, "</svg>\n"]), encoding="utf-8")
+
+    def __str__(self) -> str:
+        if not self.records:
+            return "a trace that is not recorded yet"
+        rows = [("", *_COLORS, "most live bytes")]
+        waited: dict[int, int] = {}
+        for record in self.records:
+            times: dict[str, int] = defaultdict(int)
+            for span, own in _own_times(record.spans):
+                times[span.kind] += own
+            waited[record.rank] = times[WAIT]
+            most = max(nbytes for _, nbytes in record.memory)
+            rows.append((f"rank {record.rank}", *(_milliseconds(times[kind]) for kind in _COLORS), f"{most:,}"))
+        lines = _aligned(rows)
+        least = min(waited, key=lambda rank: waited[rank])
+        others = [nanoseconds for rank, nanoseconds in waited.items() if rank != least]
+        if others:
+            lines.append(
+                f"Rank {least} waits least, for {_milliseconds(waited[least])}; each of the others "
+                f"for {_milliseconds(sum(others) // len(others))} on average."
+            )
+        return "\n".join([*lines, "", *_aligned(self._by_name())])
+
+    def _by_name(self) -> list[tuple[str, ...]]:
+        """Return the rows of a table of what took longest, without what lies within it."""
+        found: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys((one.rank for one in self.records), 0))
+        for record in self.records:
+            for span, own in _own_times(record.spans):
+                found[_title(span.kind, span.name)][record.rank] += own
+        longest = sorted(found.items(), key=lambda one: -sum(one[1].values()))
+        rows: list[tuple[str, ...]] = [("", "on average", "least", "most")]
+        for name, times in longest[:_ROWS]:
+            least, most = (choose(times, key=lambda rank: times[rank]) for choose in (min, max))
+            mean = _milliseconds(sum(times.values()) // len(times))
+            rows.append((name, mean, *(f"{_milliseconds(times[rank])} (rank {rank})" for rank in (least, most))))
+        if len(longest) > _ROWS:
+            rows.append((f"and {len(longest) - _ROWS} more", "", "", ""))
+        return rows
+
+    @property
+    def _start(self) -> int:
+        starts = [span.begin for record in self.records for span in record.spans]
+        if not starts:
+            raise RuntimeError("nothing is recorded yet: run a step inside of `with fsdp.trace(model) as trace:`")
+        return min(starts)
+
+
+def trace(model: nn.Module, path: str | os.PathLike[str] | None = None) -> Trace:
+    """Collective. Record what all ranks do in some steps, to see where the time goes and who waits for whom. ::
+
+        with fsdp.trace(model, "trace.json") as trace:
+            for batch in itertools.islice(batches, 3):
+                train(batch)
+        if rank == 0:
+            print(trace)
+            trace.save_picture("trace.svg")
+
+    Times are those of the host, with the clocks of all ranks compared at the beginning: exact to the time that a
+    message takes.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        path: where the first rank writes the trace for Perfetto (ui.perfetto.dev) when the block has ended, which is
+            collective, too.
+
+    Raises:
+        RuntimeError: if another module around this one is sharded and runs it.
+        ValueError: if `model` is not sharded.
+    """
+    unit = unit_of_wrapper(model) or unit_of(model)
+    if unit is None:
+        raise ValueError(f"fsdp.trace() needs a sharded model, got a {type(model).__name__} that is no unit")
+    return Trace(runtime_of_root(unit, "fsdp.trace()", "module"), path)
+
+
+class _Clock:
+    """Compares the clocks of all ranks.
+
+    Nobody has heard all others before everybody has begun to speak. So of two ranks each begins a round before the
+    other one has ended it, whatever their clocks show, and that bounds how far these are apart, from both sides.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._everyone = runtime.root.everyone
+        self._rounds = []
+        with during("fsdp.trace()"):
+            for _ in range(_ROUNDS):
+                begin = time.monotonic_ns()
+                from_everyone(self._everyone, None)
+                self._rounds.append((begin, time.monotonic_ns()))
+
+    def offsets(self) -> list[int]:
+        """Collective. Return for each rank how far its clock is ahead of the first one's, in nanoseconds."""
+        first, *others = from_everyone(self._everyone, self._rounds)
+        return [0, *(_offset(first, other) for other in others)]
+
+
+def _offset(first: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+    """Return how far the other clock is ahead, from the begins and ends of the same rounds on both."""
+    pairs = list(zip(first, other, strict=True))
+    least = max(begin - end for (_, end), (begin, _) in pairs)
+    most = min(end - begin for (begin, _), (_, end) in pairs)
+    return 0 if least <= 0 <= most else (least + most) // 2  # one machine has one clock
+
+
+def _on_common_clock(record: Record, ahead: int) -> Record:
+    spans = [span._replace(begin=span.begin - ahead, end=span.end - ahead) for span in record.spans]
+    return Record(record.rank, spans, [(when - ahead, nbytes) for when, nbytes in record.memory])
+
+
+def _nested(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Return spans by their begins, outer before inner, with the number of those that each lies within."""
+    found: list[tuple[Span, int]] = []
+    around: list[Span] = []
+    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
+        while around and around[-1].end <= span.begin:
+            around.pop()
+        found.append((span, len(around)))
+        around.append(span)
+    return found
+
+
+def _own_times(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Return each span with its nanoseconds, without those of what lies within it."""
+    nested = _nested(spans)
+    own = [span.end - span.begin for span, _ in nested]
+    around: list[int] = []
+    for number, (span, depth) in enumerate(nested):
+        del around[depth:]
+        if around:
+            own[around[-1]] -= span.end - span.begin
+        around.append(number)
+    return [(span, time) for (span, _), time in zip(nested, own, strict=True)]
+
+
+def _title(kind: str, name: str) -> str:
+    return f"{kind}: {name}" if kind in (WAIT, STEP) else f"{kind} of {name}"
+
+
+def _milliseconds(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:,.1f} ms"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
