@@ -18,6 +18,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = f"fsdp {version}"
 html_copy_source = False
+html_use_index = html_domain_indices = False  # there is the reference, and the search
 
 myst_heading_anchors = 4  # links to headings, by the names that they have on GitHub
 
