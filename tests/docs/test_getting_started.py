@@ -1,9 +1,10 @@
-"""The program of docs/getting_started.md trains, and goes on with another number of ranks, as the page says."""
+"""The programs of README.md and docs/getting_started.md run; the second goes on with more ranks, as the page says."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
 PAGE = (ROOT / "docs" / "getting_started.md").read_text(encoding="utf-8")
+EXAMPLE = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
 PROGRAM, WEIGHTS, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -27,13 +29,23 @@ def test_it_is_resumed_on_more_ranks(ranks: RankPool, tmp_path: Path) -> None:
     exec(read.replace("print(", "assert torch.Size([256, 64]) == ("), {"torch": torch})
 
 
+def test_the_example_of_the_readme_runs(ranks: RankPool) -> None:
+    ranks(2).run(_execute, EXAMPLE.replace("range(10)", "range(2)"))
+
+
 def _run(folder: Path, steps: int) -> list[str]:
-    """Run the program in the process group that there is, and return what it prints."""
+    """Run the program of the page in a folder, and return what it prints."""
     said: list[str] = []
+    program = PROGRAM.replace("STEPS = 300", f"STEPS = {steps}").replace("step % 50 == 0", "True")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        _execute(program, print=lambda line, flush=False: said.append(line))
+    return said
+
+
+def _execute(program: str, **known: Any) -> None:
+    """Run a program in the process group that there is."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
-        program = PROGRAM.replace("STEPS = 300", f"STEPS = {steps}").replace("step % 50 == 0", "True")
-        exec(program, {"print": lambda line, flush=False: said.append(line)})
-    return said
+        exec(program, known)
