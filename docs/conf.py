@@ -17,6 +17,8 @@ version = release = fsdp.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"fsdp {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_use_index = html_domain_indices = False  # there is the reference, and the search
 
@@ -34,5 +36,11 @@ def mark_code(app: Sphinx, what: str, name: str, documented: Any, options: Any, 
     lines[:] = re.sub(r"(`{1,2})([^`]+)\1", r"``\2``\\ ", "\n".join(lines)).split("\n")
 
 
+def name_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Show the title of a page, or of its section, in links whose text is a file's name."""
+    source[0] = re.sub(r"\[([\w/]+\.md)\]\((\1[^)]*)\)", r"[](\2)", source[0])
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", name_pages)
     app.connect("autodoc-process-docstring", mark_code)
