@@ -17,20 +17,21 @@ ARGS ?=
 py := $(VENV)/bin/python
 install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Extras that tests use where they can be had, and a stamp for each.
-clients := $(addprefix $(VENV)/.fsdp-,transformers accelerate lightning peft)
+clients := $(addprefix $(VENV)/.fsdp-,transformers accelerate lightning peft docs)
 
 # Ranks share the cores: with more threads each they take turns instead of computing.
 export OMP_NUM_THREADS ?= 1
 # Every rank imports the tests: where Python is told to keep no bytecode, each would compile them anew.
 test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help train test lint bench clean
+.PHONY: help train test lint bench docs clean
 
 help:
 	@echo "make train   sharded training of a small GPT, then checks (DATA=path for your own text)"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   step time, memory and overhead against the peers"
+	@echo "make docs    the documentation site, in build/site"
 	@echo "make clean   remove the output of training and the tools' caches; keeps $(VENV)"
 
 train: $(VENV)/.fsdp-train
@@ -47,6 +48,11 @@ bench: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.step $(ARGS)
 	$(py) -m benchmarks.overhead
 	$(py) -m benchmarks.lora
+
+# To be opened as files, without a network. It imports every module, so it needs the extras that tests use.
+docs: $(clients)
+	$(py) -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+	@echo "built: build/site/index.html"
 
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,6 +58,7 @@ setup(
         "transformers": ["transformers>=5", "accelerate>=1.10"],
         "accelerate": ["accelerate>=1.10"],
         "peft": ["peft>=0.18", "transformers>=5", "accelerate>=1.10"],
+        "docs": ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-copybutton"],
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

@@ -90,8 +90,8 @@ class FullyShardedStrategy(DDPStrategy):
     `configure_optimizers` is called after that, with the parameters that are to be optimized.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout: as for Lightning's `DDPStrategy`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io: as for Lightning's `DDPStrategy`.
+        precision_plugin, process_group_backend, timeout: the same.
         cpu_offload: shards live in host memory, and the optimizer steps there.
         flatten_parameters, reshard_after_forward, move_grads_to_cpu, bucket_cap_mb: see `FullyShardedDataParallel`.
         fp32_reduce_scatter: with ``precision="bf16-mixed"`` or ``"16-mixed"``, sum gradients over the ranks in float32.

@@ -1,0 +1,1 @@
+"""Adapters on a frozen, sharded transformers model."""

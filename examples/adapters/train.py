@@ -1,0 +1,93 @@
+"""Adapters of peft on a frozen transformers model, both sharded, in a plain loop.
+
+    torchrun --nproc-per-node 2 examples/adapters/train.py
+
+The base is a small Llama with random weights, in bfloat16; yours comes from `AutoModelForCausalLM.from_pretrained`. It
+is to continue sequences that count upwards.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 16
+
+
+def join() -> torch.device:
+    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def configuration() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+
+
+def build(device: torch.device) -> FullyShardedDataParallel:
+    """Collective. The base is frozen, in bfloat16; the adapters are trained, in float32. Units have some of both."""
+    torch.manual_seed(0)  # the same weights on every rank
+    base = LlamaForCausalLM(configuration()).bfloat16()
+    adapters = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = get_peft_model(base, adapters).to(device)
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
+        auto_wrap(plain, module_wrap_policy({LlamaDecoderLayer}))
+    return FullyShardedDataParallel(plain, use_orig_params=True)
+
+
+def sequences(step: int, device: torch.device) -> Tensor:
+    """This rank's batch of a step: numbers that count up from anywhere, [BATCH, LENGTH]."""
+    generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+    first = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    return ((first + torch.arange(LENGTH)) % VOCABULARY).to(device)
+
+
+def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
+    """Collective. Train the adapters, save them, and return the losses."""
+    model = build(device)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for step in range(steps):
+        batch = sequences(step, device)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 20 == 19 and dist.get_rank() == 0:
+            print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+
+    state = model.state_dict(rank0_only=True)  # collective
+    if dist.get_rank() == 0:
+        model.module.module.save_pretrained(folder, state_dict=state)  # for PeftModel.from_pretrained(base, folder)
+        print(f"saved {sorted(path.name for path in folder.iterdir())}")
+    return losses
+
+
+def main() -> None:
+    train(join(), Path("runs/adapters"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

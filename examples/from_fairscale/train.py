@@ -1,0 +1,114 @@
+"""A program written for FairScale, whose imports were changed.
+
+    torchrun --nproc-per-node 2 examples/from_fairscale/train.py
+
+Before: `from fairscale.nn import ...`. All else, saving included, is as it was, and the files are FairScale's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdp import FullyShardedDataParallel, checkpoint_wrapper, enable_wrap, wrap
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
+
+
+class Model(nn.Module):
+    """It is to repeat what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 64)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+def sequences(step: int, device: torch.device) -> Tensor:
+    """This rank's part of a step's batch, [BATCH / ranks, LENGTH]."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+def mean(loss: Tensor) -> float:
+    """Collective. The mean of every rank's loss."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def join() -> torch.device:
+    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
+    options: dict[str, Any] = {
+        "mixed_precision": True,
+        "compute_dtype": torch.bfloat16,
+        "fp32_reduce_scatter": True,
+        "compute_device": device,
+    }
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
+        plain.blocks = nn.Sequential(*(wrap(checkpoint_wrapper(block)) for block in plain.blocks))
+    return FullyShardedDataParallel(plain, **options)
+
+
+def save(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
+    """Collective: gathering needs every rank, writing only the first."""
+    weights, state = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": weights, "optimizer": state, "step": step}, path)
+    dist.barrier()
+
+
+def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
+    """Collective. Train, going on from a checkpoint if there is one, and return the losses of the steps."""
+    torch.manual_seed(0)  # the same weights on every rank
+    model = shard(Model().to(device), device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    path, first = folder / "checkpoint.pt", 0
+    if path.exists():
+        saved = torch.load(path, map_location="cpu")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(model.get_shard_from_optim_state_dict(saved["optimizer"]))
+        first = saved["step"] + 1
+
+    losses = []
+    for step in range(first, steps):
+        tokens = sequences(step, device)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+        if step % 20 == 19 and dist.get_rank() == 0:
+            print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+    save(model, optimizer, steps - 1, path)
+    return losses
+
+
+def main() -> None:
+    train(join(), Path("runs/from_fairscale"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A program written for torch's FullyShardedDataParallel (FSDP1).
+
+    torchrun --nproc-per-node 2 examples/from_fsdp1/train.py
+
+What has changed are the imports, `shard`, and how a checkpoint is saved and loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
+
+
+class Model(nn.Module):
+    """It is to repeat what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 64)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+def sequences(step: int, device: torch.device) -> Tensor:
+    """This rank's part of a step's batch, [BATCH / ranks, LENGTH]."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+def mean(loss: Tensor) -> float:
+    """Collective. The mean of every rank's loss."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def join() -> torch.device:
+    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
+    options: dict[str, Any] = {
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "compute_device": device,
+        "use_orig_params": True,
+    }
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
+        auto_wrap(plain, module_wrap_policy({nn.TransformerEncoderLayer}))
+    return FullyShardedDataParallel(plain, **options)
+
+
+def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
+    """Collective. Train, going on from the newest checkpoint if there is one, and return the losses of the steps."""
+    torch.manual_seed(0)  # the same weights on every rank
+    model = shard(Model(), device)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, param in model.named_parameters():
+        groups[name.endswith("bias")]["params"].append(param)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    newest = fsdp.checkpoint.newest(folder)
+    first = 0 if newest is None else (fsdp.load(newest, model, optimizer).step or 0) + 1
+
+    losses = []
+    for step in range(first, steps):
+        tokens = sequences(step, device)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+        if step % 20 == 19 and dist.get_rank() == 0:
+            print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+    fsdp.save(folder, model, optimizer, step=steps - 1)
+    return losses
+
+
+def main() -> None:
+    train(join(), Path("runs/from_fsdp1"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

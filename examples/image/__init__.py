@@ -1,0 +1,1 @@
+"""A sharded image classifier."""

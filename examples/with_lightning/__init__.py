@@ -1,0 +1,1 @@
+"""A sharded model in Lightning's Trainer."""

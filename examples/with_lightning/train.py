@@ -1,0 +1,75 @@
+"""Lightning's Trainer on a sharded model, with checkpoints that any number of ranks resumes from.
+
+    python examples/with_lightning/train.py
+
+Lightning starts the ranks. The model learns the sine of a sum.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fsdp.lightning import FullyShardedStrategy
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.layers(inputs)
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.blocks(batch[0]).squeeze(-1), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        loss = nn.functional.mse_loss(self.blocks(batch[0]).squeeze(-1), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # when the model is sharded
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def data(count: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(TensorDataset(inputs, (inputs.sum(1) / 4).sin()), batch_size=16)
+
+
+def train(folder: Path, epochs: int = 4, resume: str | None = None, **options: object) -> float:
+    """Train for so many epochs, those before `resume` included, and return the last loss on other data."""
+    pl.seed_everything(0, verbose=False)
+    settings: dict[str, object] = {
+        "strategy": FullyShardedStrategy(auto_wrap_policy={Block}, state_dict_type="sharded"),
+        "accelerator": "auto",
+        "devices": 2,
+        "gradient_clip_val": 1.0,
+        "accumulate_grad_batches": 2,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+    }
+    trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, **(settings | options))  # type: ignore[arg-type]
+    trainer.fit(Model(), data(512, seed=1), data(128, seed=2), ckpt_path=resume)
+    loss = trainer.callback_metrics["val_loss"].item()
+    trainer.print(f"loss on other data after {trainer.current_epoch} epochs: {loss:.4f}")
+    return loss
+
+
+if __name__ == "__main__":
+    train(Path("runs/lightning"))

@@ -1,0 +1,51 @@
+"""The programs of README.md and docs/getting_started.md run; the second goes on with more ranks, as the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankPool
+
+PAGE = (ROOT / "docs" / "getting_started.md").read_text(encoding="utf-8")
+EXAMPLE = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+PROGRAM, WEIGHTS, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_it_is_resumed_on_more_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    first = ranks(2).run(_run, tmp_path, 1)[0]
+    assert first == ["step   0: loss 5.687", "done"]
+    assert first[0] in PAGE
+    resumed, *losses, _ = ranks(3).run(_run, tmp_path, 3)[0]
+    assert resumed == "resumed after step 0, on 3 ranks"
+    assert [line.partition(":")[0] for line in losses] == ["step   1", "step   2"]
+    read = WEIGHTS.replace("checkpoints", str(tmp_path / "checkpoints")).replace("250", "002")
+    exec(read.replace("print(", "assert torch.Size([256, 64]) == ("), {"torch": torch})
+
+
+def test_the_example_of_the_readme_runs(ranks: RankPool) -> None:
+    ranks(2).run(_execute, EXAMPLE.replace("range(10)", "range(2)"))
+
+
+def _run(folder: Path, steps: int) -> list[str]:
+    """Run the program of the page in a folder, and return what it prints."""
+    said: list[str] = []
+    program = PROGRAM.replace("STEPS = 300", f"STEPS = {steps}").replace("step % 50 == 0", "True")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        _execute(program, print=lambda line, flush=False: said.append(line))
+    return said
+
+
+def _execute(program: str, **known: Any) -> None:
+    """Run a program in the process group that there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        exec(program, known)

@@ -1,0 +1,139 @@
+"""The tables of the migration pages name what the installed torch has, and what is here; their programs run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torchs
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.engine.foreign_names import KEYWORDS
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankPool
+
+DOCS = ROOT / "docs"
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading."""
+    below = (DOCS / page).read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in below.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+def parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_every_argument_of_fsdp1_is_in_its_table() -> None:
+    rows = table("fsdp1.md", "Arguments")
+    assert [names(row[0]) for row in rows] == [[name] for name in parameters(torchs.FullyShardedDataParallel.__init__)]
+
+
+def test_arguments_are_said_to_be_here_if_they_are() -> None:
+    ours = parameters(FullyShardedDataParallel.__init__)
+    for argument, here, _ in table("fsdp1.md", "Arguments"):
+        (name,) = names(argument)
+        assert set(names(here)) <= {*ours}, name
+        assert (name in names(here)) == (name not in KEYWORDS), name
+
+
+def test_every_method_of_fsdp1_is_in_its_table() -> None:
+    public = {name for name in vars(torchs.FullyShardedDataParallel) if not name.startswith("_")}
+    assert {name for row in table("fsdp1.md", "Methods") for name in names(row[0])} == public
+
+
+def test_methods_are_said_to_be_here_if_they_are() -> None:
+    for theirs, here, _ in table("fsdp1.md", "Methods"):
+        assert all(hasattr(FullyShardedDataParallel, name) for name in names(here)), theirs
+        for function, arguments in re.findall(r"`fsdp\.([\w.]+)(?:\(([^)]*)\))?`", here):
+            signature = parameters(_found(function))
+            assert not arguments or len(arguments.split(", ")) <= len(signature), here
+
+
+def test_every_state_dict_type_of_fsdp1_is_in_its_table() -> None:
+    first = " ".join(row[0] for row in table("fsdp1.md", "State dicts"))
+    assert all(f"`{kind.name}`" in first for kind in torchs.StateDictType)
+
+
+def test_policies_of_torch_have_counterparts() -> None:
+    for theirs, ours in table("fsdp1.md", "Policies"):
+        assert all(hasattr(torchs.wrap, name) for name in re.findall(r"`(\w+)[`(]", theirs))
+        assert all(hasattr(fsdp, name) for name in re.findall(r"`(\w+)[`(]", ours) if name != "wrapper_config")
+
+
+def test_methods_of_fsdp2_in_the_table_are_torchs() -> None:
+    text = (DOCS / "fsdp2.md").read_text(encoding="utf-8")
+    methods = set(re.findall(r"`(set_\w+)\(", text)) - {"set_gradient_divide_factors"}
+    assert methods
+    assert all(hasattr(torchs.FSDPModule, name) for name in methods)
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) < {*parameters(torchs.fully_shard)}
+
+
+def _found(path: str) -> Any:
+    found: Any = fsdp
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# The programs
+
+
+class Block(nn.Linear):
+    pass
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_what_fsdp1_becomes_trains_alike(ranks: RankPool) -> None:
+    ranks(2).run(_train_as_with_fsdp1)
+
+
+def _train_as_with_fsdp1() -> None:
+    losses = []
+    for program in programs("fsdp1.md"):
+        torch.manual_seed(0)
+        known = {"torch": torch, "Block": Block, "device": torch.device("cpu")}
+        known["model"] = nn.Sequential(Block(4, 6), nn.ReLU(), Block(6, 3))
+        exec(program, known)
+        model: Any = known["model"]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        inputs = torch.linspace(-1, 1, 8).view(2, 4)
+        for _ in range(2):
+            loss = model(inputs).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # sums of 16 bits in another order
+
+
+def test_what_deepspeeds_engine_becomes_trains(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_train_as_with_deepspeed, tmp_path)
+
+
+def _train_as_with_deepspeed(folder: Path) -> None:
+    program = programs("deepspeed.md")[1]
+    known = {name: getattr(fsdp, name) for name in fsdp.__all__}
+    known |= {"fsdp": fsdp, "torch": torch, "Block": Block, "model": nn.Sequential(Block(4, 6), Block(6, 3))}
+    known |= {"batches": [(torch.ones(2, 4), torch.ones(2, 3))] * 2, "loss_of": nn.functional.mse_loss}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        torch.manual_seed(0)
+        exec(program, known)
+    assert not fsdp.load(folder / "runs" / "model", known["model"], known["optimizer"]).missing_keys

@@ -1,0 +1,164 @@
+"""The programs of `examples`, in a small form: they learn, go on where they were, and do what their originals did."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from tests.conftest import LitRanks
+from tests.helpers.hugging_face import PATIENCE, needs
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankPool
+
+PRELOAD = ["peft", "transformers.models.llama.modeling_llama", "fsdp.lightning"]
+CPU = torch.device("cpu")
+
+
+def program(name: str, change: tuple[str, str] = ("", "")) -> Any:
+    """Return an example as a module, with one change of its text."""
+    text = (ROOT / "examples" / name / "train.py").read_text(encoding="utf-8")
+    module = types.ModuleType(f"example_{name}")
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look
+    assert change[0] in text
+    exec(compile(text.replace(*change), name, "exec"), module.__dict__)
+    return module
+
+
+def test_each_has_a_readme_with_its_command_and_is_in_the_list() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    for folder in sorted((ROOT / "examples").glob("*/train.py")):
+        name = folder.parent.name
+        assert f"`examples/{name}`" in page
+        if name != "gpt":  # which `make train` starts
+            command = re.findall(r"^    (.*examples/.*/train.py)$", folder.read_text(encoding="utf-8"), re.MULTILINE)
+            assert f"\n    {command[0]}\n" in (folder.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_images_are_classified(ranks: RankPool, tmp_path: Path) -> None:
+    for accuracy in ranks(2).run(_classify, tmp_path / "image")[0]:
+        assert accuracy > 0.6  # of four classes
+
+
+def _classify(folder: Path) -> list[float]:
+    """Return the accuracy of the average, and that of what was saved of it."""
+    example = program("image")
+    accuracy = example.train(CPU, folder, epochs=3, count=320)
+    plain = example.Classifier()
+    fsdp.load(folder, plain)  # as anybody loads it
+    return [accuracy, example.accuracy(plain, example.images(256, seed=2), CPU)]
+
+
+@needs("transformers", "peft")
+def test_adapters_are_trained_and_saved(ranks: RankPool, tmp_path: Path) -> None:
+    losses = ranks(2, timeout=PATIENCE).run(_train_adapters, tmp_path)[0]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def _train_adapters(folder: Path) -> list[float]:
+    import warnings
+
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls what transformers has renamed
+    example = program("adapters")
+    losses: list[float] = example.train(CPU, folder, steps=12)
+    dist.barrier()
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(example.configuration()).bfloat16()
+    loaded = PeftModel.from_pretrained(base, folder)
+    batch = example.sequences(12, CPU)
+    assert loaded(input_ids=batch, labels=batch).loss.item() < losses[0] - 0.5
+    return losses
+
+
+@needs("lightning")
+def test_lightning_trains_and_goes_on_with_other_ranks(lit_ranks: LitRanks, tmp_path: Path) -> None:
+    first = lit_ranks(2).run(_fit, tmp_path, 1)[0]
+    assert lit_ranks(1).run(_fit, tmp_path, 2)[0] < first
+
+
+def _fit(folder: Path, epochs: int) -> float:
+    from tests.helpers.lightning import Here, quiet
+
+    checkpoints = sorted(folder.rglob("*.ckpt"))
+    with quiet():
+        loss: float = program("with_lightning").train(
+            folder,
+            epochs,
+            resume=str(checkpoints[-1]) if checkpoints else None,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            plugins=[Here()],
+        )
+    return loss
+
+
+@pytest.mark.parametrize("name", ["from_fairscale", "from_fsdp1", "from_fsdp2"])
+def test_it_goes_on_with_more_ranks_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    through = ranks(2).run(_train, name, tmp_path / "through", 4)[0]
+    first = ranks(2).run(_train, name, tmp_path / "resumed", 2)[0]
+    second = ranks(3).run(_train, name, tmp_path / "resumed", 4)[0]
+    assert first + second == pytest.approx(through, rel=2e-3)  # in 16 bits, and in another order
+
+
+def _train(name: str, folder: Path, steps: int) -> list[float]:
+    losses: list[float] = program(name).train(CPU, folder, steps)
+    return losses
+
+
+def test_the_import_of_fairscale_may_stay(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_train_as_fairscales, tmp_path)
+
+
+def _train_as_fairscales(folder: Path) -> None:
+    compat = importlib.import_module("fsdp.compat.fairscale")
+    ours = _train("from_fairscale", folder / "ours", 2)
+    compat.install()
+    try:
+        theirs = program("from_fairscale", ("from fsdp import", "from fairscale.nn import"))
+        assert theirs.train(CPU, folder / "theirs", 2) == ours
+    finally:
+        compat.uninstall()
+
+
+def test_it_trains_as_with_torchs_fsdp1(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_train_as_fsdp1, tmp_path)
+
+
+def _train_as_fsdp1(folder: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    ours = _train("from_fsdp1", folder / "ours", 3)
+    known = {"FullyShardedDataParallel": FullyShardedDataParallel, "MixedPrecision": MixedPrecision}
+    known |= {"ModuleWrapPolicy": ModuleWrapPolicy, "torch": torch, "nn": nn}
+    readme = (ROOT / "examples" / "from_fsdp1" / "README.md").read_text(encoding="utf-8")
+    exec(readme.split("```python\n")[1].split("```")[0], known)
+    example = program("from_fsdp1")
+    example.shard = known["shard"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "save", lambda *args, **options: None)  # its own was another
+        assert example.train(CPU, folder / "theirs", 3) == pytest.approx(ours, rel=1e-3)
+
+
+def test_it_trains_as_with_torchs_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_train_as_fsdp2, tmp_path)
+
+
+def _train_as_fsdp2(folder: Path) -> None:
+    theirs = program("from_fsdp2", ("from fsdp import", "from torch.distributed.fsdp import"))
+    through = theirs.train(CPU, folder / "theirs", 4)
+    first = _train("from_fsdp2", folder / "ours", 2)
+    assert first == pytest.approx(through[:2], rel=1e-3)
+    assert theirs.train(CPU, folder / "ours", 4) == pytest.approx(through[2:], rel=1e-3)  # reads what ours has saved
