@@ -240,7 +240,7 @@ class DTensorForm:
         mp_policy: for the methods of parameters that say how they are all-gathered.
     """
 
-    takes_tied = lists_parts = brings_inputs = True
+    takes_tied = lists_parts = brings_inputs = keeps_without_backward = True
     names_shards = False
 
     def __init__(
@@ -773,7 +773,7 @@ def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
         for handle in unit.visible_handles:
             if handle.phase is Phase.UNSHARDED and handle.orig_params is not None:
                 for slot, param in enumerate(handle.orig_params.params):
-                    if unit.state is not TrainingState.IDLE or param.grad is None:
+                    if unit.state is not TrainingState.IDLE or (param.grad is None and not unit.is_spare):
                         found[param] = leaf = handle.unsharded.leaves[slot]
                         # Optimizers are to refuse it.
                         note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")

@@ -15,6 +15,7 @@ class Policy:
 
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
+        keeps_without_backward: what is not resharded after a forward stays though no backward will come.
         keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
         part_of: a unit that was made in the same call, and is outermost for this one as well.
         unshard_in_backward: whether its backward needs its parameters.
@@ -26,6 +27,7 @@ class Policy:
 
     reshard_after_forward: bool
     keeps_as_root: bool
+    keeps_without_backward: bool
     part_of: Any = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True

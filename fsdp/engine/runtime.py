@@ -259,12 +259,13 @@ class Runtime:
             raise
 
     def _end_forward(self, keep: bool) -> None:
-        for unit in self.units if keep else ():
-            if unit.was_written:  # by the forward of others
-                self._take_written(unit)
         for unit in self.units:
+            unit.is_spare = not keep
+            stays = keep or unit.policy.keeps_without_backward
+            if stays and unit.was_written:  # by the forward of others
+                self._take_written(unit)
             # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
-            if not keep or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
+            if not stays or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
                 unit.reshard()
             unit.yet_to_run.clear()
         self._settle()

@@ -74,6 +74,10 @@ class ParamForm(Protocol):
     def brings_inputs(self) -> bool:
         """Return whether the inputs of the outermost module are brought to the device that it computes on."""
 
+    @property
+    def keeps_without_backward(self) -> bool:
+        """Return whether what is not resharded after a forward stays unsharded though no backward will come."""
+
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
         """Raise an error for parameters that cannot have this form; have units inside share those that are tied."""
 
@@ -187,7 +191,7 @@ def _make_unit(
         options.precision,
         device,
         ignored,
-        policy=Policy(options.reshard_after_forward, options.disable_reshard_on_root),
+        policy=Policy(options.reshard_after_forward, options.disable_reshard_on_root, form.keeps_without_backward),
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,
@@ -234,7 +238,7 @@ class WrapperForm:
     listed by the wrapper inside of the wrapper (`holder`), too.
     """
 
-    lists_parts = brings_inputs = False
+    lists_parts = brings_inputs = keeps_without_backward = False
 
     def __init__(self, holder: ShardedParamsWrapper, options: Options, group_by: GroupKey | None) -> None:
         self._holder, self._group_by = holder, group_by

@@ -189,6 +189,7 @@ class Unit:
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
         listed = [tensor for inner in every for tensor in (*inner._parameters.values(), *inner._buffers.values())]
         self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
+        self.is_spare = False  # if it is unsharded, then only because a forward without a backward has left it so
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.backward = UnitBackward()
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
@@ -363,11 +364,6 @@ class Unit:
     def is_unsharding(self) -> bool:
         return Phase.UNSHARDING in [handle.phase for handle in self.handles]
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Return whether its unsharded parameters are here, and as the shards are now."""
-        return all(handle.is_unsharded for handle in self.handles)
-
     def compute_in_full(self, wanted: bool) -> None:
         """Compute in the shards' own precision from now on, or no longer."""
         if wanted is not self.in_full_precision:
@@ -391,6 +387,7 @@ class Unit:
             handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})")
 
     def unshard(self) -> None:
+        self.is_spare = False
         for handle in self.handles:
             handle.unshard()
 

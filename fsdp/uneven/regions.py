@@ -351,7 +351,7 @@ class Visits:
 
     def _unshard(self, unit: Unit, is_backward: bool, region: Region | None) -> None:
         """Unshard a unit with the other ranks, which do not know about it; all note it in the order of a region."""
-        missing = not unit.is_unsharded
+        missing = not all(handle.is_unsharded for handle in unit.handles)
         if missing:
             unit.reshard()  # a part of it may be unsharded, here and not elsewhere
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD

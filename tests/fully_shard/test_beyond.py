@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchsOffload
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
 from tests.helpers.dtensor_twins import (
@@ -514,3 +514,35 @@ def test_a_forward_between_backward_and_step_leaves_old_weights_under_torchs(ran
 
 def _look_under_torchs() -> None:
     assert not torch.equal(*outputs_after_a_look(uneven(torchs())))
+
+
+def keeps_local_tensors(model: Any) -> bool:
+    """Whether local tensors that were taken after parameters were assigned are the model's after a forward as well."""
+    given = [(name, local(param).clone(), param) for name, param in model.named_parameters()]
+    for name, part, param in given:
+        placed = DTensor.from_local(
+            part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        setattr(model, name, nn.Parameter(placed))
+    taken = [local(param) for param in model.parameters()]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        for part in taken:
+            part.fill_(2)
+    return all(bool((local(value) == 2).all()) for value in model.state_dict().values())
+
+
+def test_local_tensors_that_were_taken_before_the_first_forward_stay_the_models(ranks: RankPool) -> None:
+    ranks(2).run(_take_local_tensors)
+
+
+def _take_local_tensors() -> None:
+    assert keeps_local_tensors(ours()(nn.Linear(4, 3)))
+
+
+def test_uneven_local_tensors_move_in_the_first_forward_under_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_take_local_tensors_under_torchs)
+
+
+def _take_local_tensors_under_torchs() -> None:
+    assert keeps_local_tensors(torchs()(nn.Linear(4, 3))) is (dist.get_rank() == 0)  # the other one's is padded

@@ -426,6 +426,9 @@ def _weigh_steps(wrap: Wrap) -> dict[str, int]:
         found[f"after step {step}"] = live_bytes() - before
         optimizer.zero_grad()
         found[f"after zero_grad {step}"] = live_bytes() - before
+    with torch.no_grad():
+        model(EVEN_INPUTS)
+    found["after a forward without gradients"] = live_bytes() - before
     return found
 
 
@@ -447,16 +450,20 @@ def live_bytes() -> int:
 def _weigh() -> None:
     once(uneven(ours()), INPUTS)  # what is made once for all models
     before = live_bytes()
-    model = uneven(ours())
+    model: Any = uneven(ours())
     shards = sum(handle.flat_param.numel() for handle in handles(model)) * 4
     assert live_bytes() - before == shards
     for _ in range(2):
         once(model, INPUTS)
         assert live_bytes() - before == 2 * shards  # and the gradients
         model.zero_grad()
+        assert live_bytes() - before == shards
         with torch.no_grad():
             model(INPUTS)
-        assert live_bytes() - before == shards
+        kept = sum(handle.unsharded.full.nbytes for handle in unit_of(model).handles)  # type: ignore[union-attr]
+        assert live_bytes() - before == shards + kept  # the outermost module's, for the next forward, as with torch's
+    model.reshard()
+    assert live_bytes() - before == shards
 
 
 def test_an_inner_module_may_be_unsharded_before_the_outermost_one_is_used(ranks: RankPool) -> None:

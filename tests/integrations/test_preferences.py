@@ -20,6 +20,7 @@ import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, whole
 from tests.helpers.fsdp2_clients import Decoder
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
 
 PROMPTS, PROMPT, LENGTH, VOCABULARY, BATCHES = 4, 2, 5, 11, 2
 Loss = Callable[[Any, Any, Tensor, Tensor], Tensor]
@@ -33,6 +34,7 @@ class Found:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     engine: list[Tensor] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def sharded(names: Any, seed: int) -> Any:
@@ -141,6 +143,13 @@ def learn(names: Any, loss_of: Loss, steps: int = 4) -> tuple[Any, Found]:
     return policy, found
 
 
+def counted(names: Any, loss_of: Loss) -> tuple[Any, Found]:
+    with Counting(traffic := Traffic()):
+        policy, found = learn(names, loss_of)
+    found.traffic = traffic
+    return policy, found
+
+
 @pytest.mark.parametrize("loss_of", [group_relative, direct_preference, proximal], ids=lambda loss: loss.__name__)
 def test_a_policy_learns_as_with_torchs(ranks: RankPool, loss_of: Loss) -> None:
     ranks(2).run(_compare, loss_of)
@@ -149,8 +158,9 @@ def test_a_policy_learns_as_with_torchs(ranks: RankPool, loss_of: Loss) -> None:
 def _compare(loss_of: Loss) -> None:
     import torch.distributed.fsdp as theirs
 
-    _, expected = learn(theirs, loss_of)
-    policy, found = learn(fsdp, loss_of)
+    _, expected = counted(theirs, loss_of)
+    policy, found = counted(fsdp, loss_of)
+    assert 0 < found.traffic.values <= expected.traffic.values
     assert found.losses == pytest.approx(expected.losses, rel=1e-10)
     assert found.norms == pytest.approx(expected.norms, rel=1e-10)
     assert all(norm > 0 for norm in found.norms)

@@ -1,0 +1,205 @@
+"""What a forward without gradients leaves unsharded serves the next one, as with torch's, and is never out of date."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.dtensor_twins import (
+    adamw_at_once,
+    assert_at_rest,
+    assert_within,
+    is_whole,
+    local,
+    ours,
+    seeded,
+    torchs,
+    uneven,
+    units,
+    wholes,
+)
+from tests.helpers.models import Wrap
+from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}]
+
+
+def look(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(INPUTS)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_more_is_received_than_with_torchs(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
+    ranks(world_size).run(_count_both, options)
+
+
+def test_no_more_is_received_than_with_torchs_where_there_are_replicas(ranks: RankPool) -> None:
+    ranks(4).run(_count_both, {"mesh": (2, 2)})
+
+
+def _count_both(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    inputs = INPUTS.double()
+    (theirs, expected), (mine, found) = (_counts(wrap(**options), inputs) for wrap in (torchs, ours))
+    for step, (least, most) in enumerate(zip(mine, theirs, strict=True)):
+        assert least <= most, f"in pass {step}"
+    for one, other in zip(found, expected, strict=True):
+        assert_within("outputs", one, other, 1e-10)
+
+
+def _counts(wrap: Wrap, inputs: Tensor) -> tuple[list[int], list[Tensor]]:
+    """Return what a rank receives in each pass of an evaluation, a step, and an evaluation; and the outputs."""
+    model: Any = uneven(wrap)
+    optimizer = adamw_at_once(model.parameters())
+    counts, outputs = [], []
+    for is_training in (False, False, True, False, False, True, True, False):
+        with Counting(traffic := Traffic()):
+            if is_training:
+                model(inputs).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with torch.no_grad():
+                    outputs.append(model(inputs).clone())
+        counts.append(traffic.values)
+    return counts, outputs
+
+
+def _step(model: Any) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict(uneven(ours(), seed=1).state_dict())
+
+
+def _write(model: Any) -> None:
+    for param in model.parameters():
+        param.data.mul_(2)
+
+
+def _change_mode(model: Any) -> None:
+    model.eval()
+    look(model)
+    model.train()
+
+
+def _freeze(model: Any) -> None:
+    model.requires_grad_(False)
+    look(model)
+    model.requires_grad_(True)
+
+
+def _cast(model: Any) -> None:
+    model.double().float()
+
+
+def _use_alone(model: Any) -> None:
+    model.unshard()
+    look(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_changes_in_between_are_seen_by_the_next_forward(
+    ranks: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_change_in_between, options)
+
+
+def _change_in_between(options: dict[str, Any]) -> None:
+    model: Any = uneven(ours(**options))
+    for change in (_step, _load, _write, _change_mode, _freeze, _cast, _use_alone, _step):
+        before = look(model)
+        change(model)
+        found = look(model)
+        for unit in units(model):
+            unit.reshard()
+        assert torch.equal(look(model), found), change.__name__
+        assert torch.equal(found, before) == (change in (_change_mode, _freeze, _cast, _use_alone)), change.__name__
+        copied = copy.deepcopy(model)
+        assert torch.equal(look(copied), found), change.__name__
+        plain = uneven()
+        plain.load_state_dict(wholes(model))
+        assert_within(change.__name__, found, look(plain), 1e-6)
+    once(model, INPUTS)
+    model.zero_grad()
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_training_goes_on_after_inference_mode(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_train_after_inference, options)  # torch's raises an error
+
+
+def _train_after_inference(options: dict[str, Any]) -> None:
+    model, other = (uneven(ours(**options)) for _ in range(2))
+    for _ in range(2):
+        with torch.inference_mode():
+            model(INPUTS)
+        for each in (model, other):
+            once(each, INPUTS)
+    for mine, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(mine.grad), local(expected.grad))  # type: ignore[arg-type]
+
+
+def test_dtensors_are_listed_after_it(ranks: RankPool) -> None:
+    ranks(2).run(_make_an_optimizer)
+
+
+def _make_an_optimizer() -> None:
+    model: Any = uneven(ours())
+    look(model)
+    assert is_whole(model)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    before = wholes(model)
+    optimizer = adamw_at_once(model.parameters())  # torch's would get unsharded parameters
+    once(model, INPUTS)
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in wholes(model).items())
+    look(model)
+    model.unshard()
+    assert not any(isinstance(param, DTensor) for param in (model.scale, model.entry.weight))
+    model.reshard()
+    assert_at_rest(model)
+
+
+class _Counts(nn.Module):
+    """Writes to weights of the module around it, in its forward."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner = wrap(nn.Linear(5, 5))
+        self.calls = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(inputs)
+        with torch.no_grad():
+            self.calls.add_(1)
+        return outputs * self.calls.mean()
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
+def test_what_it_writes_to_its_weights_is_kept(ranks: RankPool, mesh: tuple[int, ...]) -> None:
+    ranks(torch.Size(mesh).numel()).run(_write_inside, mesh)
+
+
+def _write_inside(mesh: tuple[int, ...]) -> None:
+    model: Any = seeded(_Counts, ours(mesh=mesh))
+    for _ in range(3):
+        look(model)
+    assert torch.equal(wholes(model)["calls"], torch.full((4,), 3.0))
