@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import resource
 import sys
 import types
 from pathlib import Path
@@ -24,13 +25,13 @@ PRELOAD = ["peft", "transformers.models.llama.modeling_llama", "fsdp.lightning"]
 CPU = torch.device("cpu")
 
 
-def program(name: str, change: tuple[str, str] = ("", "")) -> Any:
-    """Return an example as a module, with one change of its text."""
+def program(name: str, before: str = "", after: str = "") -> Any:
+    """Return an example as a module, in which `before` was replaced by `after`."""
     text = (ROOT / "examples" / name / "train.py").read_text(encoding="utf-8")
     module = types.ModuleType(f"example_{name}")
     sys.modules[module.__name__] = module  # where dataclasses and pickle look
-    assert change[0] in text
-    exec(compile(text.replace(*change), name, "exec"), module.__dict__)
+    assert before in text
+    exec(compile(text.replace(before, after), name, "exec"), module.__dict__)
     return module
 
 
@@ -51,11 +52,37 @@ def test_images_are_classified(ranks: RankPool, tmp_path: Path) -> None:
 
 def _classify(folder: Path) -> list[float]:
     """Return the accuracy of the average, and that of what was saved of it."""
-    example = program("image")
-    accuracy = example.train(CPU, folder, epochs=3, count=320)
+    example = program("image", before="+= 0.5", after="+= 3.0")  # which is learned sooner
+    example.EMA = lambda model, decay: fsdp.EMA(model, 0.3)
+    accuracy = example.train(CPU, folder, epochs=2, count=256)
     plain = example.Classifier()
     fsdp.load(folder, plain)  # as anybody loads it
     return [accuracy, example.accuracy(plain, example.images(256, seed=2), CPU)]
+
+
+def test_on_disk_a_model_trains_as_in_memory(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_train_on_disk, tmp_path)
+
+
+def _train_on_disk(folder: Path) -> None:
+    example = program("larger_than_memory")
+    on_disk = example.train(example.build(16, 3, offload="disk", offload_folder=folder), 16, steps=3)
+    assert on_disk == example.train(example.build(16, 3), 16, steps=3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory of a process")
+def test_memory_can_be_limited(ranks: RankPool) -> None:
+    ranks(1).run(_limit_memory)
+
+
+def _limit_memory() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        program("larger_than_memory").limit_memory(2**20)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(2**26)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 @needs("transformers", "peft")
@@ -126,7 +153,7 @@ def _train_as_fairscales(folder: Path) -> None:
     ours = _train("from_fairscale", folder / "ours", 2)
     compat.install()
     try:
-        theirs = program("from_fairscale", ("from fsdp import", "from fairscale.nn import"))
+        theirs = program("from_fairscale", before="from fsdp import", after="from fairscale.nn import")
         assert theirs.train(CPU, folder / "theirs", 2) == ours
     finally:
         compat.uninstall()
@@ -157,7 +184,7 @@ def test_it_trains_as_with_torchs_fsdp2(ranks: RankPool, tmp_path: Path) -> None
 
 
 def _train_as_fsdp2(folder: Path) -> None:
-    theirs = program("from_fsdp2", ("from fsdp import", "from torch.distributed.fsdp import"))
+    theirs = program("from_fsdp2", before="from fsdp import", after="from torch.distributed.fsdp import")
     through = theirs.train(CPU, folder / "theirs", 4)
     first = _train("from_fsdp2", folder / "ours", 2)
     assert first == pytest.approx(through[:2], rel=1e-3)
