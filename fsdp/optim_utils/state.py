@@ -8,9 +8,12 @@ about the parameter as such, and a `Value` is no tensor.
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +116,32 @@ class OptimParam:
         return held if is_like else self.zeros(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class SteppedParam(OptimParam):
+    """A `SteppedParam` is what an `OwnedOptimizer` steps of one original: this rank's elements, or at its owner all.
+
+    So ownership is a layout as others are: of an owned parameter, one rank has all elements and the others have none.
+    There `param` is on the meta device.
+    """
+
+    owner: int | None = None  # its number in `comm`; None if every rank steps its own elements
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether this rank steps something of it."""
+        return self.owner is None or self.owner == self.comm.rank
+
+    def interval(self, original: Original, rank: int) -> Interval | None:
+        if self.owner is None:
+            found = super().interval(original, rank)
+            return found and Interval(found.slot, found.start, found.stop, 0)
+        numel = original.shape.numel()
+        return Interval(original.slot, 0, numel, 0) if rank == self.owner and numel else None
+
+    def zeros(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        return super().zeros(dtype, device) if self.is_here else torch.empty(0, dtype=dtype)
+
+
 def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = False) -> list[OptimParam]:
     """Return what optimizers see of a flat parameter. Names get the prefix."""
     slots, parts = handle.layout.slots, handle.flat_param.parts
@@ -189,6 +218,67 @@ def release(params: Iterable[OptimParam]) -> None:
         storage.release()
     for files in {storage.files for storage in storages if isinstance(storage, DiskStorage)}:
         files.release()
+
+
+# --- state with structure -------------------------------------------------------------------------------------------
+
+# What a key has after it where the state under it was a list, a tuple, or a mapping.
+_STEP_INTO = re.compile(r"\[(\d+)\]|\((\d+)\)|\{([^{}]*)\}")
+_NESTED = re.compile(rf"(.*?)((?:{_STEP_INTO.pattern})+)", re.DOTALL)
+
+
+def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with each tensor under a key of its own, such as ``GG[0]`` for one in a list."""
+    return {key: leaf for name, value in state.items() for key, leaf in _leaves(name, value)}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    steps: list[tuple[str, Any]] = []
+    if type(value) is list:
+        steps = [(f"[{number}]", each) for number, each in enumerate(value)]
+    elif type(value) is tuple:
+        steps = [(f"({number})", each) for number, each in enumerate(value)]
+    elif type(value) is dict and all(isinstance(name, (str, int)) for name in value):
+        steps = [(f"{{{name!r}}}", each) for name, each in value.items()]
+    if not any(isinstance(each, (Tensor, list, tuple, dict)) for _, each in steps):
+        yield key, value
+        return
+    for step, each in steps:
+        yield from _leaves(key + step, each)
+
+
+def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state as it was before `flat_state`."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        match = _NESTED.fullmatch(key)
+        if match is None:
+            found[key] = value
+            continue
+        path: list[tuple[type, Any]] = [(dict, match[1])]
+        for index, place, name in _STEP_INTO.findall(match[2]):
+            step = (list, int(index)) if index else (tuple, int(place)) if place else (dict, ast.literal_eval(name))
+            path.append(step)
+        inside = found
+        for (_, at), (kind, _) in pairwise(path):
+            inside = inside.setdefault(at, _Steps(kind))
+        inside[path[-1][1]] = value
+    return {key: _built(value) for key, value in found.items()}
+
+
+class _Steps(dict[Any, Any]):
+    """The parts of a list, tuple or mapping that is being put together, by their places."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+
+def _built(value: Any) -> Any:
+    if not isinstance(value, _Steps):
+        return value
+    parts = {at: _built(each) for at, each in value.items()}
+    return parts if value.kind is dict else value.kind(parts[at] for at in sorted(parts))
 
 
 # --- kinds ----------------------------------------------------------------------------------------------------------
