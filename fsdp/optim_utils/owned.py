@@ -104,6 +104,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.plan, owners = _plan(given, places)
         self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
         self.optimizers = [_made(number, *one) for number, one in enumerate(zip(given, self._members, strict=True))]
+        self._by_key = {one.key: one for one in self._each()}
         self._is_ready = False
         listed = [list(dict.fromkeys(one.listed.param for one in members)) for members in self._members]
         options = [options_of(optimizer.param_groups[0]) for optimizer in self.optimizers]
@@ -111,8 +112,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._is_ready = True
         self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
         self.sharded = [bool(group.get("sharded")) for group in given]
+        here = {one.stepped.param for one in self._each() if one.stepped.is_here}
         for optimizer in self.optimizers:  # one dictionary for all: whoever reads `state` finds everything
-            self.state.update(optimizer.state)
+            self.state.update({param: state for param, state in optimizer.state.items() if param in here})
             optimizer.state = self.state
         travelling: dict[Communicator, list[_Member]] = {}
         for member in self._each():
@@ -228,7 +230,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def stepped_in(self, handle: FlatParamHandle | None, slot: int, param: Any) -> SteppedParam | None:
         """Return what is stepped of an original parameter; None for one that is in no group."""
         key = id(param) if handle is None else (handle, slot)
-        return next((one.stepped for one in self._each() if one.key == key), None)
+        member = self._by_key.get(key)
+        return None if member is None else member.stepped
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: that of the parameters that it owns, and of its shards. Load it on the same rank.

@@ -22,16 +22,18 @@ Rule = Callable[[str, torch.Size], bool]
 class Talk(nn.Module):
     """An embedding that is tied to the head, matrices that no number of ranks divides, norms, biases, a scalar."""
 
-    def __init__(self, wrap: Wrap) -> None:
+    def __init__(self, wrap: Wrap, width: int) -> None:
         super().__init__()
-        self.entry = nn.Embedding(13, 6)
-        self.blocks = nn.ModuleList(wrap(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))) for _ in "ab")
-        self.norm = nn.LayerNorm(6)
+        self.entry = nn.Embedding(13, width)
+        self.blocks = nn.ModuleList(
+            wrap(nn.Sequential(nn.Linear(width, width + 4), nn.GELU(), nn.Linear(width + 4, width))) for _ in "ab"
+        )
+        self.norm = nn.LayerNorm(width)
         self.scale = nn.Parameter(torch.tensor(0.75))
-        self.mix = nn.Linear(6, 6, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
         self.unused = nn.Linear(3, 4)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.head = nn.Linear(6, 13, bias=False)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, 13, bias=False)
         self.head.weight = self.entry.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -41,11 +43,11 @@ class Talk(nn.Module):
         return self.head(self.norm(self.frozen(self.mix(hidden))) * self.scale)
 
 
-def talk(wrap: Wrap = keep, seed: int = 0) -> Any:
+def talk(wrap: Wrap = keep, seed: int = 0, width: int = 6) -> Any:
     """The same weights on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return wrap(Talk(wrap))
+        return wrap(Talk(wrap, width))
 
 
 def is_matrix(name: str, shape: torch.Size) -> bool:
@@ -108,8 +110,8 @@ def _plain(name: str) -> str:
 class Twin:
     """An unsharded model and optimizers of the same classes, fed the gradients that the sharded one has reduced."""
 
-    def __init__(self, groups: list[dict[str, Any]], seed: int = 0) -> None:
-        self.model = talk(seed=seed)
+    def __init__(self, groups: list[dict[str, Any]], seed: int = 0, width: int = 6) -> None:
+        self.model = talk(seed=seed, width=width)
         named = dict(self.model.named_parameters())
         taken: set[str] = set()
         for group in groups:
@@ -127,6 +129,13 @@ class Twin:
             param.grad = gradients[name]
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def named_state(self) -> dict[str, Any]:
+        """The state of each parameter by its name, in the order of the model."""
+        held: dict[Any, Any] = {}
+        for optimizer in self.optimizers:
+            held |= optimizer.state
+        return {name: held[param] for name, param in self.model.named_parameters() if held.get(param)}
 
     def assert_has(self, values: Mapping[str, Tensor], what: str = "") -> None:
         for name, param in self.model.named_parameters():
