@@ -58,6 +58,7 @@ setup(
         "transformers": ["transformers>=5", "accelerate>=1.10"],
         "accelerate": ["accelerate>=1.10"],
         "peft": ["peft>=0.18", "transformers>=5", "accelerate>=1.10"],
+        "optimizers": ["pytorch-optimizer>=4", "torchao>=0.15"],  # that tests step by owners
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

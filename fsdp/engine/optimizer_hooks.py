@@ -173,7 +173,7 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
-_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
+_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
@@ -184,8 +184,8 @@ def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[A
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
-            "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
-            "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
+            "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; or use an optimizer that "
+            "works element by element (Adam, AdamW, SGD, ...).",
             stacklevel=5,
         )
 

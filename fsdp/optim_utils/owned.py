@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, during
 from fsdp.distributed.communicator import own_rank, ranks_of
-from fsdp.distributed.consensus import agree_on
+from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import watch_optimizers, without_signature
 from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.runtime import runtimes
 from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
@@ -41,8 +42,10 @@ from fsdp.optim_utils.state import (
     nested_state,
     options_of,
 )
+from fsdp.state_dict.full import ensure_agreed
 
 _OWN_KEYS = ("params", "optimizer", "sharded", "cost")
+_MAKE = "make an OwnedOptimizer"
 _HAS_GRADIENT, _IS_CHANGED = 1, 2
 
 # One element count and dtype for each tensor that a rank will send.
@@ -66,7 +69,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             ],
         )
 
-    `step` is collective; making it is not, but every rank must make it alike. Its `param_groups` have the parameters
+    Making one is collective, and so is `step`. Its `param_groups` have the parameters
     that the sharded model lists, and the options of each group's optimizer, for learning-rate schedulers, scalers and
     clipping. In its `state` are the tensors that are stepped on this rank: whole parameters and shards.
     Its `state_dict()` is this rank's; all of the state is saved by `fsdp.save` and by
@@ -91,17 +94,24 @@ class OwnedOptimizer(torch.optim.Optimizer):
         TypeError: for another model, and for what makes no optimizer.
         ValueError: for parameters in two groups, in none, or of another model; if a group divides a flat parameter.
         NotImplementedError: for tensor-parallel parameters, for shards on disk, and for optimizers that need a closure.
+        RuntimeError: inside a forward, backward or `summon_full_params`; on every rank, if ranks have other groups.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
         watch_optimizers()
-        given = _checked_groups(groups)
-        self._root = _root_of(model)
-        require_shards((unit for _, unit in units_in(self._root)), "make an OwnedOptimizer")
-        places = _places_of_groups(Parameters(model, self._root), given)
-        for place in (place for members in places for place in members):
-            _refuse_unsupported(*place)
-        self.plan, owners = _plan(given, places)
+        root = _root_of(model)
+        root.require_idle(_MAKE)
+        ensure_agreed(root)
+
+        def read() -> tuple[list[dict[str, Any]], list[list[Place]], Ownership, dict[Place, int]]:
+            require_shards((unit for _, unit in units_in(root)), _MAKE)
+            given = _checked_groups(groups)
+            places = _places_of_groups(Parameters(model, root), given)
+            for place in (place for members in places for place in members):
+                _refuse_unsupported(*place)
+            return given, places, *_plan(given, places)
+
+        given, places, self.plan, owners = done_by_all([root.everyone], _MAKE, read)
         self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
         self.optimizers = [_made(number, *one) for number, one in enumerate(zip(given, self._members, strict=True))]
         self._by_key = {one.key: one for one in self._each()}
@@ -111,7 +121,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         super().__init__([{**o, "params": params} for o, params in zip(options, listed, strict=True)], {})
         self._is_ready = True
         self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
-        self.sharded = [bool(group.get("sharded")) for group in given]
+        self._is_sharded = [bool(group.get("sharded")) for group in given]
         here = {one.stepped.param for one in self._each() if one.stepped.is_here}
         for optimizer in self.optimizers:  # one dictionary for all: whoever reads `state` finds everything
             self.state.update({param: state for param, state in optimizer.state.items() if param in here})
@@ -121,7 +131,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             if member.travels:
                 travelling.setdefault(member.listed.comm, []).append(member)
         self._exchanges = [_Exchange(members) for members in travelling.values()]
-        self._agreed = False
+        agree_on(root.everyone, "groups in an OwnedOptimizer", self._described())
 
     def _each(self) -> Iterator[_Member]:
         return (member for members in self._members for member in members)
@@ -147,7 +157,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             What the closure has returned.
 
         Raises:
-            RuntimeError: on every rank, at the first step, if ranks have other groups, options or owners.
+            NotImplementedError: inside `fsdp.join`.
         """
         loss = self._step_with_hooks(closure)
         for member in self._each():
@@ -183,13 +193,15 @@ class OwnedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
         """Have each group's optimizer do something to its parameters, and the shards follow."""
-        if not self._agreed:
-            agree_on(self._root.everyone, "groups in an OwnedOptimizer", self._described())
-            self._agreed = True
+        if any(runtime.participation.is_joining for runtime in runtimes()):
+            raise NotImplementedError(
+                "an OwnedOptimizer inside fsdp.join is not supported: owners would have to step with the ranks that "
+                "have finished, which take no steps. Give all ranks equally many batches."
+            )
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
         try:
-            for number in sorted(range(len(self.optimizers)), key=lambda number: not self.sharded[number]):
-                if not self.sharded[number]:  # meanwhile shards were stepped
+            for number in sorted(range(len(self.optimizers)), key=lambda number: not self._is_sharded[number]):
+                if not self._is_sharded[number]:  # meanwhile shards were stepped
                     for arrive in arriving:
                         arrive()
                     arriving = []

@@ -473,6 +473,13 @@ def own_kinds(
     found = []
     for one in params:
         state = states.get(one) or {}
+        for key, value in state.items() if isinstance(one, SteppedParam) else ():
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+                raise NotImplementedError(
+                    f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a tensor class of its "
+                    f"own, which neither files nor full states hold. Save optimizer.state_dict() on every rank, and "
+                    "load it there with as many ranks."
+                )
         kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it", is_owned=one.is_owned)
         if one.handle is not None:
             one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())

@@ -173,3 +173,37 @@ def test_structure_is_kept() -> None:
     flat = flat_state(state)
     assert list(flat) == ["GG[0]", "GG[1]", "GG[2][0]", "Q", "step", "pair", "by{'a'}"]
     assert_same(nested_state(flat), state)
+
+
+def test_state_of_a_tensor_class_stays_on_its_rank(ranks: RankPool) -> None:
+    ranks(2).run(_keep_eight_bits)
+
+
+def _keep_eight_bits() -> None:
+    make = pytest.importorskip("torchao.optim").AdamW8bit
+    groups: list[dict[str, Any]] = [{"params": is_matrix, "optimizer": make}, {"optimizer": torch.optim.AdamW}]
+    model, twin = talk(FORMS["orig_params"], width=64), Twin(groups, width=64)
+    optimizer = owned(model, groups)
+    with torch.compiler.set_stance("force_eager"):
+        train_both(model, optimizer, twin, range(2))
+        with pytest.raises((NotImplementedError, RuntimeError), match="Save optimizer"):
+            optim_utils.full_optim_state_dict(model, optimizer)
+        again = owned(model, groups)
+        again.load_state_dict(optimizer.state_dict())
+        train_both(model, again, twin, range(2, 4))
+
+
+def test_what_only_owners_can_have_is_refused_by_others(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_load_into_plain, tmp_path)
+
+
+def _load_into_plain(path: Path) -> None:
+    groups: list[dict[str, Any]] = [{"optimizer": torch.optim.Adafactor}]
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, groups)
+    backward(model, 0)
+    optimizer.step()
+    fsdp.save(path / "saved", model, optimizer)
+    plain = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(RuntimeError, match="OwnedOptimizer"):
+        fsdp.load(path / "saved", model, plain)
