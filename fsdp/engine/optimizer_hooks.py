@@ -184,8 +184,9 @@ def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[A
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
-            "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; or use an optimizer that "
-            "works element by element (Adam, AdamW, SGD, ...).",
+            "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that "
+            "works element by element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with "
+            "ignored_parameters, summing their gradients over the ranks yourself.",
             stacklevel=5,
         )
 

@@ -28,7 +28,6 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import watch_optimizers, without_signature
 from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.runtime import runtimes
 from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
@@ -55,8 +54,8 @@ Sizes = list[tuple[int, torch.dtype]]
 class OwnedOptimizer(torch.optim.Optimizer):
     """Step whole parameters of a sharded model, each by one rank, its owner; others as shards. One optimizer for all.
 
-    For optimizers that look at more than one element at a time: Muon, Shampoo and SOAP, Adafactor, LAMB and LARS, those
-    with 8-bit blocks. Each is used as it is, and computes what it would compute on the unsharded model. ::
+    It is for optimizers that look at more than one element at a time: Muon, Shampoo and SOAP, Adafactor, LAMB and LARS,
+    those with 8-bit blocks. Each is used as it is, and computes what it would compute on the unsharded model. ::
 
         def is_hidden_matrix(name, shape):
             return name.startswith("blocks.") and len(shape) == 2
@@ -69,11 +68,10 @@ class OwnedOptimizer(torch.optim.Optimizer):
             ],
         )
 
-    Making one is collective, and so is `step`. Its `param_groups` have the parameters
-    that the sharded model lists, and the options of each group's optimizer, for learning-rate schedulers, scalers and
-    clipping. In its `state` are the tensors that are stepped on this rank: whole parameters and shards.
-    Its `state_dict()` is this rank's; all of the state is saved by `fsdp.save` and by
-    `fsdp.optim_utils.full_optim_state_dict`.
+    Making one is collective, and so is `step`. Its `param_groups` have the parameters that the sharded model lists, and
+    the options of each group's optimizer, for learning-rate schedulers, scalers and clipping. Keys of its `state` are
+    the tensors that are stepped on this rank: whole parameters and shards. Its `state_dict()` is this rank's; all of
+    the state is saved by `fsdp.save` and by `fsdp.optim_utils.full_optim_state_dict`.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
@@ -103,17 +101,18 @@ class OwnedOptimizer(torch.optim.Optimizer):
         root.require_idle(_MAKE)
         ensure_agreed(root)
 
-        def read() -> tuple[list[dict[str, Any]], list[list[Place]], Ownership, dict[Place, int]]:
+        def read() -> None:
             require_shards((unit for _, unit in units_in(root)), _MAKE)
             given = _checked_groups(groups)
             places = _places_of_groups(Parameters(model, root), given)
             for place in (place for members in places for place in members):
                 _refuse_unsupported(*place)
-            return given, places, *_plan(given, places)
+            self.plan, owners = _plan(given, places)
+            self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
+            self.optimizers = [_made(number, *one) for number, one in enumerate(zip(given, self._members, strict=True))]
+            self._is_sharded = [bool(group.get("sharded")) for group in given]
 
-        given, places, self.plan, owners = done_by_all([root.everyone], _MAKE, read)
-        self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
-        self.optimizers = [_made(number, *one) for number, one in enumerate(zip(given, self._members, strict=True))]
+        done_by_all([root.everyone], _MAKE, read)
         self._by_key = {one.key: one for one in self._each()}
         self._is_ready = False
         listed = [list(dict.fromkeys(one.listed.param for one in members)) for members in self._members]
@@ -121,7 +120,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
         super().__init__([{**o, "params": params} for o, params in zip(options, listed, strict=True)], {})
         self._is_ready = True
         self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
-        self._is_sharded = [bool(group.get("sharded")) for group in given]
         here = {one.stepped.param for one in self._each() if one.stepped.is_here}
         for optimizer in self.optimizers:  # one dictionary for all: whoever reads `state` finds everything
             self.state.update({param: state for param, state in optimizer.state.items() if param in here})
@@ -146,7 +144,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    @during("OwnedOptimizer.step()")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Step all parameters that have a gradient on any rank.
 
@@ -155,9 +152,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
         Returns:
             What the closure has returned.
-
-        Raises:
-            NotImplementedError: inside `fsdp.join`.
         """
         loss = self._step_with_hooks(closure)
         for member in self._each():
@@ -175,7 +169,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
     # In which torch calls the hooks of steps, ours among them, which look for mistakes and count shards as written.
     _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
 
-    @during("OwnedOptimizer.train()")
     def train(self, mode: bool = True) -> None:
         """Collective. Call ``train()``, or ``eval()`` without `mode`, of the groups' optimizers that have such methods.
 
@@ -191,13 +184,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.train(False)
 
     @torch.no_grad()
+    @during("OwnedOptimizer.step()")  # and not before: in `fsdp.join` its hooks talk with ranks that are in no call
     def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
         """Have each group's optimizer do something to its parameters, and the shards follow."""
-        if any(runtime.participation.is_joining for runtime in runtimes()):
-            raise NotImplementedError(
-                "an OwnedOptimizer inside fsdp.join is not supported: owners would have to step with the ranks that "
-                "have finished, which take no steps. Give all ranks equally many batches."
-            )
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
         try:
             for number in sorted(range(len(self.optimizers)), key=lambda number: not self._is_sharded[number]):
@@ -679,6 +668,11 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
         raise NotImplementedError(
             f"{original.name} is a DTensor already (tensor parallelism): an OwnedOptimizer steps whole parameters that "
             "are sharded over data-parallel ranks only. Use an optimizer that takes DTensors for this model."
+        )
+    if one.param.is_meta:
+        raise RuntimeError(
+            f"{original.name} has no values yet: make the OwnedOptimizer after fsdp.materialize, or after to_empty() "
+            "and a load"
         )
     if handle is not None and isinstance(handle.storage, DiskStorage):
         raise NotImplementedError(

@@ -14,6 +14,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer
+from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import assert_replicas_agree, group_option, mesh_of
 from tests.helpers.owned import (
     FORMS,
@@ -235,6 +236,40 @@ def _change(form: str) -> None:
         else:
             model.mix.weight.mul_(0.5)
     train_both(model, optimizer, twin, range(4, 6), what="halved")
+
+
+def test_ranks_with_other_numbers_of_batches(ranks: RankPool) -> None:
+    """In `fsdp.join`, owners that have no more batches step what the others bring gradients for."""
+    ranks(2).run(_join)
+
+
+def _join() -> None:
+    found = []
+    for make in (lambda model: owned(model, [{"optimizer": torch.optim.AdamW}]), _adamw):
+        model = talk(FORMS["orig_params"])
+        optimizer = make(model)
+        with fsdp.join(model, optimizer):
+            for step in range(1 + 2 * dist.get_rank()):
+                backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(values_of(model))
+    assert_same(*found)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def test_parameters_without_values_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_meta)
+
+
+def _refuse_meta() -> None:
+    with torch.device("meta"):
+        model = under_fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="weight has no values yet"):
+        owned(model, [{"optimizer": torch.optim.AdamW}])
 
 
 def test_schedule_free(ranks: RankPool) -> None:
