@@ -17,7 +17,7 @@ ARGS ?=
 py := $(VENV)/bin/python
 install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Extras that tests use where they can be had, and a stamp for each.
-clients := $(addprefix $(VENV)/.fsdp-,transformers accelerate lightning peft docs)
+clients := $(addprefix $(VENV)/.fsdp-,transformers accelerate lightning peft docs optimizers)
 
 # Ranks share the cores: with more threads each they take turns instead of computing.
 export OMP_NUM_THREADS ?= 1

@@ -59,6 +59,7 @@ setup(
         "accelerate": ["accelerate>=1.10"],
         "peft": ["peft>=0.18", "transformers>=5", "accelerate>=1.10"],
         "docs": ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-copybutton"],
+        "optimizers": ["pytorch-optimizer>=4", "torchao>=0.15"],  # that tests step by owners
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -13,6 +14,10 @@ project = "fsdp"
 author = "fsdp contributors"
 copyright = "fsdp contributors, BSD 3-Clause"
 version = release = fsdp.__version__
+
+# Libraries that the integrations import say on their way what this machine has not.
+for name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"

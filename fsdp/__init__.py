@@ -32,6 +32,7 @@ from fsdp.fully_shard import (
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.optim_utils.ema import EMA
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
+from fsdp.optim_utils.owned import OwnedOptimizer
 from fsdp.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.state_dict.materialize import materialize
 from fsdp.state_dict_utils.stager import StateDictStager
@@ -69,6 +70,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OwnedOptimizer",
     "ProcessGroupName",
     "ShardedGradScaler",
     "ShardingStrategy",

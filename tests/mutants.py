@@ -126,6 +126,8 @@ CONCERNS = {
     ),
     "optim_utils/grad_scaler": "optim_utils/grad_scaler optim_utils/torch_grad_scaler",
     "optim_utils/ema": "optim_utils/ema",
+    "optim_utils/owned": "optim_utils/owned optim_utils/owned_state optim_utils/owned_kinds",
+    "optim_utils/ownership": "optim_utils/ownership optim_utils/owned",
     "optim_utils/*": (
         "optim_utils/public_functions optim_utils/errors optim_utils/kinds optim_utils/resume optim_utils/fairscale "
         "checkpoint/optimizer optim_utils/reshard_optimizer* optim_utils/memory checkpoint/errors"

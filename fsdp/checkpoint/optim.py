@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
 from fsdp.checkpoint.model_tensors import SlotTensor, Target, keys_of, part_of, read_held
-from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
+from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry, Part
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.optim_utils.owned import OwnedOptimizer
 from fsdp.optim_utils.state import (
+    ELEMENTWISE,
     Elements,
     Kind,
     Kinds,
@@ -31,12 +33,16 @@ from fsdp.optim_utils.state import (
     OptimParam,
     Original,
     SharedKinds,
+    SteppedParam,
     Value,
     common_kinds,
+    flat_state,
     gather_kinds,
     grouped,
+    groups_of,
     is_same,
     match_groups,
+    odd_shape,
     options_of,
     own_kinds,
     release,
@@ -60,7 +66,7 @@ class Optimizers:
                 raise TypeError(
                     f"{f'number {number} in the list of optimizers is none:' if is_list else needed} {optimizer!r}"
                 )
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
+            for param in (param for group in groups_of(optimizer) for param in group["params"]):
                 if self._by_param.setdefault(param, optimizer) is not optimizer:
                     raise ValueError(
                         f"a parameter of shape {list(param.shape)} is in two of the optimizers, the second one number "
@@ -75,22 +81,35 @@ class Optimizers:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return all groups, one after the other."""
-        return [group for optimizer in self._all for group in optimizer.param_groups]
+        return [dict(group) for optimizer in self._all for group in groups_of(optimizer)]
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the state of a parameter; empty if there is none."""
-        return self._by_param[param].state.get(param) or {}  # asking for it by its key would make one
+        optimizer = self._by_param[param]
+        found = optimizer.state.get(param) or {}  # asking for it by its key would make one
+        return flat_state(found) if isinstance(optimizer, OwnedOptimizer) else found
+
+    def stepped(self, name: str, target: Target) -> SteppedParam | None:
+        """Return what an `OwnedOptimizer` among them steps of one of the model's tensors."""
+        handle, slot = (target.handle, target.slot) if isinstance(target, SlotTensor) else (None, 0)
+        for optimizer in self._all:
+            if isinstance(optimizer, OwnedOptimizer):
+                found = optimizer.stepped_in(handle, slot, target.param)
+                if found is not None:
+                    original = Original(name, target.shape, slot, target.part, keys_of(target))
+                    return replace(found, originals=(original,))
+        return None
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Give each its states, and the options of its groups."""
         ahead = iter(options)
         for optimizer in self._all:
-            held = [group["params"] for group in optimizer.param_groups]
+            held = [group["params"] for group in groups_of(optimizer)]
             numbers = {param: number for number, param in enumerate(param for params in held for param in params)}
             groups = [{**next(ahead), "params": [numbers[param] for param in params]} for params in held]
             own = {number: dict(states[param]) for param, number in numbers.items() if param in states}
             optimizer.load_state_dict({"state": own, "param_groups": groups})
-            for param in numbers.keys() & states.keys():
+            for param in () if isinstance(optimizer, OwnedOptimizer) else numbers.keys() & states.keys():
                 for key, value in states[param].items():
                     if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
                         optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
@@ -107,7 +126,10 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
             original = Original(name, target.shape, slot, target.part, keys_of(target))
             found.setdefault(id(param), (param, handle, []))[2].append(original)
     known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
-    return grouped(optimizers, optimizers.name, lambda param: known.get(id(param)))
+    for stepped in (optimizers.stepped(name, target) for name, target in tensors.items()):
+        if stepped is not None:
+            known[id(stepped.param)] = stepped
+    return grouped(optimizers.param_groups, optimizers.name, lambda param: known.get(id(param)))
 
 
 def _each(groups: Groups) -> Iterator[OptimParam]:
@@ -121,7 +143,9 @@ def kind_to_json(kind: Kind, where: str) -> list[Any]:
     if kind.dtype not in KINDS:
         raise ValueError(f"{where} is of {kind.dtype}, which safetensors files cannot hold")
     word = KINDS[kind.dtype]
-    return ["elements", word] if isinstance(kind, Elements) else ["number", word, encoded(kind.value, where)]
+    if isinstance(kind, Elements):
+        return ["elements", word] if kind.shape is None else ["elements", word, list(kind.shape)]
+    return ["number", word, encoded(kind.value, where)]
 
 
 def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
@@ -141,6 +165,8 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
         match saved:
             case ["elements", str(dtype)]:
                 return Elements(DTYPES[dtype])
+            case ["elements", str(dtype), [*sizes]] if all(type(size) is int and size >= 0 for size in sizes):
+                return Elements(DTYPES[dtype], torch.Size(sizes))
             case ["number", str(dtype), value]:
                 number = Number(decoded(value), DTYPES[dtype])
                 if number.held.dim() == 0:
@@ -193,9 +219,15 @@ def state_entries(
             target = tensors[original.name]
             for key, kind in known.items():
                 if isinstance(kind, Elements):
-                    is_here = key in vectors and original.name in written
-                    part = part_of(target, _elements_of(original, one, target, vectors[key])) if is_here else None
-                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, original.shape, part))
+                    part = None
+                    if key in vectors and one.is_owned:
+                        # Of replicas the first; what nobody shares is owned by all, and written by who writes it.
+                        is_first = original.name in written if one.handle is None else one.replicas.rank == 0
+                        part = Part.whole(vectors[key]) if is_first else None
+                    elif key in vectors and original.name in written:
+                        part = part_of(target, _elements_of(original, one, target, vectors[key]))
+                    shape = original.shape if kind.shape is None else kind.shape
+                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, shape, part))
     named = [[original.name for one in group for original in one.originals] for group in groups]
     return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
 
@@ -274,7 +306,7 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
             kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
-            plan.problems.extend(_misfits(saved, kinds, files))
+            plan.problems.extend(_misfits(saved, kinds, files, one.is_owned))
             plan.states.append((one, saved, kinds[one.originals[0]]))
     plan.problems.extend(_other_settings(optimizers, rest))
     used = set(names.values())
@@ -300,7 +332,9 @@ def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
     ]
 
 
-def _misfits(names: Mapping[Original, str], kinds: Mapping[Original, Kinds], files: TensorReader) -> Iterator[str]:
+def _misfits(
+    names: Mapping[Original, str], kinds: Mapping[Original, Kinds], files: TensorReader, is_owned: bool
+) -> Iterator[str]:
     try:
         common_kinds(kinds)
     except ValueError as error:
@@ -310,10 +344,13 @@ def _misfits(names: Mapping[Original, str], kinds: Mapping[Original, Kinds], fil
         for key, kind in kinds[original].items():
             if isinstance(kind, Elements):
                 stored = files.tensors.get(f"{name}/{key}")
+                wanted = original.shape if kind.shape is None else kind.shape
                 if stored is None:
                     yield f"{files.path} has no {name}/{key}"
-                elif stored.shape != original.shape:
-                    yield f"{stored} has shape {list(stored.shape)}, and the model's {list(original.shape)}"
+                elif stored.shape != wanted:
+                    yield f"{stored} has shape {list(stored.shape)}, and the model's {list(wanted)}"
+                elif kind.shape is not None and not is_owned:
+                    yield odd_shape(key, name, kind.shape, f"the parameter {tuple(original.shape)}", ELEMENTWISE)
 
 
 @torch.no_grad()
@@ -323,7 +360,11 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
     for one, names, kinds in plan.states:
         held, state = plan.optimizers.state_of(one.param), {}
         for key, kind in kinds.items():
-            if isinstance(kind, Elements):
+            if isinstance(kind, Elements) and one.is_owned:
+                state[key] = one.memory(held.get(key), kind.dtype, kind.shape)
+                for name in names.values() if state[key].numel() else ():
+                    files.read(f"{name}/{key}", state[key].view(-1), 0)
+            elif isinstance(kind, Elements):
                 state[key] = one.memory(held.get(key), kind.dtype)
                 flat = local_part(state[key]).view(-1)
                 for original, name in names.items():

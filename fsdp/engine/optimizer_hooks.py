@@ -41,7 +41,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     """Prepare a step: at once, or when its closure has made the gradients."""
     for group in optimizer.param_groups:
         if SHARDS_OF in group:
-            _without_signature(optimizer, group, group)
+            without_signature(optimizer, group, group)
             del group[SHARDS_OF]
     closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
     if closure is None:
@@ -173,7 +173,7 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
-_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
+_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
@@ -184,8 +184,9 @@ def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[A
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
-            "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
-            "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
+            "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that "
+            "works element by element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with "
+            "ignored_parameters, summing their gradients over the ranks yourself.",
             stacklevel=5,
         )
 
@@ -287,7 +288,7 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
         _refuse_unsharded_state(self, state_dict)
         saved = state_dict.get("param_groups", ())
         if any(SHARDS_OF in group for group in saved) and len(saved) == len(self.param_groups):
-            groups = [_without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
+            groups = [without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
             state_dict = {**state_dict, "param_groups": groups}
         load(self, state_dict)
 
@@ -301,9 +302,7 @@ def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
             saved[SHARDS_OF] = own
 
 
-def _without_signature(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]
-) -> dict[str, Any]:
+def without_signature(optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved group without what says whose shards it is of: this rank's; as it is while that is not known."""
     signature, own = saved.get(SHARDS_OF), _shards_in(group) if SHARDS_OF in saved else []
     if not own:

@@ -8,9 +8,11 @@ dictionaries that they are given alone.
 
 from fsdp.optim_utils.full import rekey_optim_state_dict
 from fsdp.optim_utils.gather import full_optim_state_dict, stream_optim_state
+from fsdp.optim_utils.owned import OwnedOptimizer
 from fsdp.optim_utils.scatter import load_full_optim_state_dict, shard_full_optim_state_dict
 
 __all__ = [  # which `help` shows
+    "OwnedOptimizer",
     "full_optim_state_dict",
     "load_full_optim_state_dict",
     "rekey_optim_state_dict",

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp.engine.names import clean_name, plain_name
 from fsdp.engine.unit import unit_of_wrapper
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
-from fsdp.optim_utils.state import options_of
+from fsdp.optim_utils.state import flat_state, options_of
 
 # What FairScale adds to an optimizer's dictionary.
 ADDED = ("param_id_map", "uncollected_local_ids")
@@ -85,6 +85,7 @@ def given(params: Parameters, full: Any) -> Given:
         return known[name]
 
     states = {place_of(key): state for key, state in full["state"].items()}
+    states = {place: flat_state(state) if place[0].is_owned else state for place, state in states.items()}
     groups = [
         (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
         for group in full["param_groups"]

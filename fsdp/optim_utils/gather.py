@@ -31,6 +31,7 @@ from fsdp.optim_utils.state import (
     Value,
     gather_kinds,
     is_alike,
+    nested_state,
     own_kinds,
     release,
 )
@@ -75,7 +76,7 @@ class OptimStream:
     """
 
     def __init__(self, model: nn.Module, optim: Any, recipient: int | None) -> None:
-        root = root_of(model)
+        root = root_of(model, optim)
         root.require_idle("gather an optimizer state")
         ensure_agreed(root)
         everyone = root.everyone
@@ -85,7 +86,7 @@ class OptimStream:
         self.is_wanted = recipient is None or number_among(everyone) == recipient
 
         def read() -> tuple[Parameters, OwnState, dict[Communicator, tuple[list[OptimParam], bytes]]]:
-            params = parameters_of(model, "gather an optimizer state")
+            params = parameters_of(model, "gather an optimizer state", optim)
             own = own_state(params, optim)
             members: dict[Communicator, list[OptimParam]] = {}
             for one in params.listed:
@@ -143,17 +144,18 @@ class OptimStream:
 
     def _post(self, one: OptimParam, original: Original, key: str, kind: Elements) -> Callable[[], Any]:
         """Begin to send and receive the shards of one tensor."""
-        comm, mine = one.comm, one.interval(original, one.comm.rank)
+        comm, mine = one.comm, one.interval(original, one.comm.rank, kind.shape)
         incoming: dict[int, list[Tensor]] = {}
         outgoing: dict[int, list[Tensor]] = {}
         if self.is_wanted:
-            made = torch.empty(one.local_shape(original), dtype=kind.dtype, device=one.device)
-            there = {rank: one.interval(original, rank) for rank in range(comm.world_size) if rank != comm.rank}
+            made = torch.empty(one.local_shape(original, kind.shape), dtype=kind.dtype, device=one.device)
+            ranks = (rank for rank in range(comm.world_size) if rank != comm.rank)
+            there = {rank: one.interval(original, rank, kind.shape) for rank in ranks}
             incoming = {
                 rank: [made.view(-1)[kept.start : kept.stop]] for rank, kept in there.items() if kept is not None
             }
         else:
-            made = torch.empty(original.shape, dtype=kind.dtype, device="meta")
+            made = torch.empty(kind.shape or original.shape, dtype=kind.dtype, device="meta")
         if mine is not None and self._receivers[comm]:
             value = self.own.states[one][key].detach().reshape(-1)
             part = value[mine.offset : mine.offset + mine.numel].to(one.device).contiguous()
@@ -179,7 +181,8 @@ class OptimStream:
 
 
 def _nbytes(entry: tuple[OptimParam, Original, str, Elements]) -> int:
-    return entry[1].shape.numel() * entry[3].dtype.itemsize
+    _, original, _, kind = entry
+    return (kind.shape or original.shape).numel() * kind.dtype.itemsize
 
 
 def stream_optim_state(
@@ -252,12 +255,16 @@ def _filled(
         if one in stream.shared and stream.is_wanted:
             shared = stream.shared[one]
             # Also for what comes from other ranks, so that keys have the optimizer's order.
-            state[key_of(original)] = {key: kept(key, kind, shared) for key, kind in shared.kinds.items()}
+            how = _as_it_is if one.is_owned else kept  # one rank has it: there are no others' numbers
+            state[key_of(original)] = {key: how(key, kind, shared) for key, kind in shared.kinds.items()}
     for original, name, tensor in stream.tensors():
         if stream.is_wanted:
             state[key_of(original)][name] = tensor
     if not stream.is_wanted:
         return None
+    for one, original in stream.params.by_number.values():
+        if one.is_owned and one in stream.shared:
+            state[key_of(original)] = nested_state(state[key_of(original)])
     groups = [
         copied_options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
         for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)

@@ -8,8 +8,9 @@ ranks. Parameters that no wrapper took come last.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, paths_in
 from fsdp.engine.state_requests import require_shards
-from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
+from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
 Place = tuple[OptimParam, Original]
@@ -63,6 +64,24 @@ class Parameters:
                 for path in paths.get(place.module, ()):
                     self.by_name.setdefault(path + place.name, (one, original))
 
+    def stepped_by(self, optim: Any) -> Parameters:
+        """Return the same with what an optimizer steps, if that is an `OwnedOptimizer`."""
+        find = getattr(optim, "stepped_in", None)
+        if find is None:
+            return self
+        found = copy.copy(self)
+        places: dict[Place, Place] = {}
+        for one, original in self.by_number.values():
+            stepped = find(one.handle, original.slot, one.param)
+            if stepped is not None:
+                same = replace(stepped, originals=(original,), is_uncollected=one.is_uncollected)
+                places[one, original] = same, original
+        found.by_number = {number: places.get(place, place) for number, place in self.by_number.items()}
+        found.by_name = {name: places.get(place, place) for name, place in self.by_name.items()}
+        found.listed = list(dict.fromkeys(one for one, _ in found.by_number.values()))
+        found._by_param = {id(one.param): one for one in found.listed}
+        return found
+
     def of(self, param: Any) -> OptimParam | None:
         """Return what a parameter of an optimizer is; None if it is not of the model."""
         return self._by_param.get(id(param))
@@ -76,9 +95,14 @@ def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
     return list(dict.fromkeys([*(at[place] for place in wanted if place in at), *every]))
 
 
-def root_of(model: Any) -> Unit:
-    """Return the unit of an outermost wrapper; anything else is a TypeError."""
+def root_of(model: Any, optim: Any = None) -> Unit:
+    """Return the unit of an outermost wrapper; anything else is a TypeError.
+
+    With an `OwnedOptimizer` it may be a module under `fully_shard`.
+    """
     root = unit_of_wrapper(model)
+    if root is None and hasattr(optim, "stepped_in") and isinstance(model, nn.Module):
+        root = unit_of(model)
     if root is None:
         raise TypeError(f"the outermost FullyShardedDataParallel is needed, got a {type(model).__name__}")
     return root
@@ -93,11 +117,11 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
-def parameters_of(model: nn.Module, what: str) -> Parameters:
+def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
     """Return what an optimizer of the model may see; not inside a forward, backward, or `summon_full_params`."""
-    root = root_of(model)
+    root = root_of(model, optim)
     require_shards((unit for _, unit in units_in(root)), what)
-    return Parameters(model, root)
+    return Parameters(model, root).stepped_by(optim)
 
 
 # --- an optimizer's own dictionary ----------------------------------------------------------------------------------
@@ -135,9 +159,9 @@ def held_by(params: Parameters, optim: Any, dictionary: Mapping[str, Any]) -> li
     One that shows no ``param_groups`` has the model's parameters in their order, all or the trainable ones.
     """
     sizes = [len(group["params"]) for group in dictionary["param_groups"]]
-    shown = getattr(optim, "param_groups", None)
+    shown = getattr(optim, "stepped_groups", getattr(optim, "param_groups", None))
     if isinstance(shown, (list, tuple)) and [len(group["params"]) for group in shown] == sizes:
-        return grouped(optim, type(optim).__name__, params.of)
+        return grouped(shown, type(optim).__name__, params.of)
     for every in (params.listed, [one for one in params.listed if one.param.requires_grad]):
         if len(every) == sum(sizes):
             starts = [sum(sizes[:number]) for number in range(len(sizes))]

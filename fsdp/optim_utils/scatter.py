@@ -77,7 +77,7 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
         TypeError: for what is no such dictionary.
         ValueError: for another model's, or other groups; for state that cannot be sharded.
     """
-    params = parameters_of(model, "shard an optimizer state")
+    params = parameters_of(model, "shard an optimizer state", optim)
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
     states = shard_states(plans, read)
@@ -102,12 +102,12 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
         RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
         TypeError, ValueError: as `shard_full_optim_state_dict`.
     """
-    root = root_of(model)
+    root = root_of(model, optim)
     root.require_idle("load an optimizer state")
     ensure_agreed(root)
     ranks = root.everyone
     if rank0_only:
-        params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state"))
+        params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state", optim))
         shard = _from_first(params, optim, full, FirstRank(ranks))
     else:
         shard = done_by_all([ranks], _LOAD, lambda: shard_full_optim_state_dict(model, full, optim))
@@ -151,7 +151,9 @@ def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elemen
                 f"flat parameter. {APART}"
             )
         state = states[one, original]
-        kinds[original] = kinds_of(original.name, state, original.shape, has_elements=has_elements)
+        kinds[original] = kinds_of(
+            original.name, state, original.shape, has_elements=has_elements, is_owned=one.is_owned
+        )
     return common_kinds(kinds)
 
 
@@ -184,9 +186,9 @@ def _shards_of(
     shards = {}
     for key, kind in kinds.items():
         if isinstance(kind, Elements):
-            shards[key] = one.zeros(kind.dtype, device)
+            shards[key] = one.zeros(kind.dtype, device, kind.shape)
             for original in one.originals:
-                one.shard(original, vector_of(original, key), shards[key])
+                one.shard(original, vector_of(original, key), shards[key], kind.shape)
     return shards
 
 
@@ -320,12 +322,12 @@ def deal_states(
             nbytes = one.param.numel() * one.comm.world_size * kind.dtype.itemsize
             while not window.has_room(nbytes):
                 window.first()
-            made = shards[one][key] = one.memory(present(one, key), kind.dtype)
+            made = shards[one][key] = one.memory(present(one, key), kind.dtype, kind.shape)
             values = [full.states[one, original].get(key) for original in one.originals]
             if (one.comm, one.replicas) == tuple(source.ranks):
-                window.add(_deal(one, made, values), nbytes)
+                window.add(_deal(one, made, values, kind.shape), nbytes)
             else:  # it has ranks of its own, which only together with others reach the first one
-                _share(one, made, values, source)
+                _share(one, made, values, source, kind.shape)
     while window:
         window.first()
     for comm in source.ranks:
@@ -334,7 +336,9 @@ def deal_states(
     return {one: _state(one, kinds, shards[one]) for one, kinds in plans.items()}
 
 
-def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None]) -> Callable[[], Any]:
+def _deal(
+    one: OptimParam, made: Tensor, values: Sequence[Tensor | None], shape: torch.Size | None
+) -> Callable[[], Any]:
     """Begin to send to each rank the elements of its shard."""
     comm = one.comm
     arriving = made if made.device == one.device else torch.empty_like(made, device=one.device)
@@ -347,16 +351,16 @@ def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None]) -> Cal
             vector = one.local_vector(original, value)
             own.append((original, vector))
             for rank in range(comm.world_size):
-                there = one.interval(original, rank)
+                there = one.interval(original, rank, shape)
                 if there is not None and rank != comm.rank:
                     outgoing.setdefault(rank, []).append(vector[there.start : there.stop].to(one.device))
-        elif one.replicas.rank == 0 and (mine := one.interval(original, comm.rank)) is not None:
+        elif one.replicas.rank == 0 and (mine := one.interval(original, comm.rank, shape)) is not None:
             incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
     pending = None
     if (incoming or outgoing) and one.handle is not None:
         pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.handle.tag))
     for original, vector in own:  # while the others are on their way
-        one.shard(original, vector, arriving)
+        one.shard(original, vector, arriving, shape)
 
     def finish() -> None:
         if pending is not None:
@@ -371,13 +375,15 @@ def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None]) -> Cal
     return finish
 
 
-def _share(one: OptimParam, made: Tensor, values: Sequence[Tensor | None], source: FirstRank) -> None:
+def _share(
+    one: OptimParam, made: Tensor, values: Sequence[Tensor | None], source: FirstRank, shape: torch.Size | None
+) -> None:
     """Send unsharded tensors to everybody, who keeps a shard."""
     for original, value in zip(one.originals, values, strict=True):
-        vector = torch.empty(one.local_shape(original).numel(), dtype=made.dtype, device=one.device)
+        vector = torch.empty(one.local_shape(original, shape).numel(), dtype=made.dtype, device=one.device)
         if value is not None:
             vector.copy_(one.local_vector(original, value))
-        one.shard(original, sent_by_first(source.ranks, vector), made)
+        one.shard(original, sent_by_first(source.ranks, vector), made, shape)
 
 
 # --- from an optimizer that was made before wrapping ----------------------------------------------------------------

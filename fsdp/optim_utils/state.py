@@ -8,9 +8,12 @@ about the parameter as such, and a `Value` is no tensor.
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +56,8 @@ class OptimParam:
     originals: tuple[Original, ...]  # what it was made of
     is_uncollected: bool = False  # its state is not to be gathered
 
+    is_owned = False  # one rank has all of it, and state of any shape
+
     @property
     def comm(self) -> Communicator:
         """Return the ranks that it is sharded over."""
@@ -74,8 +79,11 @@ class OptimParam:
         first, *others = (original.name for original in self.originals)
         return f"{first} (in one flat parameter with {len(others)} more)" if others else first
 
-    def interval(self, original: Original, rank: int) -> Interval | None:
-        """Return the elements of an original that a rank has, and where in a tensor like `param`; None if none."""
+    def interval(self, original: Original, rank: int, shape: torch.Size | None = None) -> Interval | None:
+        """Return the elements of an original that a rank has, and where in a tensor like `param`; None if none.
+
+        With a `shape`, those of a tensor of another shape in the state of one that is owned.
+        """
         if self.handle is None:
             return Interval(0, 0, original.shape.numel(), 0) if original.shape.numel() else None
         found = self.handle.layout.interval(original.slot, rank)
@@ -87,8 +95,10 @@ class OptimParam:
         """Return whether a rank has elements of it."""
         return any(self.interval(original, rank) is not None for original in self.originals)
 
-    def local_shape(self, original: Original) -> torch.Size:
+    def local_shape(self, original: Original, shape: torch.Size | None = None) -> torch.Size:
         """Return the shape of what the flat parameter has of an original, which of a `DTensor` is its local part."""
+        if shape is not None:
+            return shape
         return original.shape if self.handle is None else self.handle.layout.slots[original.slot].shape
 
     def local_vector(self, original: Original, value: Tensor) -> Tensor:
@@ -96,21 +106,55 @@ class OptimParam:
         local = value if original.part is None else original.part.to_local(original.name, value)
         return local.detach().reshape(-1)
 
-    def shard(self, original: Original, vector: Tensor, into: Tensor) -> None:
+    def shard(self, original: Original, vector: Tensor, into: Tensor, shape: torch.Size | None = None) -> None:
         """Copy this rank's elements of a vector (`local_vector`) to their place in a tensor like `param`."""
-        kept = self.interval(original, self.comm.rank)
+        kept = self.interval(original, self.comm.rank, shape)
         if kept is not None:
             into.view(-1)[kept.offset : kept.offset + kept.numel].copy_(vector[kept.start : kept.stop])
 
-    def zeros(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def zeros(self, dtype: torch.dtype, device: torch.device | None = None, shape: torch.Size | None = None) -> Tensor:
         """Return memory like `param`: on disk if that is, or else on `device`, by default beside it."""
         return torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
 
-    def memory(self, held: Any, dtype: torch.dtype) -> Tensor:
+    def memory(self, held: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> Tensor:
         """Return what an optimizer has now if it is like what `zeros` makes, and otherwise that."""
-        wanted = self.param.shape, dtype, self.param.device
+        wanted = shape or self.param.shape, dtype, self.param.device
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
-        return held if is_like else self.zeros(dtype)
+        return held if is_like else self.zeros(dtype, shape=shape)
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedParam(OptimParam):
+    """A `SteppedParam` is what an `OwnedOptimizer` steps of one original: this rank's elements, or at its owner all.
+
+    So ownership is a layout as others are: of an owned parameter, one rank has all elements and the others have none.
+    There `param` is on the meta device.
+    """
+
+    owner: int | None = None  # its number in `comm`; None if every rank steps its own elements
+
+    @property
+    def is_owned(self) -> bool:  # type: ignore[override]
+        return self.owner is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether this rank steps something of it."""
+        return self.owner is None or self.owner == self.comm.rank
+
+    def interval(self, original: Original, rank: int, shape: torch.Size | None = None) -> Interval | None:
+        if self.owner is None:
+            found = super().interval(original, rank)
+            return found and Interval(found.slot, found.start, found.stop, 0)
+        numel = self.local_shape(original, shape).numel()
+        return Interval(original.slot, 0, numel, 0) if rank == self.owner and numel else None
+
+    def zeros(self, dtype: torch.dtype, device: torch.device | None = None, shape: torch.Size | None = None) -> Tensor:
+        if not self.is_here:
+            return torch.empty(0, dtype=dtype)
+        if shape is not None:
+            return torch.zeros(shape, dtype=dtype, device=device or self.param.device)
+        return super().zeros(dtype, device)
 
 
 def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = False) -> list[OptimParam]:
@@ -126,14 +170,20 @@ def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = 
     return [OptimParam(param, handle, (original,), is_uncollected) for param, original in listed]
 
 
-def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:
+def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the parameter groups of an optimizer; of an `OwnedOptimizer`, with what is stepped."""
+    found: Sequence[Mapping[str, Any]] = getattr(optimizer, "stepped_groups", optimizer.param_groups)
+    return found
+
+
+def grouped(groups: Iterable[Any], title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:
     """Return what is in each parameter group of an optimizer, which messages call by its `title`.
 
     `known` finds what one of its parameters is, among those of the model; there must be no others.
     """
-    groups: list[list[OptimParam]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        groups.append([])
+    found: list[list[OptimParam]] = []
+    for number, group in enumerate(groups):
+        found.append([])
         for place, param in enumerate(group["params"]):
             one = known(param)
             if one is None:
@@ -143,8 +193,8 @@ def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None
                     "wrapped, and give that here; or hand over one that was made before wrapping with "
                     "reshard_optimizer."
                 )
-            groups[-1].append(one)
-    return groups
+            found[-1].append(one)
+    return found
 
 
 def match_groups(
@@ -191,16 +241,78 @@ def release(params: Iterable[OptimParam]) -> None:
         files.release()
 
 
+# --- state with structure -------------------------------------------------------------------------------------------
+
+# What a key has after it where the state under it was a list, a tuple, or a mapping.
+_STEP_INTO = re.compile(r"\[(\d+)\]|\((\d+)\)|\{([^{}]*)\}")
+_NESTED = re.compile(rf"(.*?)((?:{_STEP_INTO.pattern})+)", re.DOTALL)
+
+
+def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with each tensor under a key of its own, such as ``GG[0]`` for one in a list."""
+    return {key: leaf for name, value in state.items() for key, leaf in _leaves(name, value)}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    steps: list[tuple[str, Any]] = []
+    if type(value) is list:
+        steps = [(f"[{number}]", each) for number, each in enumerate(value)]
+    elif type(value) is tuple:
+        steps = [(f"({number})", each) for number, each in enumerate(value)]
+    elif type(value) is dict and all(isinstance(name, (str, int)) for name in value):
+        steps = [(f"{{{name!r}}}", each) for name, each in value.items()]
+    if not any(isinstance(each, (Tensor, list, tuple, dict)) for _, each in steps):
+        yield key, value
+        return
+    for step, each in steps:
+        yield from _leaves(key + step, each)
+
+
+def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state as it was before `flat_state`."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        match = _NESTED.fullmatch(key)
+        if match is None:
+            found[key] = value
+            continue
+        path: list[tuple[type, Any]] = [(dict, match[1])]
+        for index, place, name in _STEP_INTO.findall(match[2]):
+            step = (list, int(index)) if index else (tuple, int(place)) if place else (dict, ast.literal_eval(name))
+            path.append(step)
+        inside = found
+        for (_, at), (kind, _) in pairwise(path):
+            inside = inside.setdefault(at, _Steps(kind))
+        inside[path[-1][1]] = value
+    return {key: _built(value) for key, value in found.items()}
+
+
+class _Steps(dict[Any, Any]):
+    """The parts of a list, tuple or mapping that is being put together, by their places."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+
+def _built(value: Any) -> Any:
+    if not isinstance(value, _Steps):
+        return value
+    parts = {at: _built(each) for at, each in value.items()}
+    return parts if value.kind is dict else value.kind(parts[at] for at in sorted(parts))
+
+
 # --- kinds ----------------------------------------------------------------------------------------------------------
 
 
 class Elements(NamedTuple):
-    """`Elements` are a value for each element of the parameter."""
+    """`Elements` are a value for each element of the parameter; or of an owned one, of a tensor of another `shape`."""
 
     dtype: torch.dtype
+    shape: torch.Size | None = None
 
     def __str__(self) -> str:
-        return f"elements of {self.dtype}"
+        return f"elements of {self.dtype}" + ("" if self.shape is None else f" in the shape {tuple(self.shape)}")
 
 
 class Number(NamedTuple):
@@ -258,8 +370,8 @@ def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -
 
 
 ELEMENTWISE = (
-    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
-    "ignored_parameters."
+    "Use fsdp.OwnedOptimizer, or an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these "
+    "parameters unsharded with ignored_parameters."
 )
 
 
@@ -278,8 +390,11 @@ def kinds_of(
     whose: str = "the parameter",
     has_elements: Mapping[str, bool] | None = None,
     remedy: str = ELEMENTWISE,
+    is_owned: bool = False,
 ) -> Kinds:
     """Return the kinds of a parameter's state, or of that of a shard of it, of this shape.
+
+    One that is owned may have tensors of any shape.
 
     Messages call that by `whose`, and have a `remedy` for a tensor that is neither of that shape nor a number.
     `has_elements` is as for `is_number`.
@@ -294,6 +409,8 @@ def kinds_of(
             kinds[key] = Number(value.item(), value.dtype)
         elif value.shape == shape:
             kinds[key] = Elements(value.dtype)
+        elif is_owned:
+            kinds[key] = Elements(value.dtype, value.shape)
         else:
             raise ValueError(odd_shape(key, name, value.shape, f"{whose} {tuple(shape)}", remedy))
     return kinds
@@ -356,7 +473,14 @@ def own_kinds(
     found = []
     for one in params:
         state = states.get(one) or {}
-        kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it")
+        for key, value in state.items() if isinstance(one, SteppedParam) else ():
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+                raise NotImplementedError(
+                    f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a tensor class of its "
+                    f"own, which neither files nor full states hold. Save optimizer.state_dict() on every rank, and "
+                    "load it there with as many ranks."
+                )
+        kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it", is_owned=one.is_owned)
         if one.handle is not None:
             one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
         found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))

@@ -1,0 +1,729 @@
+"""`OwnedOptimizer` runs optimizers that look at whole parameters on a sharded model: each parameter has an owner.
+
+Gradients are reduced to shards as always. A step then moves the ranges of each owned parameter's gradient to its
+owner, which steps the whole parameter by an unchanged optimizer, and the new values of these ranges back into the
+shards. Which ranges there are is known from layouts, so the ranks tell each other nothing but the ranges themselves,
+and a byte for each: whether it has a gradient, and whether its values are others than the last step has left.
+
+The shards stay the truth. The owner keeps a copy of the values that it steps, and is sent them when they were changed
+by anything but the last step: a load, `summon_full_params`, another optimizer. A parameter of which the owner holds all
+is stepped in the shard's own memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import LONE_RANK, Communicator, during
+from fsdp.distributed.communicator import own_rank, ranks_of
+from fsdp.distributed.consensus import agree_on, done_by_all
+from fsdp.distributed.dtensor import held_part, is_dtensor
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.offload import DiskStorage
+from fsdp.engine.optimizer_hooks import watch_optimizers, without_signature
+from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.state_requests import require_shards
+from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
+from fsdp.optim_utils.params import Parameters, Place
+from fsdp.optim_utils.state import (
+    APART,
+    OptimParam,
+    Original,
+    SteppedParam,
+    flat_state,
+    nested_state,
+    options_of,
+)
+from fsdp.state_dict.full import ensure_agreed
+
+_OWN_KEYS = ("params", "optimizer", "sharded", "cost")
+_MAKE = "make an OwnedOptimizer"
+_HAS_GRADIENT, _IS_CHANGED = 1, 2
+
+# One element count and dtype for each tensor that a rank will send.
+Sizes = list[tuple[int, torch.dtype]]
+
+
+class OwnedOptimizer(torch.optim.Optimizer):
+    """Step whole parameters of a sharded model, each by one rank, its owner; others as shards. One optimizer for all.
+
+    It is for optimizers that look at more than one element at a time: Muon, Shampoo and SOAP, Adafactor, LAMB and LARS,
+    those with 8-bit blocks. Each is used as it is, and computes what it would compute on the unsharded model. ::
+
+        def is_hidden_matrix(name, shape):
+            return name.startswith("blocks.") and len(shape) == 2
+
+        optimizer = fsdp.OwnedOptimizer(
+            model,
+            [
+                {"params": is_hidden_matrix, "optimizer": torch.optim.Muon, "lr": 0.02},
+                {"optimizer": torch.optim.AdamW, "sharded": True, "lr": 3e-4},
+            ],
+        )
+
+    Making one is collective, and so is `step`. Its `param_groups` have the parameters that the sharded model lists, and
+    the options of each group's optimizer, for learning-rate schedulers, scalers and clipping. Keys of its `state` are
+    the tensors that are stepped on this rank: whole parameters and shards. Its `state_dict()` is this rank's; all of
+    the state is saved by `fsdp.save` and by `fsdp.optim_utils.full_optim_state_dict`.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        groups: a dictionary for each group of parameters: ``optimizer``, a class of optimizers or a function that makes
+            one of a list of parameters; ``params``, the names of its parameters in the unsharded module, or a function
+            of a name and the unsharded shape that returns whether the parameter is in it, or parameters of the sharded
+            model, or nothing for all that are in no other group; ``sharded``, True if the optimizer works element by
+            element and is to step the shards where they are; ``cost``, a function that returns from a parameter's shape
+            what its step costs, in any unit, by which owners are chosen (by default what it costs to orthogonalize a
+            matrix; `math.prod` for optimizers that are linear in the number of elements). All else are options of the
+            optimizer.
+
+    Attributes:
+        plan: which rank owns what; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
+        optimizers: the optimizer of each group on this rank, which step what is in `state`.
+
+    Raises:
+        TypeError: for another model, and for what makes no optimizer.
+        ValueError: for parameters in two groups, in none, or of another model; if a group divides a flat parameter.
+        NotImplementedError: for tensor-parallel parameters, for shards on disk, and for optimizers that need a closure.
+        RuntimeError: inside a forward, backward or `summon_full_params`; on every rank, if ranks have other groups.
+    """
+
+    def __init__(self, model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+        watch_optimizers()
+        root = _root_of(model)
+        root.require_idle(_MAKE)
+        ensure_agreed(root)
+
+        def read() -> None:
+            require_shards((unit for _, unit in units_in(root)), _MAKE)
+            given = _checked_groups(groups)
+            places = _places_of_groups(Parameters(model, root), given)
+            for place in (place for members in places for place in members):
+                _refuse_unsupported(*place)
+            self.plan, owners = _plan(given, places)
+            self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
+            self.optimizers = [_made(number, *one) for number, one in enumerate(zip(given, self._members, strict=True))]
+            self._is_sharded = [bool(group.get("sharded")) for group in given]
+
+        done_by_all([root.everyone], _MAKE, read)
+        self._by_key = {one.key: one for one in self._each()}
+        self._is_ready = False
+        listed = [list(dict.fromkeys(one.listed.param for one in members)) for members in self._members]
+        options = [options_of(optimizer.param_groups[0]) for optimizer in self.optimizers]
+        super().__init__([{**o, "params": params} for o, params in zip(options, listed, strict=True)], {})
+        self._is_ready = True
+        self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
+        here = {one.stepped.param for one in self._each() if one.stepped.is_here}
+        for optimizer in self.optimizers:  # one dictionary for all: whoever reads `state` finds everything
+            self.state.update({param: state for param, state in optimizer.state.items() if param in here})
+            optimizer.state = self.state
+        travelling: dict[Communicator, list[_Member]] = {}
+        for member in self._each():
+            if member.travels:
+                travelling.setdefault(member.listed.comm, []).append(member)
+        self._exchanges = [_Exchange(members) for members in travelling.values()]
+        agree_on(root.everyone, "groups in an OwnedOptimizer", self._described())
+
+    def _each(self) -> Iterator[_Member]:
+        return (member for members in self._members for member in members)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise NotImplementedError once the optimizer is made: owners are chosen for all groups together."""
+        if self._is_ready:
+            raise NotImplementedError(
+                "an OwnedOptimizer gets no more groups: owners are chosen for all of them together. Make another one "
+                "with all groups, and load the state of this one into it "
+                "(fsdp.optim_utils.full_optim_state_dict, load_full_optim_state_dict)."
+            )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective. Step all parameters that have a gradient on any rank.
+
+        Args:
+            closure: is called once, before the step; it computes gradients and returns the loss.
+
+        Returns:
+            What the closure has returned.
+        """
+        loss = self._step_with_hooks(closure)
+        for member in self._each():
+            member.rest()
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._call(lambda optimizer: optimizer.step(), with_gradients=True)
+        return loss
+
+    # In which torch calls the hooks of steps, ours among them, which look for mistakes and count shards as written.
+    _step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
+
+    def train(self, mode: bool = True) -> None:
+        """Collective. Call ``train()``, or ``eval()`` without `mode`, of the groups' optimizers that have such methods.
+
+        Schedule-free optimizers change parameters there.
+        """
+        name = "train" if mode else "eval"
+        self._call(lambda optimizer: getattr(optimizer, name, lambda: None)(), with_gradients=False)
+        for member in self._each():
+            member.rest()
+
+    def eval(self) -> None:
+        """Collective. Call ``eval()`` of the groups' optimizers that have such a method."""
+        self.train(False)
+
+    @torch.no_grad()
+    @during("OwnedOptimizer.step()")  # and not before: in `fsdp.join` its hooks talk with ranks that are in no call
+    def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
+        """Have each group's optimizer do something to its parameters, and the shards follow."""
+        arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
+        try:
+            for number in sorted(range(len(self.optimizers)), key=lambda number: not self._is_sharded[number]):
+                if not self._is_sharded[number]:  # meanwhile shards were stepped
+                    for arrive in arriving:
+                        arrive()
+                    arriving = []
+                for member in self._members[number]:
+                    if not member.travels:
+                        member.show(with_gradients)
+                self._with_options(number, call)
+            for exchange in self._exchanges:
+                exchange.deliver()
+        finally:
+            for member in self._each():
+                member.stepped.param.grad = None
+
+    def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> None:
+        optimizer, shown = self.optimizers[number], self.param_groups[number]
+        (own,) = optimizer.param_groups
+        own.update(options_of(shown))
+        call(optimizer)
+        shown.update(options_of(own))  # some keep what they count there
+
+    def _described(self) -> str:
+        groups = [
+            f"{type(optimizer).__name__} of {', '.join(f'{one.name} by {one.stepped.owner}' for one in members)}"
+            for optimizer, members in zip(self.optimizers, self._members, strict=True)
+        ]
+        return "; ".join(groups)
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def stepped_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups with what is stepped, by which state is saved and loaded."""
+        return [
+            {**options_of(group), "params": [one.stepped.param for one in members]}
+            for group, members in zip(self.param_groups, self._members, strict=True)
+        ]
+
+    def stepped_in(self, handle: FlatParamHandle | None, slot: int, param: Any) -> SteppedParam | None:
+        """Return what is stepped of an original parameter; None for one that is in no group."""
+        key = id(param) if handle is None else (handle, slot)
+        member = self._by_key.get(key)
+        return None if member is None else member.stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: that of the parameters that it owns, and of its shards. Load it on the same rank.
+
+        Parameters are numbered as the unsharded parameters in all groups one after the other, alike on every rank.
+        """
+        numbers = {one: number for number, one in enumerate(self._each())}
+        held = {n: one for one, n in numbers.items() if one.stepped.is_here and self.state.get(one.stepped.param)}
+        found = {
+            "state": {number: flat_state(self.state[one.stepped.param]) for number, one in held.items()},
+            "param_groups": [
+                {**options_of(group), "params": [numbers[one] for one in members]}
+                for group, members in zip(self.param_groups, self._members, strict=True)
+            ],
+        }
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            found = hook(self, found) or found
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned on this rank, with as many ranks, or a shard of the full state.
+
+        Tensors are taken over, and moved to the parameters' device.
+
+        Raises:
+            ValueError: for other groups, and for the state of parameters that other ranks own.
+            RuntimeError: for another rank's state.
+        """
+        saved, members = state_dict["param_groups"], list(self._each())
+        sizes = [len(group["params"]) for group in saved]
+        if sizes != list(map(len, self._members)):
+            raise ValueError(
+                f"OwnedOptimizer.load_state_dict: the state has groups of {sizes} parameters, and this optimizer has "
+                f"groups of {list(map(len, self._members))}, unsharded ones. {_FULL}"
+            )
+        order = [number for group in saved for number in group["params"]]
+        states = {member: state_dict["state"].get(number) for number, member in zip(order, members, strict=True)}
+        for member, state in states.items():
+            if not member.stepped.is_here and any(map(_has_elements, (state or {}).values())):
+                raise ValueError(
+                    f"OwnedOptimizer.load_state_dict: the state has something of {member.name}, which another rank "
+                    f"owns (rank {member.stepped.owner} of those that share it): it is another rank's, or that of a "
+                    f"model that was wrapped otherwise, or shards that no owner can use. {_FULL}"
+                )
+        groups = [without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
+        for group, own in zip(groups, self.param_groups, strict=True):
+            own.update(options_of(group))
+        self.state.clear()
+        for member, state in states.items():
+            if member.stepped.is_here and state:
+                self.state[member.stepped.param] = nested_state(
+                    {key: _beside(value, member.stepped.param) for key, value in state.items()}
+                )
+
+
+_FULL = (
+    "Save all of the state with fsdp.save, or fsdp.optim_utils.full_optim_state_dict(model, optimizer), and load it "
+    "with fsdp.load, or load_full_optim_state_dict(model, optimizer, full)."
+)
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
+
+
+def _beside(value: Any, param: Tensor) -> Any:
+    """Return a state's tensor on the device of its parameter; counts stay where they are, as torch has them."""
+    return value.to(param.device) if isinstance(value, Tensor) and value.dim() else value
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+class _Member:
+    """One original parameter in a group: what the model lists of it, and what is stepped.
+
+    Args:
+        listed: what has its elements on this rank, alone or among others.
+        original: the parameter.
+        owner: the number of its owner among the ranks that share it; None if each steps its own elements.
+    """
+
+    def __init__(self, listed: OptimParam, original: Original, owner: int | None) -> None:
+        self.listed, self.original, self.name = listed, original, original.name
+        self.key: Any = id(listed.param) if listed.handle is None else (listed.handle, original.slot)
+        self.interval = listed.interval(original, listed.comm.rank)
+        comm = listed.comm
+        is_here = owner in (None, comm.rank)
+        held = None if owner is None else listed.interval(original, owner)
+        # Whether other ranks than the owner have elements, or none has any.
+        self.travels = owner is not None and (0 if held is None else held.numel) < original.shape.numel()
+        like = listed.param
+        if owner is None:
+            made = self.elements
+        elif self.travels:
+            made = torch.empty(original.shape, dtype=like.dtype, device=like.device if is_here else "meta")
+        else:
+            made = self.elements.view(original.shape) if is_here else torch.empty(original.shape, device="meta")
+        stepped = nn.Parameter(made.to(like.dtype), requires_grad=like.requires_grad)
+        self.stepped = SteppedParam(stepped, listed.handle, (original,), owner=owner)
+        self._left: Any = None  # of the shard, when the last step was over
+
+    @property
+    def elements(self) -> Tensor:
+        """This rank's elements in the memory of the listed parameter, as a vector."""
+        return self._of(self.listed.param)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of these, in the dtype of the parameter."""
+        grad = self.listed.param.grad
+        return None if grad is None else self._of(grad).to(self.listed.param.dtype)
+
+    def _of(self, like: Tensor) -> Tensor:
+        flat = (held_part(like) if is_dtensor(like) else like).detach().as_subclass(Tensor).view(-1)
+        kept = self.interval
+        return flat[:0] if kept is None else flat[kept.offset : kept.offset + kept.numel]
+
+    def show(self, with_gradient: bool) -> None:
+        """Have what is stepped lie in the memory of the shard."""
+        param = self.stepped.param
+        if self.stepped.is_here:
+            elements, gradient = self.elements, self.gradient if with_gradient else None
+            if param.data_ptr() != elements.data_ptr() or param.dtype != elements.dtype or not param.numel():
+                param.data = elements.view(param.shape)
+            param.grad = None if gradient is None else gradient.view(param.shape)
+
+    def numel_on(self, rank: int) -> int:
+        """Return how many elements of it a rank holds."""
+        kept = self.listed.interval(self.original, rank)
+        return 0 if kept is None else kept.numel
+
+    def part(self, unsharded: Tensor, rank: int) -> Tensor:
+        """Return a view of something of the unsharded shape: what belongs to the elements of a rank."""
+        handle, slot = self.listed.handle, self.original.slot
+        layout = None if handle is None else handle.layout
+        if isinstance(layout, RowsLayout) and unsharded.dim():
+            first, last = layout.rows(slot, rank)
+            return unsharded.narrow(layout.slots[slot].dim, first, last - first)
+        kept = self.listed.interval(self.original, rank)
+        return unsharded.view(-1)[kept.start : kept.stop] if kept is not None else unsharded.view(-1)[:0]
+
+    def put(self, unsharded: Tensor, rank: int, elements: Tensor) -> None:
+        """Copy the elements of a rank to their place."""
+        place = self.part(unsharded, rank)
+        place.copy_(elements.view(place.shape))
+
+    @property
+    def _written(self) -> Any:
+        """A value that changes when the shard is written."""
+        param, handle = self.listed.param, self.listed.handle
+        local = held_part(param) if is_dtensor(param) else param
+        return param._version, local.data_ptr(), None if handle is None else handle.shard_state
+
+    def rest(self) -> None:
+        """Take what the shard has for what the owner has."""
+        if self.travels:
+            self._left = self._written
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether something else has written to the shard since the last step, or there was none."""
+        return self._left is None or self._left != self._written
+
+
+# --- exchanges ------------------------------------------------------------------------------------------------------
+
+
+class _Exchange:
+    """An `_Exchange` moves gradients and values between the ranks that share some parameters and their owners."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self._members = members
+        self._taking_part: list[_Member] = []  # in the step that is being taken
+
+    @property
+    def _comm(self) -> Communicator:
+        return self._members[0].listed.comm
+
+    def _to_owners(self) -> dict[int, list[_Member]]:
+        """Return what this rank has elements of, by other ranks that own it."""
+        found: dict[int, list[_Member]] = {}
+        for one in self._taking_part:
+            if one.interval is not None and not one.stepped.is_here and one.stepped.owner is not None:
+                found.setdefault(one.stepped.owner, []).append(one)
+        return found
+
+    def _from_holders(self) -> dict[int, list[_Member]]:
+        """Return what this rank owns, by other ranks that have elements of it."""
+        comm = self._comm
+        own = [one for one in self._taking_part if one.stepped.is_here]
+        holders = {rank: [one for one in own if one.numel_on(rank)] for rank in range(comm.world_size)}
+        return {rank: each for rank, each in holders.items() if each and rank != comm.rank}
+
+    def collect(self, with_gradients: bool) -> Callable[[], None]:
+        """Begin to send what owners need; what is returned waits for it, and shows it to their optimizers."""
+        self._taking_part = [one for one in self._members if one.listed.param.requires_grad]
+        to_owners, from_holders = self._to_owners(), self._from_holders()
+        signs = {
+            one: _HAS_GRADIENT * (with_gradients and one.listed.param.grad is not None) + _IS_CHANGED * one.is_changed
+            for one in self._taking_part
+        }
+        outgoing, sizes = {}, {}
+        for owner, held in to_owners.items():
+            told = torch.tensor([signs[one] for one in held], dtype=torch.uint8)
+            outgoing[owner] = [told, *(_or_zeros(one) for one in held if with_gradients)]
+        for rank, own in from_holders.items():
+            grads = [(one.numel_on(rank), one.listed.param.dtype) for one in own if with_gradients]
+            sizes[rank] = [(len(own), torch.uint8), *grads]
+        return partial(self._show, with_gradients, signs, self._send("gradients", outgoing, sizes))
+
+    def _show(
+        self, with_gradients: bool, signs: Mapping[_Member, int], arrive: Callable[[], dict[int, list[Tensor]]]
+    ) -> None:
+        rank, found = self._comm.rank, arrive()
+        from_holders = self._from_holders()
+        told = {holder: dict(zip(own, found[holder][0].tolist(), strict=True)) for holder, own in from_holders.items()}
+        for one in self._taking_part:
+            if one.stepped.is_here:
+                _follow(one)
+                every = [signs[one], *(each.get(one, 0) for each in told.values())]
+                if any(sign & _HAS_GRADIENT for sign in every):
+                    one.stepped.param.grad = torch.empty_like(one.stepped.param)
+                    if one.interval is not None:
+                        one.put(one.stepped.param.grad, rank, _or_zeros(one))
+                if signs[one] & _IS_CHANGED and one.interval is not None:
+                    one.put(one.stepped.param.data, rank, one.elements)
+        for holder, own in from_holders.items() if with_gradients else ():
+            for one, elements in zip(own, found[holder][1:], strict=True):
+                if one.stepped.param.grad is not None:
+                    one.put(one.stepped.param.grad, holder, elements)
+        self._renew(signs, told)
+
+    def _renew(self, signs: Mapping[_Member, int], told: Mapping[int, Mapping[_Member, int]]) -> None:
+        """Send owners the values that were changed. Who does not send any knows it, and who gets none was told."""
+        outgoing = {
+            owner: [one.elements for one in held if signs[one] & _IS_CHANGED]
+            for owner, held in self._to_owners().items()
+        }
+        changed = {holder: [one for one, sign in each.items() if sign & _IS_CHANGED] for holder, each in told.items()}
+        sizes = {
+            holder: [(one.numel_on(holder), one.listed.param.dtype) for one in own] for holder, own in changed.items()
+        }
+        found = self._send("values", outgoing, sizes)()
+        for holder, own in changed.items():
+            for one, elements in zip(own, found.get(holder, ()), strict=True):
+                one.put(one.stepped.param.data, holder, elements)
+
+    def deliver(self) -> None:
+        """Send new values back, and write them to the shards."""
+        comm, to_owners = self._comm, self._to_owners()
+        outgoing = {
+            rank: [one.part(one.stepped.param.detach(), rank).reshape(-1) for one in own]
+            for rank, own in self._from_holders().items()
+        }
+        sizes = {
+            owner: [(one.elements.numel(), one.listed.param.dtype) for one in held] for owner, held in to_owners.items()
+        }
+        arrive = self._send("new values", outgoing, sizes)
+        for one in self._taking_part:
+            if one.stepped.is_here and one.interval is not None:
+                one.elements.copy_(one.part(one.stepped.param.detach(), comm.rank).reshape(-1))
+        found = arrive()
+        for owner, held in to_owners.items():
+            for one, elements in zip(held, found[owner], strict=True):
+                one.elements.copy_(elements)
+        comm.settle()
+        for handle in {one.listed.handle for one in self._taking_part}:
+            if handle is not None:  # also where nothing of it was written, or ranks would not all-gather alike
+                handle.values.touch()
+
+    def _send(
+        self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]
+    ) -> Callable[[], dict[int, list[Tensor]]]:
+        """Begin to send vectors to ranks; what is returned gives what has come, of the `sizes` that are awaited.
+
+        All of one dtype go in one message.
+        """
+        first, comm = self._members[0].listed, self._comm
+        device = first.device
+        sent = {
+            rank: [
+                torch.cat([each.to(device) for each in vectors if each.dtype == dtype]) for dtype in _dtypes(vectors)
+            ]
+            for rank, vectors in outgoing.items()
+        }
+        room = {
+            rank: {
+                dtype: torch.empty(sum(numel for numel, each in awaited if each == dtype), dtype=dtype, device=device)
+                for dtype in dict.fromkeys(each for _, each in awaited)
+            }
+            for rank, awaited in sizes.items()
+        }
+        incoming = {rank: list(each.values()) for rank, each in room.items() if each}
+        sent = {rank: each for rank, each in sent.items() if each}
+        tag = 0 if first.handle is None else first.handle.tag
+        pending = comm.exchange(incoming, sent, f"{what} of owned parameters", ("owned", what, tag))
+
+        def arrived() -> dict[int, list[Tensor]]:
+            pending.wait()
+            found: dict[int, list[Tensor]] = {}
+            for rank, awaited in sizes.items():
+                ahead = dict.fromkeys(room[rank], 0)
+                for numel, dtype in awaited:
+                    found.setdefault(rank, []).append(room[rank][dtype][ahead[dtype] : ahead[dtype] + numel])
+                    ahead[dtype] += numel
+            return found
+
+        return arrived
+
+
+def _dtypes(vectors: Iterable[Tensor]) -> list[torch.dtype]:
+    return list(dict.fromkeys(each.dtype for each in vectors))
+
+
+def _or_zeros(one: _Member) -> Tensor:
+    """Return this rank's elements of a gradient, which other ranks may have."""
+    gradient = one.gradient
+    return torch.zeros_like(one.elements) if gradient is None else gradient
+
+
+def _follow(one: _Member) -> None:
+    """Have the owner's copy of the dtype and on the device of the shard, which users may cast and move."""
+    param, listed = one.stepped.param, one.listed.param
+    if (param.dtype, param.device) != (listed.dtype, listed.device):
+        param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
+
+
+# --- making one -----------------------------------------------------------------------------------------------------
+
+
+def _root_of(model: Any) -> Unit:
+    unit = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
+    if unit is None:
+        raise TypeError(
+            "OwnedOptimizer needs the outermost FullyShardedDataParallel, or the outermost module under fully_shard; "
+            f"got a {type(model).__name__}"
+        )
+    return unit
+
+
+def _checked_groups(groups: Any) -> list[dict[str, Any]]:
+    given = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, (str, Mapping)) else []
+    if not given or not all(isinstance(group, Mapping) for group in given):
+        raise TypeError(
+            "groups is a list of dictionaries such as {'params': ..., 'optimizer': torch.optim.Muon, 'lr': 0.02}; got "
+            f"{groups!r:.100}"
+        )
+    for number, group in enumerate(given):
+        make = group.get("optimizer")
+        if not callable(make):
+            raise TypeError(
+                f"group {number} needs under 'optimizer' a class of optimizers, or a function that makes one of a list "
+                f"of parameters; got {make!r}"
+            )
+        if _needs_closure(make):
+            raise NotImplementedError(
+                f"{make.__name__}.step() needs a closure, which it may call many times and whose loss it follows over "
+                "all parameters together: that cannot be divided among owners. Use it on an unsharded model."
+            )
+    if sum("params" not in group for group in given) > 1:
+        raise ValueError("'params' may be left out of one group, which gets all that is in no other; of two it is")
+    return [dict(group) for group in given]
+
+
+def _needs_closure(make: Any) -> bool:
+    step = getattr(make, "step", None)
+    closure = None if step is None else inspect.signature(inspect.unwrap(step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) -> list[list[Place]]:
+    """Return the parameters of each group, in the model's order."""
+    every = list(params.by_number.values())
+    group_of: dict[Place, int] = {}
+    for number, group in enumerate(given):
+        for place in _chosen(params, every, number, group["params"]) if "params" in group else ():
+            if group_of.setdefault(place, number) != number:
+                raise ValueError(f"{place[1].name} is in groups {group_of[place]} and {number}: give it to one of them")
+    rest = next((number for number, group in enumerate(given) if "params" not in group), None)
+    left = [place for place in every if place not in group_of]
+    if rest is not None:
+        group_of |= dict.fromkeys(left, rest)
+    elif unwanted := [original.name for one, original in left if one.param.requires_grad]:
+        shown = ", ".join(unwanted[:5]) + (f" and {len(unwanted) - 5} more" if len(unwanted) > 5 else "")
+        raise ValueError(
+            f"no group has {shown}: leave 'params' out of the group that is to have the rest, or freeze what is not to "
+            "be trained (requires_grad_(False))"
+        )
+    for one, original in every:
+        first = one.originals[0]
+        numbers = group_of.get((one, first)), group_of.get((one, original))
+        if numbers[0] != numbers[1]:
+            where = ["in no group" if number is None else f"in group {number}" for number in numbers]
+            raise ValueError(
+                f"{first.name} is {where[0]} and {original.name} {where[1]}; the two are in one flat parameter. "
+                f"{APART} Or give group_by, so that each group has flat parameters of its own."
+            )
+    found = [[place for place in every if group_of.get(place) == number] for number in range(len(given))]
+    for number, members in enumerate(found):
+        if not members:
+            raise ValueError(f"group {number} of the OwnedOptimizer has no parameters")
+    return found
+
+
+def _chosen(params: Parameters, every: Sequence[Place], number: int, chosen: Any) -> list[Place]:
+    if callable(chosen):
+        return [place for place in every if chosen(place[1].name, place[1].shape)]
+    found = []
+    for each in [chosen] if isinstance(chosen, (str, Tensor)) else chosen:
+        if isinstance(each, str):
+            if each not in params.by_name:
+                raise ValueError(
+                    f"group {number} has a parameter {each!r}, and the model has none of that name. Names are those of "
+                    "the unsharded module."
+                )
+            found.append(params.by_name[each])
+        else:
+            one = params.of(each)
+            if one is None:
+                raise ValueError(
+                    f"group {number} has a parameter of shape {tuple(getattr(each, 'shape', ()))} that is not of this "
+                    "model as it is sharded now. Give names of the unsharded module's parameters, or parameters() of "
+                    "the sharded model."
+                )
+            found += [(one, original) for original in one.originals]
+    return found
+
+
+def _refuse_unsupported(one: OptimParam, original: Original) -> None:
+    handle = one.handle
+    if original.part is not None or (handle is None and is_dtensor(one.param)):
+        raise NotImplementedError(
+            f"{original.name} is a DTensor already (tensor parallelism): an OwnedOptimizer steps whole parameters that "
+            "are sharded over data-parallel ranks only. Use an optimizer that takes DTensors for this model."
+        )
+    if one.param.is_meta:
+        raise RuntimeError(
+            f"{original.name} has no values yet: make the OwnedOptimizer after fsdp.materialize, or after to_empty() "
+            "and a load"
+        )
+    if handle is not None and isinstance(handle.storage, DiskStorage):
+        raise NotImplementedError(
+            f"the shard of {original.name} is on disk, where an OwnedOptimizer does not keep state. Offload to the "
+            "host (cpu_offload) instead, or use torch's AdamW as it is."
+        )
+    if handle is not None and handle.flat_param.example is not None:
+        raise NotImplementedError(
+            f"{original.name} is of a tensor class with an all-gather extension, of which an OwnedOptimizer does not "
+            "know the values. Use an optimizer that works element by element, as it is."
+        )
+
+
+def _plan(given: Sequence[Mapping[str, Any]], places: Sequence[Sequence[Place]]) -> tuple[Ownership, dict[Place, int]]:
+    """Return the plan, and the owner of each parameter that has one."""
+    by_comm: dict[Communicator, list[tuple[Place, OwnedItem]]] = {}
+    sharded: list[str] = []
+    for number, (group, members) in enumerate(zip(given, places, strict=True)):
+        cost: Cost = group.get("cost") or matrix_cost
+        for one, original in members:
+            if group.get("sharded"):
+                sharded.append(original.name)
+                continue
+            costs = float(cost(original.shape))
+            if not 0 <= costs < float("inf"):
+                raise ValueError(f"the cost of {original.name} in group {number} is {costs}: a finite number is needed")
+            intervals = [one.interval(original, rank) for rank in range(one.comm.world_size)]
+            held = tuple(0 if each is None else each.numel for each in intervals)
+            item = OwnedItem(original.name, original.shape, costs, held, one.param.dtype.itemsize)
+            by_comm.setdefault(one.comm, []).append(((one, original), item))
+    ranks = {comm: (own_rank(),) if comm is LONE_RANK else tuple(ranks_of(comm.group)) for comm in by_comm}
+    plan = Ownership.of({ranks[comm]: [item for _, item in each] for comm, each in by_comm.items()}, sharded)
+    owners = {
+        place: owner
+        for comm, each in by_comm.items()
+        for (place, _), owner in zip(each, plan.owners[ranks[comm]], strict=True)
+    }
+    return plan, owners
+
+
+def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> torch.optim.Optimizer:
+    """Return the optimizer of one group, which lists all its parameters on every rank."""
+    options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
+    optimizer = group["optimizer"]([one.stepped.param for one in members], **options)
+    if not isinstance(optimizer, torch.optim.Optimizer) or len(optimizer.param_groups) != 1:
+        raise TypeError(
+            f"the 'optimizer' of group {number} has made {type(optimizer).__name__}, and a torch.optim.Optimizer with "
+            "one parameter group is needed"
+        )
+    return optimizer
+
+
+# Torch wraps `step` in what calls hooks unless that is said to be done.
+OwnedOptimizer.step.hooked = True  # type: ignore[attr-defined]

@@ -1,0 +1,138 @@
+"""`Ownership` says which rank steps which whole parameter; it is pure arithmetic on shapes and on who holds what.
+
+Of an owned parameter, one rank of those that share it is the *owner*. It is sent the gradient's ranges that others
+hold, and sends back the new values of these. Nothing is padded. Where W ranks hold an equal part of each parameter and
+own as much, a rank receives ``(W - 1) / W`` of what it owns as gradients, and ``(W - 1) / W`` of its part as values:
+``2 (W - 1) / W**2`` of the owned bytes in a step. Where the owner holds more of a parameter, less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+# What a parameter's step costs, by its shape, in any unit.
+Cost = Callable[[torch.Size], float]
+
+
+def matrix_cost(shape: torch.Size) -> float:
+    """Return about how many multiplications it takes to orthogonalize a matrix, or to make factors of it.
+
+    More than two dimensions count as a matrix of the first by all others; a vector costs as many as it has elements.
+    """
+    numel = shape.numel()
+    return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel
+
+
+class OwnedItem(NamedTuple):
+    """One parameter that is to have an owner."""
+
+    name: str
+    shape: torch.Size
+    cost: float
+    held: tuple[int, ...]  # elements on each of the ranks that share it
+    itemsize: int
+
+
+def choose_owners(items: Sequence[OwnedItem], world_size: int) -> list[int]:
+    """Return each item's owner, for items that the same ranks share.
+
+    The most expensive come first. An item goes to the rank that holds most of it, of those which that leaves with no
+    more than an equal share of all costs; where there is none, to the rank with the least. The result depends on
+    nothing but the arguments, and not on the order of the items.
+    """
+    share = math.fsum(item.cost for item in items) / world_size
+    loads = [0.0] * world_size
+    owners = [0] * len(items)
+    for number in sorted(range(len(items)), key=lambda number: (-items[number].cost, items[number].name)):
+        item = items[number]
+        # What rounding adds to a sum of equal costs is no reason to go elsewhere.
+        free = [rank for rank in range(world_size) if loads[rank] + item.cost <= share * (1 + 1e-9)]
+        owners[number] = (
+            min(free, key=lambda rank: (-item.held[rank], loads[rank], rank))
+            if free
+            else min(range(world_size), key=lambda rank: (loads[rank], -item.held[rank], rank))
+        )
+        loads[owners[number]] += item.cost
+    return owners
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """An `Ownership` says which rank steps which whole parameters; `str` has a table.
+
+    There may be several sets of ranks that share some.
+
+    Attributes:
+        items: by the ranks that share them.
+        owners: in the same order, the number of the owner among those.
+        sharded: the names of parameters that every rank steps its own elements of.
+    """
+
+    items: Mapping[tuple[int, ...], Sequence[OwnedItem]]
+    owners: Mapping[tuple[int, ...], Sequence[int]]
+    sharded: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, items: Mapping[tuple[int, ...], Sequence[OwnedItem]], sharded: Sequence[str] = ()) -> Ownership:
+        """Choose the owners."""
+        owners = {ranks: choose_owners(each, len(ranks)) for ranks, each in items.items()}
+        return cls(items, owners, sharded)
+
+    def _placed(self) -> Iterable[tuple[OwnedItem, tuple[int, ...], int]]:
+        for ranks, items in self.items.items():
+            for item, owner in zip(items, self.owners[ranks], strict=True):
+                yield item, ranks, owner
+
+    @property
+    def owner_of(self) -> dict[str, int]:
+        """Return the owner of each parameter by its name, numbered among all ranks."""
+        return {item.name: ranks[owner] for item, ranks, owner in self._placed()}
+
+    @property
+    def costs(self) -> dict[int, float]:
+        """Return what the parameters of each rank cost together."""
+        return self._summed(lambda item: item.cost)
+
+    @property
+    def numels(self) -> dict[int, int]:
+        """Return how many elements the parameters of each rank have."""
+        return {rank: int(numel) for rank, numel in self._summed(lambda item: item.shape.numel()).items()}
+
+    def _summed(self, amount: Callable[[OwnedItem], float]) -> dict[int, float]:
+        found = {rank: 0.0 for ranks in self.items for rank in ranks}
+        for item, ranks, owner in self._placed():
+            found[ranks[owner]] += amount(item)
+        return found
+
+    def received(self, rank: int) -> int:
+        """Return the bytes that a rank receives in a step: gradients of what it owns, and values of what it holds."""
+        total = 0
+        for item, ranks, owner in self._placed():
+            if rank in ranks:
+                own = item.held[ranks.index(rank)]
+                total += (item.shape.numel() - own if ranks[owner] == rank else own) * item.itemsize
+        return total
+
+    def __str__(self) -> str:
+        total = math.fsum(self.costs.values()) or 1.0
+        rows = [("parameter", "shape", "owner", "cost", "owner has of it")]
+        for item, ranks, owner in sorted(self._placed(), key=lambda one: (-one[0].cost, one[0].name)):
+            part = item.held[owner] / max(item.shape.numel(), 1)
+            shape = " x ".join(map(str, item.shape)) or "1 (0-d)"
+            rows.append((item.name, shape, f"rank {ranks[owner]}", f"{item.cost / total:.1%}", f"{part:.0%}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        costs, numels = self.costs, self.numels
+        lines += [
+            f"rank {rank}: {costs[rank] / total:.1%} of the cost, {numels[rank]:,} elements, "
+            f"{self.received(rank):,} bytes received in a step"
+            for rank in costs
+        ]
+        if self.sharded:
+            lines.append(f"stepped where they are sharded: {', '.join(self.sharded)}")
+        return "\n".join(lines)

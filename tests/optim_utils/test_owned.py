@@ -1,0 +1,463 @@
+"""`OwnedOptimizer` with all that goes with a step: sharded groups, accumulation, clipping, changed values."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, OwnedOptimizer
+from tests.helpers.equality import assert_same
+from tests.helpers.hybrid import assert_replicas_agree, group_option, mesh_of
+from tests.helpers.owned import (
+    FORMS,
+    Twin,
+    backward,
+    gradients_of,
+    is_matrix,
+    is_matrix_key,
+    muon_and_adamw,
+    owned,
+    talk,
+    train_both,
+    under_fully_shard,
+    values_of,
+)
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_muon_by_owners_beside_sharded_adamw(ranks: RankPool, world_size: int, form: str) -> None:
+    ranks(world_size).run(_train, form)
+
+
+def _train(form: str) -> None:
+    model = talk(FORMS[form])
+    train_both(model, owned(model, muon_and_adamw()), Twin(muon_and_adamw()), range(10))
+
+
+# Ways to train
+
+
+def test_one_flat_parameter_of_all(ranks: RankPool) -> None:
+    ranks(3).run(_train_flat)
+
+
+def _train_flat() -> None:
+    groups: list[dict[str, Any]] = [{"optimizer": torch.optim.Adafactor, "lr": 0.05}]
+    model, twin = talk(FullyShardedDataParallel), Twin(groups)
+    optimizer = owned(model, groups)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        # What is used nowhere shares a flat parameter with others, so that it has a gradient of zeros.
+        gradients = {name: grad for name, grad in gradients_of(model).items() if "frozen" not in name}
+        assert gradients["unused.weight"] is not None
+        optimizer.step()
+        twin.step(gradients | {"frozen.weight": None, "frozen.bias": None})
+        twin.assert_has(values_of(model))
+
+
+@pytest.mark.parametrize("how", ["wrapper", "fully_shard", "replicas only"])
+def test_hybrid_sharding(ranks: RankPool, how: str) -> None:
+    """Owners are within the ranks that share a parameter; replicas do the same work."""
+    ranks(4).run(_train_hybrid, how)
+
+
+def _train_hybrid(how: str) -> None:
+    if how == "fully_shard":
+        wrap: Any = partial(_on_two_dimensions, mesh=mesh_of(2, 2))
+    elif how == "wrapper":
+        options = {"process_group": group_option("mesh", 2, 2), "sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD}
+        wrap = partial(FullyShardedDataParallel, use_orig_params=True, **options)
+    else:
+        strategy = fsdp.ShardingStrategy.NO_SHARD
+        wrap = partial(FullyShardedDataParallel, use_orig_params=True, sharding_strategy=strategy)
+    model = talk(wrap)
+    train_both(model, owned(model, muon_and_adamw()), Twin(muon_and_adamw()), range(2))
+    if how != "fully_shard":
+        assert_replicas_agree(model)
+
+
+def _on_two_dimensions(module: Any, mesh: Any) -> nn.Module:
+    """Without the scalar, which has no rows to shard."""
+    ignored = {module.scale.requires_grad_(False)} if hasattr(module, "scale") else None
+    return under_fully_shard(module, mesh=mesh, ignored_params=ignored)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_accumulation_clipping_and_schedule(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_train_with_all, form)
+
+
+def _train_with_all(form: str) -> None:
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, *twin.optimizers)]
+    for step in range(3):
+        optimizer.zero_grad()
+        if isinstance(model, FullyShardedDataParallel):
+            with model.no_sync():
+                backward(model, 10 + step)
+        backward(model, 20 + step)
+        backward(model, step)
+        clip: Any = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, list(model.parameters())))
+        clip(0.1)
+        gradients = gradients_of(model)
+        assert sum(float(g.square().sum()) for g in gradients.values() if g is not None) <= 0.0101
+        optimizer.step()
+        twin.step(gradients)
+        for schedule in schedules:
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.02 * 0.5 ** (step + 1)
+        twin.assert_has(values_of(model), f"step {step}")
+
+
+def test_scaler_and_closure(ranks: RankPool) -> None:
+    ranks(2).run(_train_scaled)
+
+
+def _train_scaled() -> None:
+    model, twin = talk(FORMS["orig_params"]), Twin(muon_and_adamw())
+    optimizer, scaler = owned(model, muon_and_adamw()), fsdp.ShardedGradScaler(init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(8.0)
+        if step == 1 and dist.get_rank() == 1:
+            param = next(param for param in model.parameters() if param.grad is not None and param.numel())
+            param.grad[0] = math.inf  # on one rank: all leave the step out
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        gradients = gradients_of(model)
+        scaler.step(optimizer)
+        if step != 1:
+            twin.step(gradients)
+        scaler.update()
+        twin.assert_has(values_of(model), f"step {step}")
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model, 7)
+        kept.append(gradients_of(model))
+        return 0.25
+
+    kept: list[Any] = []
+    assert optimizer.step(closure) == 0.25
+    twin.step(kept[0])
+    twin.assert_has(values_of(model), "with a closure")
+
+
+@pytest.mark.parametrize("how", ["wrapper", "fully_shard"])
+def test_offload_to_the_host(ranks: RankPool, how: str) -> None:
+    ranks(2).run(_train_offloaded, how)
+
+
+def _train_offloaded(how: str) -> None:
+    wrap: Any = partial(FullyShardedDataParallel, use_orig_params=True, move_params_to_cpu=True)
+    if how == "fully_shard":
+        wrap = partial(under_fully_shard, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
+    model = talk(wrap)
+    train_both(model, owned(model, muon_and_adamw()), Twin(muon_and_adamw()), range(2))
+
+
+@pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
+def test_gradients_that_are_missing_in_some_steps_or_on_some_ranks(ranks: RankPool, form: str) -> None:
+    ranks(3).run(_train_with_missing, form)
+
+
+def _train_with_missing(form: str) -> None:
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        for name, param in model.named_parameters():
+            if step == 1 and name.endswith("mix.weight"):
+                param.grad = None
+            if step == 2 and dist.get_rank() == 0 and name.endswith("0.2.weight"):
+                param.grad.zero_()  # the same, said in two ways
+        gradients = gradients_of(model)
+        for name, param in model.named_parameters():
+            if step == 2 and dist.get_rank() == 0 and name.endswith("0.2.weight"):
+                param.grad = None
+        optimizer.step()
+        assert gradients["unused.weight"] is None
+        assert (gradients["mix.weight"] is None) == (step == 1)
+        twin.step(gradients)
+        twin.assert_has(values_of(model), f"step {step}")
+
+
+def test_parameters_are_frozen_and_thawed(ranks: RankPool) -> None:
+    ranks(2).run(_freeze)
+
+
+def _freeze() -> None:
+    model, twin = talk(FORMS["orig_params"]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+    for step, trained in enumerate([True, False, True]):
+        for each in (model, twin.model):
+            for name, param in each.named_parameters():
+                if name.endswith("mix.weight"):
+                    param.requires_grad_(trained)
+        train_both(model, optimizer, twin, range(step, step + 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_that_were_changed_are_stepped(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_change, form)
+
+
+def _change(form: str) -> None:
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+    train_both(model, optimizer, twin, range(2))
+    other = talk(seed=5).state_dict()
+    twin.model.load_state_dict(other)
+    model.load_state_dict(talk(FORMS[form], seed=5).state_dict())
+    train_both(model, optimizer, twin, range(2, 4), what="loaded")
+    with torch.no_grad():
+        twin.model.mix.weight.mul_(0.5)
+        if isinstance(model, FullyShardedDataParallel):
+            with model.summon_full_params():
+                model.module.mix.weight.mul_(0.5)
+        else:
+            model.mix.weight.mul_(0.5)
+    train_both(model, optimizer, twin, range(4, 6), what="halved")
+
+
+def test_ranks_with_other_numbers_of_batches(ranks: RankPool) -> None:
+    """In `fsdp.join`, owners that have no more batches step what the others bring gradients for."""
+    ranks(2).run(_join)
+
+
+def _join() -> None:
+    found = []
+    for make in (lambda model: owned(model, [{"optimizer": torch.optim.AdamW}]), _adamw):
+        model = talk(FORMS["orig_params"])
+        optimizer = make(model)
+        with fsdp.join(model, optimizer):
+            for step in range(1 + 2 * dist.get_rank()):
+                backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(values_of(model))
+    assert_same(*found)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def test_parameters_without_values_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_meta)
+
+
+def _refuse_meta() -> None:
+    with torch.device("meta"):
+        model = under_fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="weight has no values yet"):
+        owned(model, [{"optimizer": torch.optim.AdamW}])
+
+
+def test_schedule_free(ranks: RankPool) -> None:
+    """Its values of training and of evaluation are others."""
+    ranks(2).run(_schedule_free)
+
+
+def _schedule_free() -> None:
+    make = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
+    groups: list[dict[str, Any]] = [{"params": is_matrix, "optimizer": make}, {"optimizer": make, "sharded": True}]
+    model, twin = talk(FORMS["fully_shard"]), Twin(groups)
+    optimizer = owned(model, groups)
+    for mode in ("train", "eval", "train"):
+        for each in (optimizer, *twin.optimizers):
+            getattr(each, mode)()
+        twin.assert_has(values_of(model), mode)
+        if mode == "train":
+            train_both(model, optimizer, twin, range(2))
+    assert optimizer.param_groups[0]["step"] == twin.optimizers[0].param_groups[0]["step"] == 4
+
+
+# Bytes and memory
+
+
+@pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bytes_are_as_planned(ranks: RankPool, world_size: int, form: str) -> None:
+    """For units that are divided equally that is ``2 (W - 1) / W**2`` of the owned bytes for each rank."""
+    ranks(world_size).run(_count, form)
+
+
+def _count(form: str) -> None:
+    model = talk(FORMS[form])
+    optimizer = owned(model, muon_and_adamw())
+    frozen = "frozen.weight"
+    trained = sum(shape.numel() for shape in _owned_shapes(optimizer)) * 4
+    counts = []
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        with Counting(traffic := Traffic()):
+            optimizer.step()
+        counts.append(traffic.values)
+    assert frozen in optimizer.plan.owner_of
+    planned = optimizer.plan.received(dist.get_rank()) - _received_for(optimizer, frozen)
+    assert counts[1:] == [planned, planned], (counts, planned)
+    assert counts[0] >= planned  # with the values
+    total = torch.tensor(float(planned))
+    dist.all_reduce(total)
+    world_size = dist.get_world_size()
+    if form == "orig_params":  # of rows that are divided unequally, an owner may have fewer than others
+        assert total <= 2 * (world_size - 1) / world_size * trained
+
+
+def _owned_shapes(optimizer: OwnedOptimizer) -> list[torch.Size]:
+    return [item.shape for items in optimizer.plan.items.values() for item in items if item.name != "frozen.weight"]
+
+
+def _received_for(optimizer: OwnedOptimizer, name: str) -> int:
+    """The bytes that the plan has for one parameter, which is frozen and does not travel."""
+    rank, found = dist.get_rank(), 0
+    for ranks, items in optimizer.plan.items.items():
+        for item, owner in zip(items, optimizer.plan.owners[ranks], strict=True):
+            if item.name == name:
+                found = item.shape.numel() - item.held[rank] if ranks[owner] == rank else item.held[rank]
+    return found * 4
+
+
+def test_state_is_divided_as_planned(ranks: RankPool) -> None:
+    ranks(2).run(_measure_state)
+
+
+def _measure_state() -> None:
+    groups = [{"optimizer": torch.optim.AdamW, "lr": 1e-3, "cost": math.prod}]
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, groups)
+    backward(model, 0)
+    optimizer.step()
+    moments = sum(state[key].numel() for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    unused = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
+    own = {name for name, owner in optimizer.plan.owner_of.items() if owner == dist.get_rank()} - unused
+    shapes = {name: param.shape for name, param in talk().named_parameters()}
+    expected = 2 * sum(math.prod(shapes[name]) for name in own)
+    assert moments == expected
+    counts = torch.zeros(2)
+    counts[dist.get_rank()] = expected
+    dist.all_reduce(counts)
+    assert counts.max() <= 1.1 * counts.mean()
+
+
+# Mistakes
+
+PARAMETERS = [name for name, _ in talk().named_parameters()]
+
+
+def test_mistakes_in_groups(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1).run(_mistakes, tmp_path)
+
+
+def _mistakes(folder: Path) -> None:
+    model, muon, adamw = talk(FORMS["orig_params"]), torch.optim.Muon, torch.optim.AdamW
+
+    def refuse(kind: type[Exception], text: str, *groups: Any, of: Any = model) -> None:
+        with pytest.raises(kind, match=text):
+            OwnedOptimizer(of, list(groups))
+
+    refuse(
+        ValueError,
+        "blocks.0.0.weight is in groups 0 and 1",
+        {"params": is_matrix, "optimizer": muon},
+        {
+            "params": ["blocks.0.0.weight"],
+            "optimizer": adamw,
+        },
+    )
+    refuse(ValueError, "no group has scale, entry.weight", {"params": is_matrix, "optimizer": muon})
+    refuse(ValueError, "none of that name", {"params": ["blocks.7"], "optimizer": adamw})
+    refuse(ValueError, "not of this model", {"params": talk(FORMS["orig_params"]).parameters(), "optimizer": adamw})
+    refuse(ValueError, "left out of one group", {"optimizer": adamw}, {"optimizer": adamw})
+    refuse(
+        ValueError,
+        "group 1 of the OwnedOptimizer has no parameters",
+        {"optimizer": adamw},
+        {
+            "params": [],
+            "optimizer": adamw,
+        },
+    )
+    refuse(ValueError, "the cost of scale", {"optimizer": adamw, "cost": lambda shape: math.nan})
+    refuse(TypeError, "group 0 needs under 'optimizer'", {"params": is_matrix})
+    refuse(TypeError, "has made object", {"optimizer": lambda params: object()})
+    refuse(TypeError, "a list of dictionaries")
+    refuse(TypeError, "outermost FullyShardedDataParallel", {"optimizer": adamw}, of=talk())
+    refuse(NotImplementedError, "LBFGS", {"optimizer": torch.optim.LBFGS})
+    flat = talk(FullyShardedDataParallel)
+    refuse(ValueError, "use_orig_params=True", {"params": is_matrix, "optimizer": muon}, {"optimizer": adamw}, of=flat)
+    disk = talk(partial(FullyShardedDataParallel, offload="disk", offload_folder=str(folder)))
+    refuse(NotImplementedError, "on disk", {"optimizer": adamw}, of=disk)
+    made = OwnedOptimizer(model, [{"optimizer": adamw}])
+    with pytest.raises(NotImplementedError, match="gets no more groups"):
+        made.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with model.summon_full_params():
+        refuse(RuntimeError, "inside summon_full_params", {"optimizer": adamw})
+    grouped = talk(partial(FullyShardedDataParallel, group_by=is_matrix_key))
+    assert "stepped where they are sharded: " in str(OwnedOptimizer(grouped, muon_and_adamw()).plan)
+
+
+def test_other_groups_on_another_rank_are_refused_by_all(ranks: RankPool) -> None:
+    ranks(2).run(_differ)
+
+
+def _differ() -> None:
+    model = talk(FORMS["orig_params"])
+    cost = math.prod if dist.get_rank() else (lambda shape: 1.0)
+    with pytest.raises(RuntimeError, match="different groups in an OwnedOptimizer"):
+        owned(model, [{"optimizer": torch.optim.AdamW, "cost": cost}])
+    only_here = [{"optimizer": torch.optim.AdamW, "params": ["typo"] if dist.get_rank() else list(PARAMETERS)}]
+    with pytest.raises((ValueError, RuntimeError), match="none of that name"):
+        owned(model, only_here)
+
+
+def test_tensor_parallel_parameters_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_dtensors)
+
+
+def _refuse_dtensors() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh_of(1, 2)["shard"], [Shard(0)]))
+    model = FullyShardedDataParallel(module, use_orig_params=True, process_group=mesh_of(1, 2)["replicate"].get_group())
+    with pytest.raises(NotImplementedError, match="weight is a DTensor already"):
+        owned(model, [{"optimizer": torch.optim.AdamW}])
+
+
+def test_the_example_of_the_page(ranks: RankPool) -> None:
+    ranks(2).run(_run_example)
+
+
+def _run_example() -> None:
+    page = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    model = talk(FORMS["orig_params"])
+    optimizer = names["make_optimizer"](model)
+    groups: list[dict[str, Any]] = [
+        {"params": names["is_hidden_matrix"], "optimizer": torch.optim.Muon, "lr": 0.02},
+        {"optimizer": torch.optim.AdamW, "lr": 3e-4},
+    ]
+    train_both(model, optimizer, Twin(groups), range(2))

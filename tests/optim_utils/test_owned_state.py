@@ -1,0 +1,209 @@
+"""State that lives with owners goes everywhere that sharded state goes: full, by names, in checkpoints, per rank."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+import fsdp
+from fsdp import optim_utils
+from fsdp.optim_utils.state import flat_state, nested_state
+from tests.helpers.equality import assert_same
+from tests.helpers.owned import FORMS, Twin, backward, gradients_of, is_matrix, muon_and_adamw, owned, talk, train_both
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
+
+
+def groups_of(kind: str) -> list[dict[str, Any]]:
+    """State of the parameters' shapes; of other shapes; in lists; numbers and options that are counted."""
+    if kind == "Muon":
+        return muon_and_adamw()
+    if kind == "Adafactor":
+        return [
+            {"params": is_matrix, "optimizer": torch.optim.Adafactor, "lr": 0.05},
+            {"optimizer": torch.optim.NAdam, "lr": 1e-2},
+        ]
+    soap = pytest.importorskip("pytorch_optimizer").SOAP
+    return [{"params": is_matrix, "optimizer": soap, "lr": 1e-2}, {"optimizer": torch.optim.AdamW, "sharded": True}]
+
+
+KINDS = ["Muon", "Adafactor", "SOAP"]
+
+
+@parametrize_pairs(
+    at_most=12,
+    kind=KINDS,
+    way=["folder", "names", "first"],
+    saved_at=[3, 1, 2, 4],
+    loaded_at=[2, 4, 3, 1],
+    form=list(FORMS),
+)
+def test_training_goes_on_at_another_world_size(
+    ranks: RankPool, tmp_path: Path, kind: str, way: str, saved_at: int, loaded_at: int, form: str
+) -> None:
+    forms = list(FORMS)
+    ranks(saved_at).run(_train_and_save, tmp_path, kind, form)
+    other = forms[forms.index(form) - 1]
+    ranks(loaded_at).run(_load_and_train, tmp_path, kind, other, way)
+
+
+def _train_and_save(path: Path, kind: str, form: str) -> None:
+    model = talk(FORMS[form])
+    optimizer, twin = owned(model, groups_of(kind)), Twin(groups_of(kind))
+    train_both(model, optimizer, twin, range(2))
+    fsdp.save(path / "saved", model, optimizer)
+    full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert full is not None
+    assert_same(full["state"], twin.named_state())
+    if dist.get_rank() == 0:
+        # As full states have it: strides are not kept, and products of other strides are rounded otherwise.
+        states = [tree_map(contiguous, optimizer.state_dict()) for optimizer in twin.optimizers]
+        torch.save((twin.model.state_dict(), states, full), path / "twin")
+    dist.barrier()
+
+
+def contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def _load_and_train(path: Path, kind: str, form: str, way: str) -> None:
+    weights, states, full = torch.load(path / "twin", weights_only=False)
+    model = talk(FORMS[form], seed=1)
+    optimizer, twin = owned(model, groups_of(kind)), Twin(groups_of(kind))
+    fsdp.load(path / "saved", model, optimizer if way == "folder" else None)
+    if way == "names":
+        optim_utils.load_full_optim_state_dict(model, optimizer, full)
+    elif way == "first":
+        given = full if dist.get_rank() == 0 else None
+        optim_utils.load_full_optim_state_dict(model, optimizer, given, rank0_only=True)
+    twin.model.load_state_dict(weights)
+    for own, state in zip(twin.optimizers, states, strict=True):
+        own.load_state_dict(state)
+    assert_same(optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None), full)
+    train_both(model, optimizer, twin, range(2, 4))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_rank_loads_its_own(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_load_own, form)
+
+
+def _load_own(form: str) -> None:
+    groups = groups_of("Adafactor")
+    model = talk(FORMS[form])
+    optimizer, twin = owned(model, groups), Twin(groups)
+    train_both(model, optimizer, twin, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = owned(model, groups)
+    again.load_state_dict(saved)
+    assert_same(again.state_dict()["state"], saved["state"])
+    train_both(model, again, twin, range(2, 4))
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, saved)
+    with pytest.raises((ValueError, RuntimeError), match="full_optim_state_dict"):
+        again.load_state_dict(everyone[1 - dist.get_rank()])
+
+
+def test_fairscales_numbers_and_errors(ranks: RankPool) -> None:
+    ranks(2).run(_by_numbers)
+
+
+def _by_numbers() -> None:
+    model = talk(FORMS["orig_params"])
+    optimizer, twin = owned(model, groups_of("Adafactor")), Twin(groups_of("Adafactor"))
+    train_both(model, optimizer, twin, range(2))
+    full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
+    again = owned(model, groups_of("Adafactor"))
+    with pytest.raises(ValueError, match="OwnedOptimizer"):
+        again.load_state_dict(model.get_shard_from_optim_state_dict(copy.deepcopy(full)))
+    again.load_state_dict(optim_utils.shard_full_optim_state_dict(model, full, again))
+    assert_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    plain = torch.optim.Adafactor(model.parameters(), lr=0.05)
+    with pytest.raises(ValueError, match="OwnedOptimizer"):
+        optim_utils.load_full_optim_state_dict(model, plain, full)
+
+
+def test_state_of_an_unsharded_run_and_of_plain_shards_is_taken(ranks: RankPool) -> None:
+    ranks(2).run(_take_others)
+
+
+def _take_others() -> None:
+    adamw: list[dict[str, Any]] = [{"optimizer": torch.optim.AdamW, "lr": 1e-2}]
+    model, twin = talk(FORMS["orig_params"]), Twin(adamw)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    backward(model, 0)
+    plain.step()
+    full = optim_utils.full_optim_state_dict(model, plain, recipient_rank=None)
+    optimizer = owned(model, adamw)
+    optim_utils.load_full_optim_state_dict(model, optimizer, full)
+    found = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert found is not None
+    assert full is not None
+    assert_same(found["state"], full["state"])
+    own = twin.optimizers[0]
+    twin.step(gradients_of(talk_after(model, optimizer, 1)))
+    named = optim_utils.rekey_optim_state_dict(own.state_dict(), twin.model, "names", own)
+    optim_utils.load_full_optim_state_dict(model, optimizer, named)
+    found = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert found is not None
+    assert_same(found["state"], named["state"])
+
+
+def talk_after(model: Any, optimizer: fsdp.OwnedOptimizer, step: int) -> Any:
+    """Collective. Return the model with gradients of a step."""
+    optimizer.zero_grad()
+    backward(model, step)
+    return model
+
+
+def test_structure_is_kept() -> None:
+    state = {
+        "GG": [torch.ones(2), None, [torch.zeros(1)]],
+        "Q": [],
+        "step": 3,
+        "pair": (1, 2),
+        "by": {"a": torch.ones(1)},
+    }
+    flat = flat_state(state)
+    assert list(flat) == ["GG[0]", "GG[1]", "GG[2][0]", "Q", "step", "pair", "by{'a'}"]
+    assert_same(nested_state(flat), state)
+
+
+def test_state_of_a_tensor_class_stays_on_its_rank(ranks: RankPool) -> None:
+    ranks(2).run(_keep_eight_bits)
+
+
+def _keep_eight_bits() -> None:
+    make = pytest.importorskip("torchao.optim").AdamW8bit
+    groups: list[dict[str, Any]] = [{"params": is_matrix, "optimizer": make}, {"optimizer": torch.optim.AdamW}]
+    model, twin = talk(FORMS["orig_params"], width=64), Twin(groups, width=64)
+    optimizer = owned(model, groups)
+    with torch.compiler.set_stance("force_eager"):
+        train_both(model, optimizer, twin, range(2))
+        with pytest.raises((NotImplementedError, RuntimeError), match="Save optimizer"):
+            optim_utils.full_optim_state_dict(model, optimizer)
+        again = owned(model, groups)
+        again.load_state_dict(optimizer.state_dict())
+        train_both(model, again, twin, range(2, 4))
+
+
+def test_what_only_owners_can_have_is_refused_by_others(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_load_into_plain, tmp_path)
+
+
+def _load_into_plain(path: Path) -> None:
+    groups: list[dict[str, Any]] = [{"optimizer": torch.optim.Adafactor}]
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, groups)
+    backward(model, 0)
+    optimizer.step()
+    fsdp.save(path / "saved", model, optimizer)
+    plain = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(RuntimeError, match="OwnedOptimizer"):
+        fsdp.load(path / "saved", model, plain)
