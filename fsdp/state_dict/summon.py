@@ -456,6 +456,6 @@ def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None])
             local = local if part is None else part.to_local(handle.layout.slots[slot].name, local)
             handle.layout.shard_of(slot, local, shard, handle.comm.rank)
     handle.storage.accept(handle.flat_param, shard)
+    handle.storage.copy_stream.settle()
     if handle.orig_params is not None:
-        handle.storage.copy_stream.settle()
         handle.orig_params.show_gradients([gradient is not None for gradient in gradients])
