@@ -506,6 +506,7 @@ class FSDPModule:
         if unit.state is TrainingState.FORWARD:
             raise RuntimeError(f"cannot reshard {unit.name} in the middle of its forward")
         unit.reshard()
+        unit.settle()  # `parameters()` lists the shards from now on
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to reshard after forward, also as the outermost module, and with `recurse` for those inside.

@@ -104,15 +104,16 @@ def accelerator_ranks(ranks: RankPool) -> AcceleratorRanks:
 
     On CUDA, `accelerator_ranks(n)` shares the GPUs among n ranks over gloo. `accelerator_ranks(n, backend="nccl")`
     needs one GPU per rank, so on a machine with a single one only n = 1 runs, and the others skip. The simulated device
-    has collectives by NCCL's rules in both cases.
+    has collectives by NCCL's rules in both cases, and goes over gloo with `through_host=True`.
     """
 
     if IS_SIMULATED:
         simulated.build()
 
-    def start(world_size: int, *, backend: str = "gloo", **options: Any) -> Ranks:
+    def start(world_size: int, *, backend: str = "gloo", through_host: bool = False, **options: Any) -> Ranks:
         if IS_SIMULATED:
-            return ranks(world_size, backend="cpu:gloo,sim:simulated", **options)
+            way = "gloo" if through_host else "simulated"
+            return ranks(world_size, backend=f"cpu:gloo,sim:{way}", **options)
         if backend == "nccl" and world_size > torch.cuda.device_count():
             pytest.skip(f"NCCL needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
         # A name of its own even for gloo: CPU tests must not run in processes that hold a CUDA context.

@@ -10,8 +10,9 @@ that was interrupted goes on where it was.
 
     python -m tests.mutants --waits
 
-takes back instead, one after the other, all that keeps an accelerator's streams in order: waits, events, and references
-by which memory lives long enough. It runs the tests on an accelerator, on a simulated one if there is no GPU.
+takes back instead, one after the other, all that keeps in order what happens at once, on streams and between ranks:
+waits, events, forks, and references by which memory lives long enough, wherever they are in the package. It runs the
+tests on an accelerator, on a simulated one if there is no GPU, and on ranks whose messages leave late.
 """
 
 from __future__ import annotations
@@ -163,18 +164,43 @@ CONCERNS = {
 }
 
 
-# The same for what keeps an accelerator's streams in order.
+# Tests that concern what keeps things in order in a module, in the place of those above.
 ORDERED = {
+    "checkpoint/writer": "checkpoint/folders",
+    "compat/fairscale": "integrations/compat_fairscale_contract",
     "distributed/devices": (
         "distributed/accelerator_streams training/accelerator_uses state_dict_utils/host engine/accelerator_offload"
     ),
-    "distributed/collectives distributed/communicator": "engine/accelerator training/accelerator_uses",
-    "engine/handle engine/runtime engine/gradient_hooks": "training/accelerator_uses engine/accelerator_offload",
-    "state_dict/summon": "training/accelerator_uses engine/accelerator_offload",
+    "distributed/collectives distributed/communicator": (
+        "distributed/accelerator_exchange engine/accelerator training/accelerator_uses distributed/collectives "
+        "distributed/comm_hook*"
+    ),
+    "distributed/consensus": "engine/sync_module_states distributed/agreement",
+    "distributed/comm_hooks": "fully_shard/accelerator",
+    "distributed/custom_collectives": "fully_shard/accelerator engine/written_at_once",
+    "distributed/messages": "distributed/check_messages distributed/collectives distributed/recovery",
+    "engine/gradient_hooks": "training/accelerator_uses",
+    "engine/handle": "engine/written_at_once training/accelerator_uses engine/accelerator_offload",
+    "engine/recovery": "distributed/recovery",
+    "engine/runtime engine/unit": "engine/written_at_once training/accelerator_uses",
+    "engine/merged_writes": "engine/written_in_forward engine/written_at_once",
+    "fully_shard": "engine/written_at_once training/accelerator_uses",
+    "optim_utils/gather optim_utils/scatter": "engine/written_at_once optim_utils/public_functions optim_utils/memory",
+    "state_dict/redistribute state_dict/summon": (
+        "engine/written_at_once state_dict/summon_forms state_dict/state_dict_on_first training/accelerator_uses"
+    ),
+    "state_dict_utils/__init__ state_dict_utils/gather": (
+        "state_dict_utils/host engine/written_at_once state_dict_utils/broadcast state_dict_utils/gather"
+    ),
     "state_dict_utils/stager": "state_dict_utils/accelerator_stager",
+    "uneven/messages": "uneven/join",
     "wrap/checkpoint_wrapper": "wrap/checkpoint_wrapper_memory",
 }
-WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record"}
+# Methods that wait, or say what is to be awaited; and functions that do.
+WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record", "settle", "_settle", "protect"}
+WAITING = {"finish", "finish_queued", "run_after"}
+# What is queued inside of these goes beside what is queued next.
+FORKS = {"fork", "_beside", "stream"}
 
 
 @dataclass(frozen=True)
@@ -227,21 +253,60 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def waits_of(path: Path) -> Iterator[Mutant]:
-    """Every wait, event and reference in a file that keeps an accelerator's streams in order, taken back."""
-    for node in ast.walk(ast.parse(_source(path))):
-        if getattr(node, "lineno", None) != getattr(node, "end_lineno", None):
-            continue
-        statement = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value
-        if statement and isinstance(statement.func, ast.Attribute):
-            of = ast.unparse(statement.func.value)
-            if statement.func.attr in WAITS or (statement.func.attr == "settle" and "copy_stream" in of):
-                yield _replaced(path, statement, "pass")
+    """Every wait, fork and reference in a file that keeps what happens at once in order, taken back.
+
+    A wait whose result is used cannot be left out. A reference is kept for its own sake if nobody reads it.
+    """
+    tree = ast.parse(_source(path))
+    known = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"Generic[Tree]"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _waits(node.value):
+            yield _replaced(path, node, "pass")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "after":
-            yield _replaced(path, node, ast.unparse(node.func.value))
+            if len(node.args) == 1:
+                yield _replaced(path, node, ast.unparse(node.func.value))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "after_use_of":
             yield _replaced(path, node, ast.unparse(node.args[1]))
-        elif isinstance(node, ast.Assign) and ast.unparse(node) == "self._last_source = source":
-            yield _replaced(path, node, "pass")
+        elif isinstance(node, ast.With):
+            for call in (item.context_expr for item in node.items):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FORKS:
+                    yield _replaced(path, call, '__import__("contextlib").nullcontext()')
+        elif isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} <= known:
+            yield from (_replaced(path, each, "pass") for each in _only_kept(node))
+
+
+def _waits(call: ast.Call) -> bool:
+    named = [call.func, *call.args]  # or a function that is called with one
+    return any(isinstance(each, ast.Attribute) and each.attr in WAITS for each in named) or (
+        isinstance(call.func, ast.Name) and call.func.id in WAITING
+    )
+
+
+def _only_kept(kind: ast.ClassDef) -> list[ast.stmt]:
+    """Return where a class keeps what it was given, and never reads it: for as long as it lives, or the next one."""
+    own = [node for node in ast.walk(kind) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"]
+    read = {node.attr for node in own if isinstance(node.ctx, ast.Load)}
+    return [
+        node
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and any(target in own and target.attr.startswith("_") and target.attr not in read for target in node.targets)
+    ]
+
+
+def _modules() -> list[Path]:
+    return [path.relative_to(ROOT) for path in sorted((ROOT / "fsdp").rglob("*.py"))]
+
+
+def all_waits() -> list[tuple[Mutant, str]]:
+    """What `waits_of` finds in the whole package, each with the tests that concern it."""
+    tests = tests_by_module(CONCERNS) | tests_by_module(ORDERED)
+    found = [(mutant, tests.get(path)) for path in _modules() for mutant in waits_of(path)]
+    for mutant, concern in found:
+        if concern is None:
+            raise ValueError(f"{mutant.path} waits for something: say in ORDERED of tests/mutants.py what tests that")
+    return found
 
 
 def _replaced(path: Path, node: ast.stmt | ast.expr, new: str) -> Mutant:
@@ -305,7 +370,7 @@ def modules_of(patterns: str) -> list[Path]:
         if not paths:
             raise ValueError(f"no module is fsdp/{pattern}.py: say in CONCERNS of tests/mutants.py where it is now")
         found.update(paths)
-    return [path.relative_to(ROOT) for path in sorted(found) if path.name != "__init__.py"]
+    return [path.relative_to(ROOT) for path in sorted(found) if path.name != "__init__.py" or "__init__" in patterns]
 
 
 def files_of(patterns: str, copy: Path) -> list[str]:
@@ -322,10 +387,10 @@ def files_of(patterns: str, copy: Path) -> list[str]:
     return [str(path.relative_to(copy)) for path in found]
 
 
-def tests_by_module() -> dict[Path, str]:
+def tests_by_module(table: dict[str, str]) -> dict[Path, str]:
     """The tests of each module, by the first row that names it."""
     found: dict[Path, str] = {}
-    for patterns, tests in CONCERNS.items():
+    for patterns, tests in table.items():
         for path in modules_of(patterns):
             found.setdefault(path, tests)
     return found
@@ -333,7 +398,7 @@ def tests_by_module() -> dict[Path, str]:
 
 def drawn(seed: int) -> list[tuple[Mutant, str]]:
     """All mistakes in an order that the seed gives, and edits elsewhere leave, each with the tests that concern it."""
-    found = [(mutant, tests) for path, tests in tests_by_module().items() for mutant in mutants_of(path)]
+    found = [(mutant, tests) for path, tests in tests_by_module(CONCERNS).items() for mutant in mutants_of(path)]
     return sorted(found, key=lambda one: hashlib.sha256(f"{seed} {one[0].describe()}".encode()).digest())
 
 
@@ -380,9 +445,7 @@ def main() -> None:
     arguments = parser.parse_args()
     planted = drawn(arguments.seed)[: arguments.count]
     if arguments.waits:
-        planted = [
-            (one, tests) for rows, tests in ORDERED.items() for path in modules_of(rows) for one in waits_of(path)
-        ]
+        planted = all_waits()
     chosen: dict[str, tuple[Mutant, str]] = {}
     for mutant, tests in planted:
         shown = mutant.describe()

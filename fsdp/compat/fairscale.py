@@ -180,7 +180,6 @@ class _Bucket:
         ranks = range(self._comm.world_size)
         full = torch.cat([inputs[rank].reshape(-1) for rank in ranks for inputs, _ in waiting])
         reduced = self._comm.reduce_scatter(full, "a bucket of reductions", self._tag).wait()
-        self._comm.settle()
         parts = reduced.split([inputs[0].numel() for inputs, _ in waiting])
         for part, (inputs, callback) in zip(parts, waiting, strict=True):
             if callback is not None:

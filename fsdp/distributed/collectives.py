@@ -120,9 +120,9 @@ class TorchCollectives(Communicator):
         return Pending(what, (work,), lambda: after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
-        out = full.new_empty(full.numel() // self.world_size)
+        out, kind = full.new_empty(full.numel() // self.world_size), dtype or full.dtype
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
-        return Pending(what, (work,), lambda: after_use_of(full, out).to(dtype or full.dtype))
+        return Pending(what, (work,), lambda: after_use_of(full, out).to(kind))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
@@ -173,7 +173,7 @@ class DirectExchange(TorchCollectives):
         incoming = {peer: [pieces[peer]] for peer in self._peers}
         outgoing = {peer: [shard] for peer in self._peers}
         received, works = self._post(what, "gather", tag, incoming, outgoing)
-        self._sent.append(sending := Sending(works, shard, what))
+        self._sent.append(sending := Sending(works, what))
         pieces[self.rank].copy_(shard)
         return Pending(what, received, lambda: self._answer(sending, full))
 
@@ -193,7 +193,7 @@ class DirectExchange(TorchCollectives):
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         asked, works = self._post(what, "exchange", tag, incoming, outgoing)
-        self._sent.append(Sending(works, outgoing, what))
+        self._sent.append(Sending(works, what))
         return Pending(what, asked, lambda: torch.empty(0))
 
     def _answer(self, sending: Sending, full: Tensor) -> Tensor:

@@ -96,12 +96,12 @@ class CustomReduceScatter(_InFront):
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         sent = self._collective.allocate((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
-        size = (full.numel() // self.world_size,)
+        size, kind = (full.numel() // self.world_size,), dtype or full.dtype
         shard = self._collective.allocate(size, dtype=full.dtype, device=full.device)
         work = self._collective(
             output_tensor=shard, input_tensor=sent, group=self.group, op=dist.ReduceOp.SUM, async_op=True
         )
-        return Pending(what, (work,), lambda: after_use_of(sent, shard).to(dtype or full.dtype))
+        return Pending(what, (work,), lambda: after_use_of(sent, shard).to(kind))
 
 
 def moved(comm: Communicator, to: Communicator) -> Communicator:

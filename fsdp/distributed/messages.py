@@ -34,17 +34,16 @@ _TAGS = (1 << 31) - _FIRST_TAG
 
 
 class Sending:
-    """A shard on its way to the peers."""
+    """A shard on its way to the peers, which lives as long: gloo's works hold what they send."""
 
-    def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
+    def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
-        self._kept = kept  # what is being sent lives until then
         self.is_finished = False
 
     def finish(self) -> None:
         works, self._works = self._works, ()
         finish(works, self._what)
-        self._kept, self.is_finished = None, True
+        self.is_finished = True
 
 
 class Receiving:

@@ -31,8 +31,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     what = f"values that the forward of {handle.unit.name} wrote to its parameters"
     merged.exchange(comm, dealt, what, handle.tag)
     merged.exchange(replicas, [merged.values] * replicas.world_size, what, handle.replica_tag)
-    handle.settle()
-    clashes = merged.clashes((comm, replicas))
+    clashes = merged.clashes((comm, replicas))  # which come when all have got the shards and these values
     if clashes:
         names = ", ".join(layout.slots[slots[number]].name for number in clashes)
         raise RuntimeError(
@@ -67,7 +66,6 @@ class Merged:
         made = {peer: [torch.empty_like(value) for value in self.values] for peer in peers}
         incoming = {peer: [value for value in values if value.numel()] for peer, values in made.items()}
         comm.exchange(incoming, outgoing, what, tag).wait()
-        comm.settle()
         for peer in peers:
             for number, value in enumerate(made[peer]):
                 self._add(number, value)

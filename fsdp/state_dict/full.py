@@ -114,12 +114,9 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
     is_outermost = unit.request(Saving) is None
     with saving(unit, asked) as form:
         state = between_hooks(gathered)
-    if is_outermost:
-        for _, each in units_in(unit):
-            each.settle()
-        if not form.is_here:
-            for key in [key for key in state if key.startswith(prefix)]:
-                del state[key]
+    if is_outermost and not form.is_here:
+        for key in [key for key in state if key.startswith(prefix)]:
+            del state[key]
     return state
 
 

@@ -273,7 +273,6 @@ class LocalLoad:
     def run(self) -> Any:
         """Load, and return torch's result with the plain names of missing and unexpected keys."""
         for handle in self._handles.values():
-            handle.settle()
             handle.values.touch()  # also where nothing is given: other ranks may be given something
         done: set[int] = set()  # tied parameters have several names
         for key, own in self._shards.items():

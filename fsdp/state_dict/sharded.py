@@ -437,8 +437,6 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
 
 def store(values: Values) -> None:
     """Keep this rank's shards of the values that a load has brought."""
-    for handle in dict.fromkeys(handle for handle, _ in values):
-        handle.settle()  # peers may still be receiving from the shard
     for (handle, slot), value in values.items():
         handle.storage.check(handle.name)
         if not isinstance(value, TensorPart):

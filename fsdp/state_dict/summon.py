@@ -85,8 +85,7 @@ class Exposure:
         for handle, slot in () if keep is None else self.changed():
             handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
         for handle in self.handles:
-            if keep is not None:
-                handle.settle()  # peers may still be receiving from the shard
+            handle.settle()  # peers may still be receiving from the shard
             handle.is_exposed = False
             if handle in self.params:
                 problems += _remove(handle, keep)
@@ -434,7 +433,6 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
     shard = grad.detach().view(-1).to(handle.storage.device)
     full = shard.new_empty(handle.layout.padded_numel)
     handle.comm.all_gather(full, shard, f"all-gather of the gradient of {handle.name}", ("gradient", handle.tag)).wait()
-    handle.comm.settle()
     shown: list[Tensor | None] = []
     for slot, (view, part) in enumerate(zip(handle.layout.unpack(full), handle.flat_param.parts, strict=True)):
         has_none = handle.orig_params is not None and handle.orig_params.params[slot].grad is None
@@ -456,6 +454,6 @@ def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None])
             local = local if part is None else part.to_local(handle.layout.slots[slot].name, local)
             handle.layout.shard_of(slot, local, shard, handle.comm.rank)
     handle.storage.accept(handle.flat_param, shard)
+    handle.storage.copy_stream.settle()
     if handle.orig_params is not None:
-        handle.storage.copy_stream.settle()
         handle.orig_params.show_gradients([gradient is not None for gradient in gradients])

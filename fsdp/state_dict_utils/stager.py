@@ -16,6 +16,7 @@ are only tensors and plain containers, they may be filled later.
 from __future__ import annotations
 
 import copyreg
+import sys
 import threading
 import types
 import weakref
@@ -62,8 +63,12 @@ class PendingCopy(Generic[Tree]):
         """Block until all values have arrived, and return the copy."""
         for arrival in self._arrivals:
             arrival.synchronize()
-        self._originals = []
+        self._arrivals, self._originals = [], []
         return self._tree
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.wait()  # the memory of a copy that is dropped under way is written to until then
 
     def protect(self) -> None:
         """Let what is queued from now on, on the current streams, run after the copies: it may change the originals.
@@ -119,7 +124,6 @@ class StateDictStager:
         self._memory = HostMemory(self.pin_memory, share_memory, max_bytes, wait_seconds)
         self._lock = threading.RLock()
         self._copy_streams: dict[torch.device, CopyStream] = {}
-        self._under_way: PendingCopy[Any] | None = None
         self._is_closed = False
 
     @property
@@ -140,7 +144,7 @@ class StateDictStager:
         Args:
             tree: any nest of Python objects with tensors.
             non_blocking: do not wait, and return a `PendingCopy`. Until its `wait()` has returned or `protect()` was
-                called, the originals must not be changed.
+                called, the originals must not be changed. To drop it is to wait for it.
 
         Raises:
             TypeError: for what cannot be copied (an open file; a tensor without storage); says where it is.
@@ -150,17 +154,12 @@ class StateDictStager:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this StateDictStager was closed: make a new one")
-            self._settle()  # the memory of a copy that was dropped under way is written to until then
             pending = self._stage(tree)
-            if non_blocking:
-                self._under_way = pending
-                return pending
-            return pending.wait()
+            return pending if non_blocking else pending.wait()
 
     def close(self) -> None:
         """Release what is kept to be used again. Copies that somebody holds stay as they are."""
         with self._lock:
-            self._settle()
             self._memory.clear()
             self._is_closed = True
 
@@ -169,11 +168,6 @@ class StateDictStager:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _settle(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
 
     def _stage(self, tree: Tree) -> PendingCopy[Tree]:
         pairs: list[tuple[UntypedStorage, UntypedStorage]] = []

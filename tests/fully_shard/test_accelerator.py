@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.engine.test_accelerator import global_batches
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
 from tests.helpers.models import nested_mlp
+from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
 
 pytestmark = pytest.mark.accelerator
 
@@ -64,3 +65,48 @@ def test_shards_may_live_on_the_host(accelerator_ranks: AcceleratorRanks) -> Non
 def test_bfloat16_on_an_accelerator_is_near_the_unsharded_model(accelerator_ranks: AcceleratorRanks) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     accelerator_ranks(2).run(_train_and_compare, {"mp_policy": policy}, 2e-2)
+
+
+def test_collectives_of_the_users_own_keep_what_they_read(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(2).run(_train_by_own_collectives)
+
+
+def _train_by_own_collectives() -> None:
+    found = []
+    for is_own in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(fully_shard(nn.Linear(6, 6).to(ACCELERATOR)) for _ in range(3)))
+        for layer in model if is_own else ():
+            layer.set_custom_all_gather(OwnAllGather())  # type: ignore[operator]
+            layer.set_custom_reduce_scatter(OwnReduceScatter())  # type: ignore[operator]
+        with later_kernels():
+            found.append(_train(model, [torch.ones(2, 6, device=ACCELERATOR) for _ in range(2)]))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
+def test_a_hook_runs_on_a_stream_of_its_own_between_what_is_queued_before_and_after(
+    accelerator_ranks: AcceleratorRanks,
+) -> None:
+    accelerator_ranks(2).run(_change_beside)
+
+
+def _change_beside() -> None:
+    stream, streams = device_module().Stream(), []
+    found = []
+    for is_beside in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(6, 6).to(ACCELERATOR))
+
+        def change(gradient: Tensor, is_beside: bool = is_beside) -> None:
+            if is_beside:
+                streams.append(device_module().current_stream())
+            gradient.mul_(2)
+            gradient.add_(1)
+
+        model.set_all_reduce_hook(change, stream=stream if is_beside else None)
+        with later_kernels():
+            found.append(_train(model, [torch.ones(2, 6, device=ACCELERATOR) for _ in range(3)]))
+    assert streams == [stream] * 3
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import UntypedStorage
 
+from fsdp.state_dict_utils import host_memory
 from tests import simulated
 from tests.helpers.ranks import Ranks
 from tests.helpers.workers import MOST_DELAY
@@ -34,6 +38,25 @@ def later_kernels() -> Iterator[None]:
         if IS_SIMULATED:
             device_module().synchronize()
             device_module()._set_delay(MOST_DELAY)
+
+
+@contextmanager
+def page_locking() -> Iterator[None]:
+    """Have host memory that torch has not allocated pinned for the simulated device too, as CUDA does it."""
+
+    def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
+        address = storage.data_ptr()
+        device_module()._pin(address, storage.nbytes())
+        return partial(device_module()._unpin, address)
+
+    if IS_SIMULATED:
+        with (
+            mock.patch.object(host_memory, "can_page_lock", return_value=True),
+            mock.patch.object(host_memory, "page_lock", page_lock),
+        ):
+            yield
+    else:
+        yield
 
 
 def has_accelerator() -> bool:

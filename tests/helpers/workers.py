@@ -223,7 +223,7 @@ def _join(station: Station) -> None:
     if station.backend is None:
         return
     device = None
-    if "simulated" in station.backend:
+    if simulated.NAME in station.backend:
         simulated.install().set_delay(MOST_DELAY)
     if "cuda" in station.backend or station.backend == "nccl":
         device = torch.device("cuda", station.rank % torch.cuda.device_count())

@@ -117,8 +117,10 @@ def _module(compiled: Any) -> ModuleType:
         "stream": stream,
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "_is_in_bad_fork": lambda: False,
+        "_pin": compiled.pin,
         "_set_delay": compiled.set_delay,
         "_sleep": lambda cycles: compiled.sleep(cycles // _CYCLES),
+        "_unpin": compiled.unpin,
     }
     module.__dict__.update(names)
     return module

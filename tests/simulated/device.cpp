@@ -306,11 +306,18 @@ struct Pinned final : at::HostAllocator {
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 512, nbytes) == 0, "out of memory");
     memset(data, 0xff, nbytes);
-    std::lock_guard<std::mutex> guard(mutex);
-    sizes[reinterpret_cast<uintptr_t>(data)] = nbytes;
+    lock(reinterpret_cast<uintptr_t>(data), nbytes);
     return {data, data, &Pinned::free, Device(DeviceType::CPU)};
   }
   static void free(void* data);
+  void lock(uintptr_t address, size_t nbytes) {
+    std::lock_guard<std::mutex> guard(mutex);
+    sizes[address] = nbytes;
+  }
+  void unlock(uintptr_t address) {
+    std::lock_guard<std::mutex> guard(mutex);
+    sizes.erase(address);
+  }
   bool holds(const void* data) {
     std::lock_guard<std::mutex> guard(mutex);
     const auto address = reinterpret_cast<uintptr_t>(data);
@@ -336,10 +343,7 @@ Pinned pinned;
 REGISTER_HOST_ALLOCATOR(DeviceType::PrivateUse1, &pinned);
 
 void Pinned::free(void* data) {
-  {
-    std::lock_guard<std::mutex> guard(pinned.mutex);
-    pinned.sizes.erase(reinterpret_cast<uintptr_t>(data));
-  }
+  pinned.unlock(reinterpret_cast<uintptr_t>(data));
   auto queues = streams().all();
   auto left = std::make_shared<std::atomic<size_t>>(queues.size());
   if (queues.empty()) {
@@ -981,5 +985,10 @@ PYBIND11_MODULE(simulated_device, module) {
   module.def("allocated", [] { return memory().allocated(); });
   module.def("peak", [] { return memory().peak(); });
   module.def("limit", [](size_t nbytes) { memory().limit(nbytes); });
+  module.def("pin", [](uintptr_t address, size_t nbytes) {
+    at::globalContext().lazyInitDevice(SIMULATED);  // or torch takes no memory for pinned
+    pinned.lock(address, nbytes);
+  });
+  module.def("unpin", [](uintptr_t address) { pinned.unlock(address); });
   module.def("reset_peak", [] { memory().reset_peak(); });
 }

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp import StateDictStager
 from fsdp.state_dict_utils import origins, restore
-from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
+from tests.helpers.accelerator import ACCELERATOR, device_module, page_locking
 from tests.helpers.pairs import parametrize_pairs
 
 pytestmark = pytest.mark.accelerator
@@ -21,37 +21,75 @@ BUSY = 50_000_000  # clock cycles: some ten milliseconds, in which the host runs
 SIZES = [3, 1 << 18, 1 << 19]  # float32 values: in torch's pinned memory, registered by us
 
 
-def skip_unless_pinned(pin_memory: bool, share_memory: bool) -> None:
-    if pin_memory and share_memory and IS_SIMULATED:
-        pytest.skip("only CUDA pins memory that is shared already")
-
-
 @parametrize_pairs(numel=SIZES, pin_memory=[False, True], share_memory=[False, True])
 def test_a_copy_has_what_was_queued_before(numel: int, pin_memory: bool, share_memory: bool) -> None:
-    skip_unless_pinned(pin_memory, share_memory)
-    stager = StateDictStager(pin_memory, share_memory)
-    weight = torch.zeros(numel, device=ACCELERATOR)
-    for step in range(1, 4):
-        device_module()._sleep(BUSY)
-        weight.fill_(step)
-        copied = stager.stage({"w": nn.Parameter(weight), "view": weight[1:], "cpu": torch.ones(2)})
-        weight.fill_(-1)
-        assert copied["w"].device.type == copied["view"].device.type == "cpu"
-        assert bool((copied["w"] == step).all())
-        assert copied["view"].untyped_storage().data_ptr() == copied["w"].untyped_storage().data_ptr()
-        assert copied["w"].is_pinned() == pin_memory
-        assert copied["w"].is_shared() == share_memory
-        del copied
+    with page_locking():
+        stager = StateDictStager(pin_memory, share_memory)
+        weight = torch.zeros(numel, device=ACCELERATOR)
+        for step in range(1, 4):
+            device_module()._sleep(BUSY)
+            weight.fill_(step)
+            copied = stager.stage({"w": nn.Parameter(weight), "view": weight[1:], "cpu": torch.ones(2)})
+            weight.fill_(-1)
+            assert copied["w"].device.type == copied["view"].device.type == "cpu"
+            assert bool((copied["w"] == step).all())
+            assert copied["view"].untyped_storage().data_ptr() == copied["w"].untyped_storage().data_ptr()
+            assert copied["w"].is_pinned() == pin_memory
+            assert copied["w"].is_shared() == share_memory
+            del copied
 
 
 @parametrize_pairs(numel=SIZES, share_memory=[False, True])
 def test_pinned_memory_is_released(numel: int, share_memory: bool) -> None:
-    skip_unless_pinned(True, share_memory)
-    stager = StateDictStager(pin_memory=True, share_memory=share_memory)
-    for _ in range(20):  # registering an address twice is an error, and so is a size that was not unregistered
-        stager.stage(torch.ones(numel, device=ACCELERATOR))
-        gc.collect()
+    with page_locking():
+        stager = StateDictStager(pin_memory=True, share_memory=share_memory)
+        for _ in range(20):  # registering an address twice is an error, and so is a size that was not unregistered
+            stager.stage(torch.ones(numel, device=ACCELERATOR))
+            gc.collect()
+            assert stager.held_bytes == 0
+
+
+def test_memory_that_a_dropped_copy_is_written_to_is_kept_until_then() -> None:
+    with page_locking():
+        stager = StateDictStager(pin_memory=True)
+        arrived = device_module().Event()
+        device_module()._sleep(BUSY)
+        arrived.record()
+        pending = stager.stage([torch.ones(SIZES[-1], device=ACCELERATOR)], non_blocking=True)
+        stager.close()
+        assert not arrived.query()
+        del pending
+        assert arrived.query()
         assert stager.held_bytes == 0
+
+
+def test_copies_do_not_wait_for_what_is_queued_after_them() -> None:
+    stager = StateDictStager(pin_memory=True)
+    weight = torch.ones(3, device=ACCELERATOR)
+    device_module().synchronize()
+    pending = stager.stage([weight], non_blocking=True)
+    ended = device_module().Event()
+    device_module()._sleep(20 * BUSY)
+    ended.record()
+    assert pending.wait()[0].tolist() == [1, 1, 1]
+    assert not ended.query()
+
+
+class Sums:
+    """Knows the sum of its values, which it finds out again when it is copied."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, total=float(state["values"].sum()))
+
+
+def test_code_that_copies_itself_sees_values_that_have_arrived() -> None:
+    stager = StateDictStager(pin_memory=True)
+    device_module()._sleep(BUSY)
+    copied = stager.stage([Sums(torch.ones(100, device=ACCELERATOR))], non_blocking=True)
+    assert copied.wait()[0].total == 100.0  # type: ignore[attr-defined]
 
 
 def test_what_is_protected_may_be_changed_on_the_stream_while_it_is_copied() -> None:

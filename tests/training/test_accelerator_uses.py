@@ -23,6 +23,7 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.offload import HostStorage
 from fsdp.engine.unit import unit_of
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
+from tests.helpers.offload import BOTH, GRADS
 
 pytestmark = pytest.mark.accelerator
 
@@ -107,6 +108,13 @@ def _save_and_go_on(form: str, folder: Path) -> None:
         assert_trained(again, 2)
         train(again, fresh, 2, first=2)
         assert_trained(again, 4)
+
+
+@pytest.mark.parametrize("form", ["original", "rows_on_host"])
+def test_ranks_that_share_an_accelerator_train_through_the_host(
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, form: str
+) -> None:
+    accelerator_ranks(2, through_host=True).run(_save_and_go_on, form, tmp_path)
 
 
 @pytest.mark.parametrize("form", ["original", "original_on_host"])
@@ -325,6 +333,34 @@ def _look_at_gradients(form: str) -> None:
             device_module().synchronize()
             for param in model.parameters():
                 torch.testing.assert_close(seen[param], local_part(param.grad), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("options", [{}, BOTH, GRADS], ids=["device", "both", "grads"])
+def test_gradients_that_are_summoned_are_there_and_changes_of_them_are_kept(
+    accelerator_ranks: AcceleratorRanks, use_orig_params: bool, options: dict[str, Any]
+) -> None:
+    accelerator_ranks(2).run(_change_gradients, use_orig_params, options)
+
+
+def _change_gradients(use_orig_params: bool, options: dict[str, Any]) -> None:
+    plain, model = build(), build(partial(flat, use_orig_params=use_orig_params, **options))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for each, device in ((plain, "cpu"), (model, ACCELERATOR)):
+        each(torch.ones(2, 6, device=device)).square().mean().backward()
+    expected = [param.grad.clone() for param in plain.parameters()]
+    with later_kernels():
+        with model.summon_full_params(with_grads=True):
+            for param, grad in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(param.grad.cpu(), grad, rtol=1e-4, atol=1e-6)
+                param.grad.mul_(2)
+        assert all(param.grad is not None for param in model.parameters() if param.numel())
+    for param in plain.parameters():
+        param.grad.mul_(2)
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["flat", "rows"])

@@ -137,6 +137,29 @@ def test_gradients_on_an_accelerator_are_those_of_the_plain_module(offload_to_cp
 
 
 @pytest.mark.accelerator
+def test_inputs_come_back_on_another_stream_than_they_have_left_on() -> None:
+    side = device_module().Stream()
+
+    def beside(weight: Tensor, batch: Tensor) -> Tensor:
+        with device_module().stream(side):
+            return (batch * weight).sin()
+
+    batch = torch.linspace(0, 1, 1000, device=ACCELERATOR).requires_grad_()
+    module = Function(beside).to(ACCELERATOR)
+    device_module().synchronize()  # so that what is beside need not wait for them
+    found = []
+    for each in (module, checkpoint_wrapper(module, offload_to_cpu=True)):
+        batch.grad = None
+        device_module()._sleep(50_000_000)
+        output = each(batch)
+        with device_module().stream(side):
+            output.sum().backward()
+        device_module().synchronize()
+        found.append(batch.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
+@pytest.mark.accelerator
 def test_random_numbers_on_an_accelerator_are_restored_for_inputs_in_containers() -> None:
     def drop(weight: Tensor, *, batches: list[Tensor]) -> Tensor:
         return nn.functional.dropout(batches[0] * weight, 0.5).sin()
