@@ -19,12 +19,14 @@ from tests.helpers.dtensor_twins import (
     assert_at_rest,
     assert_side_by_side,
     assert_trains_as_plain,
+    is_whole,
     local,
     ours,
     seeded,
     torchs,
     trained_twins,
     uneven,
+    units,
 )
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
@@ -236,18 +238,17 @@ def _fail_first(model: Any, inputs: Tensor) -> None:
     score(model(inputs)).backward()
 
 
-def test_nothing_is_left_whole_by_forwards_without_backward(ranks: RankPool) -> None:
+def test_inner_modules_are_not_left_whole_by_forwards_without_backward(ranks: RankPool) -> None:
     ranks(2).run(_forward_only)
 
 
 def _forward_only() -> None:
-    model = uneven(ours())
-    with torch.no_grad():
-        model(torch.ones(2, 5))
-    assert_at_rest(model)
-    model(torch.ones(2, 5))
-    with torch.no_grad():
-        model(torch.ones(2, 5))
+    model: Any = uneven(ours())
+    for with_gradients in (False, True, False):
+        with torch.set_grad_enabled(with_gradients):
+            model(torch.ones(2, 5))
+    assert [unit.module for unit in units(model) if is_whole(unit.module)] == [model]
+    model.reshard()
     assert_at_rest(model)
 
 
