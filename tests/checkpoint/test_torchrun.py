@@ -19,7 +19,7 @@ import fsdp
 from fsdp import checkpoint
 from tests.helpers.paths import DATA, ROOT
 
-SCRIPT = DATA / "recipes" / "elastic.py"
+SCRIPT = DATA / "elastic.py"
 STEPS, EVERY = 20, 4
 OPTIONS = ["--steps", str(STEPS), "--every", str(EVERY), "--pause", "0.1"]
 PATIENCE = 240.0  # seconds for each thing that is waited for; it takes three
