@@ -54,6 +54,7 @@ from fsdp.wrap.checkpoint_wrapper import (
     is_recomputing,
     patch_batchnorm,
 )
+from fsdp.wrap.plan import Phase, Plan, PlannedUnit, plan
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -68,6 +69,9 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Phase",
+    "Plan",
+    "PlannedUnit",
     "ProcessGroupName",
     "ShardedGradScaler",
     "ShardingStrategy",
@@ -99,6 +103,7 @@ __all__ = [
     "no_pre_load_state_dict_hook",
     "optim_utils",
     "patch_batchnorm",
+    "plan",
     "recover",
     "register_fsdp_forward_method",
     "save",
