@@ -71,8 +71,7 @@ def test_options_change_the_plan(factories: str, capsys: Captured) -> None:
     assert 2 * planned("--dtype", "bfloat16")["bytes_sent"] == plain["bytes_sent"]
     assert planned("--optimizer", "SGD")["optimizer_bytes"] == 0
     assert planned("--replicas", "2")["parameter_bytes"] == 2 * plain["parameter_bytes"]
-    backward, by_nccl = (each["phases"][2] for each in (plain, planned("--backend", "nccl")))
-    assert by_nccl["peak"] < backward["peak"]
+    assert planned("--backend", "nccl")["collectives"] == plain["collectives"]
     assert planned("--bandwidth", "1")["seconds_of_communication"] == plain["bytes_sent"] / 1e9
 
 
