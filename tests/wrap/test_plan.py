@@ -81,6 +81,10 @@ class UnevenConvolutions(nn.Module):
         return self.head(images.mean((2, 3)))
 
 
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().sum()
+
+
 @dataclass(frozen=True)
 class Case:
     """A model that is trained, and planned."""
@@ -107,6 +111,7 @@ class Case:
             world_size,
             auto_wrap_policy=self.policy,
             sample=self.sample(),
+            loss=loss_of,
             optimizer=self.optimizer,
             **self.options,
         )
@@ -174,7 +179,7 @@ def _train(name: str) -> Measured:
         note("after construction")
         for _ in range(4):
             measured.sent = 0
-            loss = model(inputs).float().sum()
+            loss = loss_of(model(inputs))
             note("forward")
             loss.backward()
             note("backward")
@@ -221,8 +226,7 @@ def test_what_is_planned_is_what_training_takes(ranks: RankPool, name: str, worl
     assert planned == measured.states
     assert plan.bytes_sent == measured.sent
     peaks = {phase.name: phase.peak for phase in plan.phases}
-    print({k: round(100 * (v / measured.peaks[k] - 1), 2) for k, v in peaks.items()}, measured)
-    assert peaks == pytest.approx(measured.peaks, rel=0.02)
+    assert peaks == pytest.approx(measured.peaks, rel=0.005)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
