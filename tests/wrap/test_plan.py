@@ -26,6 +26,7 @@ from fsdp import (
     module_wrap_policy,
 )
 from fsdp.engine.fingerprints import fingerprint
+from fsdp.engine.runtime import runtimes
 from fsdp.wrap.live_bytes import LiveBytes
 from tests.helpers.ranks import RankPool
 
@@ -274,6 +275,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     assert all(param.grad is None for param in model.parameters())
+    assert not runtimes()
 
 
 def test_ignored_modules_are_not_sharded() -> None:
