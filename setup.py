@@ -47,7 +47,7 @@ setup(
     ],
     packages=find_packages(include=["fsdp", "fsdp.*"]),
     package_data={"fsdp": ["py.typed"]},
-    entry_points={"console_scripts": ["fsdp = fsdp.checkpoint.cli:main"]},
+    entry_points={"console_scripts": ["fsdp = fsdp.__main__:main"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "numpy"],
     extras_require={

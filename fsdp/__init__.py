@@ -56,6 +56,7 @@ from fsdp.wrap.checkpoint_wrapper import (
     is_recomputing,
     patch_batchnorm,
 )
+from fsdp.wrap.plan import PlannedPhase, Plan, PlannedUnit, plan
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -71,6 +72,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OwnedOptimizer",
+    "Plan",
+    "PlannedPhase",
+    "PlannedUnit",
     "ProcessGroupName",
     "ShardedGradScaler",
     "ShardingStrategy",
@@ -102,6 +106,7 @@ __all__ = [
     "no_pre_load_state_dict_hook",
     "optim_utils",
     "patch_batchnorm",
+    "plan",
     "recover",
     "register_fsdp_forward_method",
     "save",

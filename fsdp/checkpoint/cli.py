@@ -85,16 +85,16 @@ class UsageError(Exception):
     """The command was given what makes no sense."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code."""
-    parser = _parser()
+def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], None] | None = None) -> int:
+    """Run the command, and return its exit code; `add_commands` adds some that know more than checkpoints."""
+    parser = _parser(add_commands)
     args = parser.parse_args(arguments)
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return MISUSED
     try:
         with _terminated_tidily():
-            code: int = args.run(args, _choices(args))
+            code: int = args.run(args, _choices(args) if "path" in args else None)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return _said("interrupted", INTERRUPTED)
@@ -133,8 +133,9 @@ class _Removed(argparse.Action):
         parser.error(f"{option}: {self.const}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fsdp", description="Checkpoints of fsdp, and of others.", epilog=_EPILOG)
+def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentParser:
+    about_all = "Checkpoints of fsdp, and of others; what training takes."
+    parser = argparse.ArgumentParser(prog="fsdp", description=about_all, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     about: tuple[tuple[str, str, Callable[..., int]], ...] = (
@@ -156,6 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("diagnose", help=_DIAGNOSE.splitlines()[0], description=_DIAGNOSE)
     command.add_argument("path", metavar="FOLDER", help="the folder of the reports")
     command.set_defaults(run=_diagnose)
+    if add_commands is not None:
+        add_commands(commands)
     return parser
 
 

@@ -1,0 +1,517 @@
+"""`plan` tells what training a model will take on so many ranks, before anything is allocated.
+
+It shards a copy of the model on the meta device over ranks that are imagined (`fsdp.distributed.imagined`), and trains
+that for some steps: the units, buffers, prefetches and reductions are those of the library itself, which computes
+everything but values. `LiveBytes` sees the memory that all of it would take.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.optim.optimizer as optimizer_module
+from torch import Tensor, nn
+
+from fsdp.distributed.imagined import META, ImaginedGroup, Message
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.runtime import runtime_of
+from fsdp.engine.trees import map_tensors
+from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.wrap import AutoWrapPolicy, auto_wrap, enable_wrap
+from fsdp.wrap.live_bytes import LiveBytes
+
+PARAMETERS, UNSHARDED, BUFFERS, INPUTS = "parameters", "unsharded parameters", "buffers", "inputs"
+GRADIENTS, GRAD_BUFFERS, MESSAGES = "gradients", "gradient buffers", "messages"
+OPTIMIZER, ACTIVATIONS = "optimizer state", "activations"
+BUILT, FORWARD, BACKWARD, STEP, BETWEEN = "after construction", "forward", "backward", "optimizer step", "between steps"
+
+# Two steps until the order of units is settled, one with the optimizer's state, and one that is counted.
+_STEPS = 4
+
+_NOT_MODELLED = {
+    "process_group": "say how many ranks there are: world_size and replicas",
+    "process_group_reduce_scatter": "leave it out",
+    "compute_device": "leave it out: what is planned does not depend on it",
+    "state_dict_device": "leave it out",
+    "offload": "leave it out: plan() counts everything as on one device",
+    "offload_folder": "leave it out",
+    "keep_offload_files": "leave it out",
+    "move_params_to_cpu": "leave it out: plan() counts everything as on one device",
+    "move_grads_to_cpu": "leave it out: plan() counts everything as on one device",
+    "cpu_offload": "leave it out: plan() counts everything as on one device",
+    "sync_module_states": "leave it out: it changes how training begins, and no step",
+    "param_init_fn": "leave it out: it changes how training begins, and no step",
+}
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit, on one rank.
+
+    Attributes:
+        name: of its module in the model.
+        parameters: elements that it takes.
+        padding: elements that are added, on all ranks together, so that they can be divided.
+        shard_bytes: of this rank's shard, padding included, in the dtype in which it is stored.
+        unsharded_bytes: of the all-gathered parameters, in the dtype in which is computed.
+        gradient_bytes: of the reduced gradient of the shard; 0 if it is frozen.
+        flat_parameters: how many flat parameters it has: each is a collective of its own.
+        all_gathers: of all of its flat parameters, in one step.
+    """
+
+    name: str
+    parameters: int
+    padding: int
+    shard_bytes: int
+    unsharded_bytes: int
+    gradient_bytes: int
+    flat_parameters: int
+    all_gathers: int
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A part of a step, with the most bytes that are alive in it on one rank.
+
+    Attributes:
+        name: "after construction", "forward", "backward", "optimizer step" or "between steps".
+        peak: in bytes.
+        by_kind: what they are for at that time.
+    """
+
+    name: str
+    peak: int
+    by_kind: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory and the communication of one rank that trains a model; see `plan`.
+
+    Attributes:
+        world_size, replicas: how many ranks there are, and how many of them hold the same shard.
+        units: the units, the outermost first.
+        parameter_bytes, gradient_bytes, optimizer_bytes: of this rank's shards, their gradients after a backward, and
+            the optimizer's state for them. Without padding they add up over the ranks to those of the unsharded model.
+        phases: of training, in order.
+        has_activations: a sample input was given; without, the peaks are those of the states alone.
+        bytes_sent: of parameters and gradients, by this rank in one step.
+        collectives: how many of each kind the rank takes part in in one step.
+        bandwidth: that was given, in bytes per second in which one rank sends; None if none was.
+    """
+
+    world_size: int
+    replicas: int
+    units: tuple[PlannedUnit, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    phases: tuple[PlannedPhase, ...]
+    has_activations: bool
+    bytes_sent: int
+    collectives: Mapping[str, int]
+    bandwidth: float | None
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at any time."""
+        return max(phase.peak for phase in self.phases)
+
+    @property
+    def seconds_of_communication(self) -> float | None:
+        """The time that sending takes in one step, if nothing else is in its way; None without a bandwidth."""
+        return None if self.bandwidth is None else self.bytes_sent / self.bandwidth
+
+    def __str__(self) -> str:
+        return "\n".join(_described(self))
+
+
+def plan(
+    module: nn.Module,
+    world_size: int,
+    *,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    sample: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+    replicas: int = 1,
+    rank: int = 0,
+    backend: str = "gloo",
+    bandwidth: float | None = None,
+    **options: Any,
+) -> Plan:
+    """Tell what training a model takes on each rank: bytes by phase, bytes on the wire, collectives.
+
+    Nothing is allocated, no process group is needed, and the model stays as it is. A copy of it is sharded on the meta
+    device, and trained for some steps with ranks that are imagined. What is predicted is the memory of tensors. What a
+    kernel allocates inside of itself, Python's own memory and the rounding of allocators come on top. An attention that
+    has a fused kernel on CPU is counted as fused.
+
+    Args:
+        module: the plain model, with parameters on any device, also the meta device. Activation checkpointing in it
+            counts.
+        world_size: how many ranks there are.
+        auto_wrap_policy: picks the units inside of the outermost one, as for `auto_wrap`; None: there are none.
+        sample: what the model is called with on one rank: a tensor, a tuple of arguments, or a mapping of keywords.
+            Only shapes and dtypes count. Without it, the units are taken to run in the order in which they are listed,
+            all of them in backward as well, and to have no activations.
+        loss: the loss of what the model returns. Default: the sum of all floating-point tensors in it.
+        optimizer: makes the optimizer from the parameters that are trained: a class of `torch.optim`, or a
+            ``functools.partial`` of one.
+        replicas: how many ranks hold the same shard (hybrid sharding); divides `world_size`.
+        rank: the rank that the figures are of. With `use_orig_params`, ranks differ by a few bytes of optimizer state.
+        backend: with "gloo" ranks communicate by messages, which take other memory than the collectives of backends
+            such as "nccl".
+        bandwidth: bytes per second in which one rank sends.
+        **options: of `FullyShardedDataParallel`, the same for every unit.
+
+    Raises:
+        TypeError: for an option that `FullyShardedDataParallel` does not have.
+        ValueError: for an option that is not modelled, a model that is sharded already, or numbers of ranks that do
+            not fit.
+        RuntimeError: if the model cannot compute on the meta device, as one that looks at values.
+    """
+    _check(module, world_size, replicas, rank, options)
+    count = world_size // replicas
+    shard_group = ImaginedGroup(rank % count, count, backend == "gloo")
+    replica_group = ImaginedGroup(rank // count, replicas, backend == "gloo")
+    over = shard_group if replicas == 1 else (shard_group, replica_group)
+    copied, ignored = _copy_on_meta(module, options)
+    live = LiveBytes(META.type)
+    with shard_group.reachable(), replica_group.reachable(), _without_warnings(), live:
+        for buffer in copied.buffers():
+            live.assign(buffer, BUFFERS)
+        settings = {**options, **ignored, "process_group": over, "compute_device": META}
+        with live.allocating(PARAMETERS):
+            model = _sharded(copied, auto_wrap_policy, settings)
+        training = _Training(model, live, optimizer, (shard_group, replica_group))
+        call = _listed_order(training.units) if sample is None else partial(_call, sample=_on_meta(sample, live))
+        with _fused_attention(), _fused_optimizers():
+            training.run(call, loss or _sum_of)
+        return training.plan(world_size, replicas, sample is not None, bandwidth)
+
+
+def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in _NOT_MODELLED:
+            raise ValueError(f"plan() does not model {name}: {_NOT_MODELLED[name]}")
+    if world_size < 1 or replicas < 1 or world_size % replicas:
+        raise ValueError(f"replicas must divide world_size, got replicas={replicas} and world_size={world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be one of 0 to {world_size - 1}, got {rank}")
+    for name, inner in module.named_modules():
+        if unit_of(inner) is not None:
+            raise ValueError(
+                f"{name or type(module).__name__} is sharded already: give plan() the plain model, and say by "
+                "auto_wrap_policy what becomes a unit"
+            )
+
+
+def _copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a copy of a module on the meta device, and the options that name parts of it, of the copy."""
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    copied = copy.deepcopy(module, memo)
+    for inner in copied.modules():
+        inner.register_forward_pre_hook(_refuse_autocast)
+    named = {name: options[name] for name in ("ignored_modules", "ignored_parameters") if options.get(name)}
+    return copied, {name: [memo[id(part)] for part in parts] for name, parts in named.items()}
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _sharded(module: nn.Module, policy: AutoWrapPolicy | None, settings: dict[str, Any]) -> FullyShardedDataParallel:
+    if policy is not None:
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **settings):
+            module = auto_wrap(module, policy)
+    return module if isinstance(module, FullyShardedDataParallel) else FullyShardedDataParallel(module, **settings)
+
+
+def _on_meta(sample: Any, live: LiveBytes) -> Any:
+    def moved(tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
+        live.assign(made, INPUTS)
+        return made
+
+    return map_tensors(moved, sample)
+
+
+def _call(model: nn.Module, sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return model(**sample)
+    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+
+
+def _sum_of(output: Any) -> Tensor:
+    """Return the sum of all floating-point tensors in what a model returns."""
+    found: list[Tensor] = []
+
+    def find(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(find, output)
+    sums = [tensor.sum() for tensor in found if tensor.is_floating_point() and tensor.requires_grad]
+    if not sums:
+        raise ValueError("the model returns no tensor that depends on what it trains: give plan() a loss")
+    return torch.stack([each.float() for each in sums]).sum() if len(sums) > 1 else sums[0]
+
+
+def _listed_order(units: Sequence[Unit]) -> Callable[[nn.Module], Any]:
+    """Have the modules of units use their parameters, and run the units inside of them, and do nothing else."""
+
+    def inside(unit: Unit) -> list[Unit]:
+        inner = [unit_of(child) for own in own_modules(unit.module) for child in own.children()]
+        return [each for each in dict.fromkeys(inner) if each not in (None, unit)]
+
+    for unit in units:
+        unit.module.forward = partial(_use, unit, inside(unit))
+    return lambda model: model(torch.empty((), device=META))
+
+
+def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
+    for place in unit.places():
+        value = value + getattr(place.module, place.name).sum()
+    for each in inner:
+        value = each.module(value)
+    return value
+
+
+@contextmanager
+def _fused_optimizers() -> Iterator[None]:
+    """Let optimizers with ``fused=True`` step on the meta device, where torch has their kernels and refuses them."""
+    name = "_get_fused_kernels_supported_devices"  # private (torch 2.11 and 2.13)
+    supported = getattr(optimizer_module, name)()
+    with mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]):
+        yield
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Have attention on the meta device take the memory of a fused kernel, as it does on devices; torch has none there.
+
+    Not by a mode of torch functions: those are off inside of functions that are seen by them themselves.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()  # private, and the only way to take it back before it is collected (torch 2.11 and 2.13)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    is_alike = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[3] == value.shape[3]
+    is_dense = all(each.stride(-1) == 1 for each in (query, key, value))
+    can_fuse = is_alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad)
+    # Private, and what the public function comes to (torch 2.11 and 2.13).
+    if can_fuse:
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
+    return unfused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _refuse_autocast(module: nn.Module, inputs: Any) -> None:
+    if torch._C._is_any_autocast_enabled():  # private; the public function asks for one device (torch 2.11 and 2.13)
+        raise ValueError(
+            "plan() does not model torch.autocast, which the meta device does not follow: leave it out, and say in "
+            "which dtype to compute with mixed_precision=MixedPrecision(param_dtype=...)"
+        )
+
+
+class _Training:
+    """A sharded model on the meta device, that is trained for the sake of its memory and its messages."""
+
+    def __init__(
+        self,
+        model: FullyShardedDataParallel,
+        live: LiveBytes,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        groups: Sequence[ImaginedGroup],
+    ) -> None:
+        self._model, self._live, self._groups = model, live, groups
+        named = units_in(model._unit)
+        self.units = [unit for _, unit in named]
+        self._names = {unit: name for name, unit in named}
+        for unit in self.units:
+            unit.awaits_values = unit.awaits_values_somewhere = False  # there are none, and none are looked at
+            for handle in unit.handles:
+                self._watch(handle)
+        for param in model.parameters():
+            live.assign(param, PARAMETERS)
+        self._trained = [param for param in model.parameters() if param.requires_grad]
+        with live.allocating(OPTIMIZER):
+            self._optimizer = optimizer(self._trained) if self._trained else None
+        self._phases: dict[str, PlannedPhase] = {}
+        self._gradient_bytes = 0
+        self._step: list[Message] = []
+
+    def _watch(self, handle: FlatParamHandle) -> None:
+        live = self._live
+        for slot in tuple(handle.valueless):
+            handle.values.renewed(slot)
+        live.assign(handle.flat_param, PARAMETERS)
+        if not handle.unsharded.is_shard:
+            live.assign(handle.unsharded.full, UNSHARDED)
+        for owner, name, kind in (
+            (handle, "unshard", MESSAGES),
+            (handle, "reduce", MESSAGES),
+            (handle.gradients, "add", GRAD_BUFFERS),
+        ):
+            setattr(owner, name, live.call(kind, getattr(owner, name)))
+        accept = handle.accept
+
+        def accepted(reduced: Tensor) -> None:
+            accept(reduced)
+            if (held := handle.flat_param.held_gradient) is not None:
+                live.assign(held, GRADIENTS)
+
+        handle.accept = accepted  # type: ignore[method-assign]
+
+    def run(self, call: Callable[[nn.Module], Any], loss: Callable[[Any], Tensor]) -> None:
+        self._live.forget_peak()
+        self._note(BUILT)
+        for _ in range(_STEPS):
+            for group in self._groups:
+                group.sent.clear()
+            self._train(call, loss)
+        runtime_of(self._model._unit).forget()  # nobody who looks for models that train is to find this one
+
+    def _train(self, call: Callable[[nn.Module], Any], loss: Callable[[Any], Tensor]) -> None:
+        with self._live.allocating(ACTIVATIONS):
+            self._live.forget_peak()
+            value = loss(call(self._model))
+            self._note(FORWARD)
+            value.backward()
+            self._note(BACKWARD)
+            del value
+        grads = (handle.flat_param.held_gradient for unit in self.units for handle in unit.handles)
+        self._gradient_bytes = sum(grad.nbytes for grad in grads if grad is not None)
+        self._step = [message for group in self._groups for message in group.sent]
+        if self._optimizer is not None:
+            with self._live.allocating(OPTIMIZER):
+                self._live.forget_peak()
+                self._optimizer.step()
+            self._note(STEP)
+            self._optimizer.zero_grad()
+        self._live.forget_peak()
+        self._note(BETWEEN)
+
+    def _note(self, name: str) -> None:
+        """Keep the peak of a phase, if it is the highest one until now, and begin the next."""
+        kinds = {kind: nbytes for kind, nbytes in self._live.at_peak.items() if nbytes}
+        if name not in self._phases or self._live.peak > self._phases[name].peak:
+            self._phases[name] = PlannedPhase(name, self._live.peak, kinds)
+        self._live.forget_peak()
+
+    def plan(self, world_size: int, replicas: int, has_activations: bool, bandwidth: float | None) -> Plan:
+        state = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [value for each in state for value in each.values() if isinstance(value, Tensor)]
+        return Plan(
+            world_size=world_size,
+            replicas=replicas,
+            units=tuple(map(self._planned, self.units)),
+            parameter_bytes=sum(h.flat_param.nbytes for unit in self.units for h in unit.handles),
+            gradient_bytes=self._gradient_bytes,
+            optimizer_bytes=sum(tensor.nbytes for tensor in tensors),
+            phases=tuple(self._phases.values()),
+            has_activations=has_activations,
+            bytes_sent=sum(message.nbytes for message in self._step),
+            collectives=dict(Counter(message.kind for message in self._step)),
+            bandwidth=bandwidth,
+        )
+
+    def _planned(self, unit: Unit) -> PlannedUnit:
+        handles = unit.handles
+        trained = [handle for handle in handles if handle.requires_grad]
+        numbers = {handle.tag for handle in handles}
+        gathers = [each for each in self._groups[0].sent if each.kind == "all-gather" and _number(each) in numbers]
+        return PlannedUnit(
+            name=self._names[unit],
+            parameters=sum(slot.numel for handle in handles for slot in handle.layout.slots),
+            padding=sum(
+                handle.layout.padded_numel - sum(slot.numel for slot in handle.layout.slots) for handle in handles
+            ),
+            shard_bytes=sum(handle.flat_param.nbytes for handle in handles),
+            unsharded_bytes=sum(handle.layout.unsharded_numel * handle.dtype.itemsize for handle in handles),
+            gradient_bytes=sum(handle.flat_param.nbytes for handle in trained),
+            flat_parameters=len(handles),
+            all_gathers=len(gathers),
+        )
+
+
+def _number(message: Message) -> Any:
+    return message.tag[0] if isinstance(message.tag, tuple) else message.tag
+
+
+# --- as text --------------------------------------------------------------------------------------------------------
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"
+
+
+def _described(plan: Plan) -> Iterator[str]:
+    replicas = f", of which {plan.replicas} hold the same shard" if plan.replicas > 1 else ""
+    yield f"One rank of {plan.world_size}{replicas}, in one step"
+    yield ""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for unit in plan.units:
+        sizes = map(_size, (unit.shard_bytes, unit.unsharded_bytes))
+        row = (f"{unit.parameters:,}", str(unit.padding), *sizes, str(unit.all_gathers))
+        alike.setdefault(row, []).append(unit.name)
+    named = [(names[0] if len(names) == 1 else f"{len(names)} x {names[0]}", *row) for row, names in alike.items()]
+    yield from _table(("unit", "parameters", "padding", "shard", "unsharded", "all-gathers"), named)
+    yield ""
+    kinds = list(dict.fromkeys(kind for phase in plan.phases for kind in phase.by_kind))
+    rows = [[kind, *(_size(phase.by_kind.get(kind, 0)) for phase in plan.phases)] for kind in kinds]
+    total = ["peak", *(_size(phase.peak) for phase in plan.phases)]
+    yield from _table(("bytes at the peak of", *(phase.name for phase in plan.phases)), [*rows, total])
+    if not plan.has_activations:
+        yield "Activations are not counted: give a sample of what the model is called with."
+    yield ""
+    sent = ", ".join(f"{count} x {kind}" for kind, count in plan.collectives.items()) or "nothing"
+    yield f"sent: {_size(plan.bytes_sent)} ({sent})"
+    if plan.seconds_of_communication is not None and plan.bandwidth is not None:
+        yield f"      {plan.seconds_of_communication:.3g} s at {plan.bandwidth / 1e9:g} GB/s"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield lines with aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()

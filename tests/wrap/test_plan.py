@@ -1,0 +1,342 @@
+"""What `fsdp.plan` predicts is what training then takes: states and messages to the byte, peaks within 2 percent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from examples.gpt.model import GPT, Block, GPTConfig
+from fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    auto_wrap,
+    checkpoint_wrapper,
+    enable_wrap,
+    module_wrap_policy,
+)
+from fsdp.engine.fingerprints import fingerprint
+from fsdp.engine.runtime import runtimes
+from fsdp.wrap.live_bytes import LiveBytes
+from tests.helpers.ranks import RankPool
+
+BATCH, CONTEXT, WIDTH = 8, 64, 128
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(num_layers=4, num_heads=4, width=WIDTH, context=CONTEXT))
+
+
+def checkpointed_gpt() -> nn.Module:
+    model: Any = gpt()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block)
+    return model
+
+
+class Adapted(nn.Module):
+    """A frozen block with a small one beside it that is trained."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.inner(inputs) + self.up(torch.relu(self.down(inputs)))
+
+
+def adapted_gpt() -> nn.Module:
+    model: Any = gpt().requires_grad_(False)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = Adapted(block)
+    return model
+
+
+class UnevenConvolutions(nn.Module):
+    """Convolutions of 3 to 131 channels, which no number of ranks divides, with batch norms."""
+
+    CHANNELS = (3, 17, 33, 70, 131)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(few, many, 3, stride=2, padding=1), nn.BatchNorm2d(many), nn.ReLU())
+            for few, many in zip(self.CHANNELS, self.CHANNELS[1:], strict=False)
+        )
+        self.head = nn.Linear(self.CHANNELS[-1], 10)
+
+    def forward(self, images: Tensor) -> Any:
+        for stage in self.stages:
+            images = stage(images)
+        return self.head(images.mean((2, 3)))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is trained, and planned."""
+
+    model: Callable[[], nn.Module]
+    units: type[nn.Module] = Block
+    images: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+
+    def sample(self) -> Tensor:
+        shape = (BATCH, 3, 63, 61) if self.images else (BATCH, CONTEXT)
+        return torch.zeros(shape, dtype=torch.float32 if self.images else torch.int64)
+
+    @property
+    def policy(self) -> Any:
+        return module_wrap_policy({self.units})
+
+    def plan(self, world_size: int) -> fsdp.Plan:
+        with torch.device("meta"):
+            model = self.model()
+        return fsdp.plan(
+            model,
+            world_size,
+            auto_wrap_policy=self.policy,
+            sample=self.sample(),
+            loss=loss_of,
+            optimizer=self.optimizer,
+            **self.options,
+        )
+
+
+CASES = {
+    "GPT": Case(gpt),
+    "GPT kept after forward": Case(gpt, options={"reshard_after_forward": False}),
+    "GPT in bfloat16": Case(gpt, options={"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}),
+    "GPT of original parameters": Case(gpt, options={"use_orig_params": True}),
+    "GPT not sharded": Case(gpt, options={"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    "GPT with checkpoints": Case(checkpointed_gpt),
+    "GPT of one unit for each parameter": Case(gpt, options={"flatten_parameters": False, "bucket_cap_mb": 0}),
+    "GPT by momentum": Case(gpt, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "GPT by fused AdamW": Case(gpt, optimizer=partial(torch.optim.AdamW, fused=True)),
+    "convolutions": Case(UnevenConvolutions, nn.Sequential, images=True),
+    "adapters": Case(adapted_gpt, Adapted),
+    "adapters of original parameters": Case(adapted_gpt, Adapted, options={"use_orig_params": True}),
+}
+
+
+@dataclass
+class Measured:
+    """What one rank held and sent in training."""
+
+    states: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    sent: int = 0
+
+
+@contextmanager
+def counting(measured: Measured) -> Iterator[None]:
+    """Count the bytes of parameters and gradients that this rank sends."""
+    kind: Any = type(dist.group.WORLD)
+    send = kind.send
+
+    def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
+        if tensors[0].dtype is not torch.uint8:  # which is what ranks tell each other
+            measured.sent += sum(tensor.nbytes for tensor in tensors)
+        return send(self, tensors, *args)
+
+    with mock.patch.object(kind, "send", count):
+        yield
+
+
+def _train(name: str) -> Measured:
+    case, measured, live = CASES[name], Measured(), LiveBytes("cpu")
+    plain = case.model()
+    inputs = case.sample()
+
+    def note(phase: str) -> None:
+        measured.peaks[phase] = max(measured.peaks.get(phase, 0), live.peak)
+        live.forget_peak()
+
+    fingerprint(torch.ones(1))  # which keeps a table of 512 KiB from the first time on
+    with live, counting(measured):
+        for tensor in (inputs, *plain.buffers()):
+            live.assign(tensor, "")
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **case.options):
+            inner = auto_wrap(plain, case.policy)
+        model = FullyShardedDataParallel(inner, **case.options)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = case.optimizer(trained)
+        live.forget_peak()
+        note("after construction")
+        for _ in range(4):
+            measured.sent = 0
+            loss = loss_of(model(inputs))
+            note("forward")
+            loss.backward()
+            note("backward")
+            del loss
+            handles = [handle for wrapper in fsdp.get_fsdp_instances(model) for handle in wrapper._unit.handles]
+            grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+            live.forget_peak()
+            optimizer.step()
+            note("optimizer step")
+            state = [each for one in optimizer.state.values() for each in one.values() if isinstance(each, Tensor)]
+            measured.states = {
+                "parameters": sum(handle.flat_param.nbytes for handle in handles),
+                "gradients": sum(grad.nbytes for grad in grads),
+                "optimizer": sum(each.nbytes for each in state),
+            }
+            del grads, state
+            optimizer.zero_grad()
+            live.forget_peak()
+            note("between steps")
+    return measured
+
+
+ON_FOUR_RANKS = (
+    "GPT",
+    "GPT kept after forward",
+    "GPT in bfloat16",
+    "GPT of original parameters",
+    "convolutions",
+    "adapters",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [*((name, 2) for name in CASES), *((name, 4) for name in ON_FOUR_RANKS)]
+)
+def test_what_is_planned_is_what_training_takes(ranks: RankPool, name: str, world_size: int) -> None:
+    plan = CASES[name].plan(world_size)
+    measured: Measured = ranks(world_size).run(_train, name)[0]
+    planned = {
+        "parameters": plan.parameter_bytes,
+        "gradients": plan.gradient_bytes,
+        "optimizer": plan.optimizer_bytes,
+    }
+    assert planned == measured.states
+    assert plan.bytes_sent == measured.sent
+    peaks = {phase.name: phase.peak for phase in plan.phases}
+    assert peaks == pytest.approx(measured.peaks, rel=0.005)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_states_and_messages_are_known_without_a_sample(backend: str) -> None:
+    policy = module_wrap_policy({Block})
+    without, given = (
+        fsdp.plan(gpt(), 4, auto_wrap_policy=policy, sample=sample, backend=backend)
+        for sample in (None, CASES["GPT"].sample())
+    )
+    assert without.units == given.units
+    assert without.bytes_sent == given.bytes_sent
+    assert without.collectives == given.collectives
+    assert without.optimizer_bytes == given.optimizer_bytes
+    assert without.peak < given.peak
+    assert (without.has_activations, given.has_activations) == (False, True)
+
+
+def test_replicas_send_what_is_reduced_across() -> None:
+    model = nn.Linear(12, 12, bias=False)
+    for world_size, replicas in ((4, 2), (8, 2), (6, 3)):
+        shards = world_size // replicas
+        plan = fsdp.plan(model, world_size, replicas=replicas, backend="nccl")
+        whole = 4 * 12 * 12
+        # One all-gather, since the outermost unit keeps its parameters, and one reduction.
+        within = 2 * whole * (shards - 1) // shards
+        assert plan.bytes_sent == within + 2 * (whole // shards) * (replicas - 1) // replicas
+        assert plan.parameter_bytes == whole // shards
+
+
+def test_collectives_of_a_backend_receive_less_than_messages() -> None:
+    by_messages, by_collectives = (
+        fsdp.plan(gpt(), 4, auto_wrap_policy=module_wrap_policy({Block}), backend=backend, bucket_cap_mb=0)
+        for backend in ("gloo", "nccl")
+    )
+    assert by_messages.bytes_sent == by_collectives.bytes_sent
+    assert by_messages.collectives == by_collectives.collectives
+    assert by_messages.peak > by_collectives.peak
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = gpt()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fsdp.plan(model, 3, auto_wrap_policy=module_wrap_policy({Block}), sample=CASES["GPT"].sample())
+    assert [type(param) for param in model.parameters()] == [nn.Parameter] * len(before)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    assert all(param.grad is None for param in model.parameters())
+    assert not runtimes()
+
+
+def test_ignored_modules_are_not_sharded() -> None:
+    model: Any = gpt()
+    ignored = list(model.blocks[0].modules())
+    plan = fsdp.plan(model, 2, auto_wrap_policy=module_wrap_policy({Block}), ignored_modules=[model.blocks[0]])
+    left_out = sum(param.numel() for param in ignored[0].parameters())
+    assert len(plan.units) == len(model.blocks)
+    assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in model.parameters()) - left_out
+
+
+def test_the_table_says_what_the_data_say() -> None:
+    plan = CASES["GPT"].plan(2)
+    text = str(replace(plan, bandwidth=1e9))
+    assert "3 x blocks.0" in text  # the last one is not gathered again
+    for phase in plan.phases:
+        assert phase.name in text
+        assert f"{phase.peak / 2**20:.2f} MiB" in text
+        assert sum(phase.by_kind.values()) == phase.peak
+    assert f"{plan.bytes_sent / 1e9:.3g} s at 1 GB/s" in text
+    assert "Activations are not counted" not in text
+    assert "Activations are not counted" in str(replace(plan, has_activations=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cpu_offload": True}, "does not model cpu_offload"),
+        ({"process_group": None}, "does not model process_group: say how many"),
+        ({"world_size": 4, "replicas": 3}, "replicas must divide world_size"),
+        ({"rank": 2}, "rank must be one of 0 to 1"),
+    ],
+)
+def test_what_is_not_modelled_is_an_error_that_names_it(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fsdp.plan(nn.Linear(2, 2), **{"world_size": 2, **arguments})
+    with pytest.raises(TypeError, match="no_such_option"):
+        fsdp.plan(nn.Linear(2, 2), 2, no_such_option=True)
+
+
+class Autocasting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(inputs)
+
+
+def test_what_the_meta_device_does_not_follow_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"does not model torch\.autocast"):
+        fsdp.plan(Autocasting(), 2, sample=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="no tensor that depends on what it trains"):
+        fsdp.plan(nn.Linear(2, 2).requires_grad_(False), 2, sample=torch.zeros(1, 2))
+
+
+def test_a_model_of_a_thousand_million_parameters_is_planned_without_its_memory() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(num_layers=24, num_heads=16, width=2048, context=1024))
+    plan = fsdp.plan(model, 64, auto_wrap_policy=module_wrap_policy({Block}), sample=torch.zeros(1, 1024).long())
+    numel = sum(param.numel() for param in model.parameters())
+    assert numel > 1e9
+    assert numel * 4 <= plan.parameter_bytes * 64 < numel * 4 * 1.001
