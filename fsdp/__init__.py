@@ -56,7 +56,7 @@ from fsdp.wrap.checkpoint_wrapper import (
     is_recomputing,
     patch_batchnorm,
 )
-from fsdp.wrap.plan import PlannedPhase, Plan, PlannedUnit, plan
+from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
 
 __all__ = [
     "CPUOffloadPolicy",
