@@ -232,7 +232,7 @@ def _recover_from_a_lost_message(folder: Path) -> None:
     (way,) = communicators_among([0, 1])
     assert isinstance(way, DirectExchange)
     for _ in range(2):
-        way._sent.append(Sending([LostWork()], None, "all-gather of 1 in backward"))
+        way._sent.append(Sending([LostWork()], "all-gather of 1 in backward"))
     if rank == 1:
         assert not fsdp.recover(training.model)
     else:
