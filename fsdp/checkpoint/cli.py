@@ -36,6 +36,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.untrusted import readable, short
 from fsdp.distributed.reports import page
+from fsdp.engine.summary import size_text
 from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
@@ -76,7 +77,6 @@ _DTYPES = {
 }
 _SIZE = re.compile(r"(\d+)([KMGT]?)")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MOST_WIDTH = 200  # characters in a column: all rows are as wide as the widest one
 _PERIOD = 0.1  # seconds between two lines of progress
 
@@ -447,15 +447,6 @@ def _lost(source: Source, word: str) -> Iterator[str]:
             yield f"left out, since safetensors files have no place for it: {', '.join(names)}"
     if word != "fsdp" and source.generators is not None:
         yield "left out: the states of random number generators, which only fsdp has"
-
-
-def size_text(nbytes: float) -> str:
-    """Return a number of bytes as people read it: ``1.5 MiB``."""
-    for unit in _UNITS:
-        if nbytes < 1024 or unit == _UNITS[-1]:
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
 
 
 def say(text: str, file: TextIO | None = None) -> None:

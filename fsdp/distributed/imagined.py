@@ -7,7 +7,7 @@ meta device, and where ranks compare words, all others say what this one says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +82,16 @@ class ImaginedGroup:
         self.sent.append(Message(kind, what, tag, round(nbytes)))
 
 
+class _Sent:
+    """Messages that hold what is sent until they are awaited, as gloo's do."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self, *limit: Any) -> None:
+        """They have left at once."""
+
+
 class _ImaginedExchange(DirectExchange):
     """Pieces from rank to rank, which nobody receives."""
 
@@ -97,9 +107,9 @@ class _ImaginedExchange(DirectExchange):
         self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages
     ) -> tuple[list[Any], list[Any]]:
         names = {"gather": "all-gather", "reduction": "reduce-scatter"}
-        sent = sum(each.nbytes for tensors in outgoing.values() for each in tensors)
-        self._note(names.get(kind, kind), what, tag, sent)
-        return [], []
+        sent = [each for tensors in outgoing.values() for each in tensors]
+        self._note(names.get(kind, kind), what, tag, sum(each.nbytes for each in sent))
+        return [], [_Sent(sent)]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         return Pending(what, (), lambda: tensor)  # only words are reduced like this

@@ -7,6 +7,8 @@ import torch
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 
 def summary(unit: Unit | None) -> str:
     """Return a line for each flat parameter of a unit; empty if it has none, or is none."""
@@ -22,7 +24,7 @@ def _of_handle(handle: FlatParamHandle) -> str:
         words.append("frozen")
     nbytes = own.itemsize * sum(slot.numel for slot in slots)
     held = own.itemsize * handle.layout.shard_numel
-    words.append(f"{_size(held)} of {_size(nbytes)} on this rank" if handle.is_sharded else f"{_size(nbytes)}")
+    words.append(f"{size_text(held)} of {size_text(nbytes)} on this rank" if handle.is_sharded else size_text(nbytes))
     return ", ".join(words)
 
 
@@ -30,10 +32,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _size(nbytes: int) -> str:
-    amount, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes as people read it: ``1.5 MiB``."""
+    for unit in _UNITS:
+        if nbytes < 1024 or unit == _UNITS[-1]:
             break
-        amount, unit = amount / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

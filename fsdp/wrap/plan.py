@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import runtime_of
+from fsdp.engine.summary import size_text
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -476,35 +477,27 @@ def _number(message: Message) -> Any:
 # --- as text --------------------------------------------------------------------------------------------------------
 
 
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"
-
-
 def _described(plan: Plan) -> Iterator[str]:
     replicas = f", of which {plan.replicas} hold the same shard" if plan.replicas > 1 else ""
     yield f"One rank of {plan.world_size}{replicas}, in one step"
     yield ""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for unit in plan.units:
-        sizes = map(_size, (unit.shard_bytes, unit.unsharded_bytes))
+        sizes = map(size_text, (unit.shard_bytes, unit.unsharded_bytes))
         row = (f"{unit.parameters:,}", str(unit.padding), *sizes, str(unit.all_gathers))
         alike.setdefault(row, []).append(unit.name)
     named = [(names[0] if len(names) == 1 else f"{len(names)} x {names[0]}", *row) for row, names in alike.items()]
     yield from _table(("unit", "parameters", "padding", "shard", "unsharded", "all-gathers"), named)
     yield ""
     kinds = list(dict.fromkeys(kind for phase in plan.phases for kind in phase.by_kind))
-    rows = [[kind, *(_size(phase.by_kind.get(kind, 0)) for phase in plan.phases)] for kind in kinds]
-    total = ["peak", *(_size(phase.peak) for phase in plan.phases)]
+    rows = [[kind, *(size_text(phase.by_kind.get(kind, 0)) for phase in plan.phases)] for kind in kinds]
+    total = ["peak", *(size_text(phase.peak) for phase in plan.phases)]
     yield from _table(("bytes at the peak of", *(phase.name for phase in plan.phases)), [*rows, total])
     if not plan.has_activations:
         yield "Activations are not counted: give a sample of what the model is called with."
     yield ""
     sent = ", ".join(f"{count} x {kind}" for kind, count in plan.collectives.items()) or "nothing"
-    yield f"sent: {_size(plan.bytes_sent)} ({sent})"
+    yield f"sent: {size_text(plan.bytes_sent)} ({sent})"
     if plan.seconds_of_communication is not None and plan.bandwidth is not None:
         yield f"      {plan.seconds_of_communication:.3g} s at {plan.bandwidth / 1e9:g} GB/s"
 

@@ -293,7 +293,7 @@ def test_the_table_says_what_the_data_say() -> None:
     assert "3 x blocks.0" in text  # the last one is not gathered again
     for phase in plan.phases:
         assert phase.name in text
-        assert f"{phase.peak / 2**20:.2f} MiB" in text
+        assert size_text(phase.peak) in text
         assert sum(phase.by_kind.values()) == phase.peak
     assert f"{plan.bytes_sent / 1e9:.3g} s at 1 GB/s" in text
     assert "Activations are not counted" not in text
