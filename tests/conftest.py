@@ -53,7 +53,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("accelerator") and not has_accelerator():
-        pytest.skip("needs a CUDA device, or a C++ compiler for a simulated one")
+        pytest.skip(f"needs a CUDA device, or a C++ compiler and torch {simulated.LEAST_TORCH} for a simulated one")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here")
 

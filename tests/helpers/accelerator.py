@@ -60,5 +60,5 @@ def page_locking() -> Iterator[None]:
 
 
 def has_accelerator() -> bool:
-    """Return whether there is one, or a compiler that makes one."""
-    return not IS_SIMULATED or simulated.compiler() is not None
+    """Return whether there is one, or a compiler that makes one, and a torch that bears it."""
+    return not IS_SIMULATED or (simulated.compiler() is not None and torch.__version__ >= simulated.LEAST_TORCH)

@@ -27,6 +27,7 @@ from fsdp import (
 )
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.runtime import runtimes
+from fsdp.engine.summary import size_text
 from fsdp.wrap.live_bytes import LiveBytes
 from tests.helpers.ranks import RankPool
 
