@@ -459,7 +459,7 @@ def install(force: bool = False) -> None:
     """
     if _FINDER in sys.meta_path:
         return
-    loaded = [name for name in sys.modules if _is_below(name)]
+    loaded = [name for name in list(sys.modules) if _is_below(name)]
     if loaded:
         where = getattr(sys.modules[loaded[0]], "__file__", None) or "somewhere else"
         raise RuntimeError(
@@ -483,7 +483,7 @@ def uninstall() -> None:
     """Take back `install`. What was imported meanwhile goes on working; new imports find FairScale, or nothing."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
-    for name in [name for name in sys.modules if _is_below(name)]:
+    for name in [name for name in list(sys.modules) if _is_below(name)]:
         if getattr(sys.modules[name], "__loader__", None) is _FINDER:
             del sys.modules[name]
 

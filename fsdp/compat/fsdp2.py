@@ -69,9 +69,8 @@ def uninstall() -> None:
 
 def _modules(below: str = "") -> list[tuple[dict[str, Any], str]]:
     """Return all names in modules, but for those of ours and of torch's own implementation."""
-    modules = {
-        id(each): each for name, each in sys.modules.items() if name.startswith(below) and not name.startswith(_OWN)
-    }
+    every = sys.modules.copy()  # other threads may import some meanwhile
+    modules = {id(each): each for name, each in every.items() if name.startswith(below) and not name.startswith(_OWN)}
     dictionaries = [names for module in modules.values() if isinstance(names := getattr(module, "__dict__", 0), dict)]
     return [(names, key) for names in dictionaries for key in list(names)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -44,8 +46,6 @@ def test_names_that_were_imported_before_and_after_are_ours() -> None:
     holder = ModuleType("holder")
     holder.shard = names.fully_shard  # type: ignore[attr-defined]
     theirs = names.fully_shard
-    import sys
-
     sys.modules["holder"] = holder
     try:
         with installed():
@@ -59,6 +59,30 @@ def test_names_that_were_imported_before_and_after_are_ours() -> None:
         assert fsdp.fully_shard is not theirs
     finally:
         del sys.modules["holder"]
+
+
+def test_other_threads_may_import_meanwhile() -> None:
+    ended, patience = threading.Event(), sys.getswitchinterval()
+    importing = threading.Thread(target=_import_until, args=(ended,))
+    importing.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            with installed() as names:
+                assert names.fully_shard is fsdp.fully_shard
+    finally:
+        sys.setswitchinterval(patience)
+        ended.set()
+        importing.join()
+
+
+def _import_until(ended: threading.Event) -> None:
+    names = [f"imported_by_a_thread_{number}" for number in range(1000)]
+    while not ended.is_set():
+        for name in names:
+            sys.modules[name] = ModuleType(name)
+        for name in names:
+            del sys.modules[name]
 
 
 # torchtitan's way
