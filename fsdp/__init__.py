@@ -17,6 +17,8 @@ from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
+from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
+from fsdp.engine.state_dict.materialize import materialize
 from fsdp.engine.trace import trace
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
@@ -33,8 +35,6 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_
 from fsdp.optim_utils.ema import EMA
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.optim_utils.owned import OwnedOptimizer
-from fsdp.state_dict.full import no_pre_load_state_dict_hook
-from fsdp.state_dict.materialize import materialize
 from fsdp.state_dict_utils.stager import StateDictStager
 from fsdp.uneven.join import join
 from fsdp.uneven.regions import cond

@@ -40,9 +40,9 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off, tie_assigned
+from fsdp.engine.state_dict.full import explain
 from fsdp.engine.summary import summary
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
-from fsdp.state_dict.full import explain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

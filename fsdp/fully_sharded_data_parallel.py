@@ -36,17 +36,24 @@ from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
+from fsdp.engine.state_dict.full import (
+    Loading,
+    ensure_agreed,
+    ensure_same_values,
+    load_full,
+    save_full,
+    with_wrapped_metadata,
+)
+from fsdp.engine.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
+from fsdp.engine.state_dict.materialize import ParamInit, materialize_unit
+from fsdp.engine.state_dict.sharded import TensorPart, load_sharded_state, sharded_state
+from fsdp.engine.state_dict.summon import params_shown, shapes_summoned, summoned
 from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary
 from fsdp.optim_utils.params import is_uncollected
 from fsdp.optim_utils.scatter import become_shard, reshard_optimizer
-from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_full, save_full, with_wrapped_metadata
-from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
-from fsdp.state_dict.materialize import ParamInit, materialize_unit
-from fsdp.state_dict.sharded import TensorPart, load_sharded_state, sharded_state
-from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
 
 if TYPE_CHECKING:
     from typing_extensions import Self

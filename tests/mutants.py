@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # For patterns of modules, the tests that concern them: folders of tests, or files without `test_`, those first that are
 # likely to fail first. A module belongs to the first row that names it.
 CONCERNS = {
-    "engine/boxes": "engine/boxes fully_shard/local_tensors state_dict/tensor_part",
+    "engine/boxes": "engine/boxes fully_shard/local_tensors engine/state_dict/tensor_part",
     "engine/layout engine/rows_layout": (
         "engine/layout engine/boxes engine/flat_param fully_shard/local_tensors engine/clip"
     ),
@@ -59,9 +59,10 @@ CONCERNS = {
     ),
     "engine/handle engine/shard_values": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
-        "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
+        "fully_sharded_data_parallel/copies engine/state_dict/summon_full_params engine/different_values "
+        "engine/offload "
         "engine/nested_calls training/functional_call uneven/used_on_some_ranks "
-        "state_dict/local_state"
+        "engine/state_dict/local_state"
     ),
     "engine/unit engine/runtime engine/policy engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
@@ -95,13 +96,13 @@ CONCERNS = {
     ),
     "engine/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
     "engine/sharding_strategy": "engine/sharding_strategy engine/hybrid",
-    "engine/deferred_init": "state_dict/meta* state_dict/materialize* fully_shard/starts",
+    "engine/deferred_init": "engine/state_dict/meta* engine/state_dict/materialize* fully_shard/starts",
     "engine/extended_params": "fully_shard/subclasses",
     "engine/flatten_params_wrapper": "engine/flatten_params_wrapper",
     "engine/post_forward_shard": "fully_shard/settings engine/sharding_strategy",
     "engine/copying engine/merged_writes engine/names engine/state_requests": (
         "fully_sharded_data_parallel/copies engine/written_in_forward fully_sharded_data_parallel/pickle "
-        "state_dict/summon_forms state_dict/state_dict state_dict/state_dict_on_first"
+        "engine/state_dict/summon_forms engine/state_dict/state_dict engine/state_dict/state_dict_on_first"
     ),
     "distributed/collectives distributed/communicator distributed/messages": (
         "distributed/collectives distributed/devices distributed/comm_hook engine/ranks_apart distributed/own_groups"
@@ -114,16 +115,18 @@ CONCERNS = {
     "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/devices": (
         "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses"
     ),
-    "state_dict/full": (
-        "state_dict/state_dict state_dict/changed_by_loading state_dict/state_dict_on_first engine/ignored"
+    "engine/state_dict/full": (
+        "engine/state_dict/state_dict engine/state_dict/changed_by_loading "
+        "engine/state_dict/state_dict_on_first engine/ignored"
     ),
-    "state_dict/local": "state_dict/local_state* checkpoint/formats/consolidate",
-    "state_dict/sharded": "state_dict/sharded_state* state_dict/meta*",
-    "state_dict/materialize": "state_dict/materialize* state_dict/meta*",
-    "state_dict/summon": "state_dict/summon* fully_sharded_data_parallel/api",
-    "state_dict/redistribute": (
-        "state_dict/state_dict_on_first state_dict/tensor_part state_dict/changed_by_loading state_dict/state_dict "
-        "state_dict/sharded_state checkpoint/load_safetensors"
+    "engine/state_dict/local": "engine/state_dict/local_state* checkpoint/formats/consolidate",
+    "engine/state_dict/sharded": "engine/state_dict/sharded_state* engine/state_dict/meta*",
+    "engine/state_dict/materialize": "engine/state_dict/materialize* engine/state_dict/meta*",
+    "engine/state_dict/summon": "engine/state_dict/summon* fully_sharded_data_parallel/api",
+    "engine/state_dict/redistribute": (
+        "engine/state_dict/state_dict_on_first engine/state_dict/tensor_part "
+        "engine/state_dict/changed_by_loading engine/state_dict/state_dict "
+        "engine/state_dict/sharded_state checkpoint/load_safetensors"
     ),
     "optim_utils/grad_scaler": "optim_utils/grad_scaler optim_utils/torch_grad_scaler",
     "optim_utils/ema": "optim_utils/ema",
@@ -186,8 +189,9 @@ ORDERED = {
     "engine/merged_writes": "engine/written_in_forward engine/written_at_once",
     "fully_shard": "engine/written_at_once training/accelerator_uses",
     "optim_utils/gather optim_utils/scatter": "engine/written_at_once optim_utils/public_functions optim_utils/memory",
-    "state_dict/redistribute state_dict/summon": (
-        "engine/written_at_once state_dict/summon_forms state_dict/state_dict_on_first training/accelerator_uses"
+    "engine/state_dict/redistribute engine/state_dict/summon": (
+        "engine/written_at_once engine/state_dict/summon_forms engine/state_dict/state_dict_on_first "
+        "training/accelerator_uses"
     ),
     "state_dict_utils/__init__ state_dict_utils/gather": (
         "state_dict_utils/host engine/written_at_once state_dict_utils/broadcast state_dict_utils/gather"

@@ -27,10 +27,10 @@ from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.state_dict.full import ensure_agreed
+from fsdp.engine.state_dict.sharded import is_apart
 from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, own_modules, unit_of
-from fsdp.state_dict.full import ensure_agreed
-from fsdp.state_dict.sharded import is_apart
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among, size_of
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
+from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.optim_utils.full import copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (
@@ -35,7 +36,6 @@ from fsdp.optim_utils.state import (
     own_kinds,
     release,
 )
-from fsdp.state_dict.full import ensure_agreed
 
 # Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
 WINDOW = 2**25

@@ -28,6 +28,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import watch_optimizers, without_signature
 from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
@@ -41,7 +42,6 @@ from fsdp.optim_utils.state import (
     nested_state,
     options_of,
 )
-from fsdp.state_dict.full import ensure_agreed
 
 _OWN_KEYS = ("params", "optimizer", "sharded", "cost")
 _MAKE = "make an OwnedOptimizer"

@@ -21,6 +21,7 @@ from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.managed_params import is_ours, taken_over
 from fsdp.engine.optimizer_hooks import state_of
+from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import FirstRank
 from fsdp.engine.unit import Unit, units_in
 from fsdp.optim_utils.full import ADDED, Given, given
@@ -43,7 +44,6 @@ from fsdp.optim_utils.state import (
     params_of,
     release,
 )
-from fsdp.state_dict.full import ensure_agreed
 
 _LOAD = "load its optimizer state"
 Plans = dict[OptimParam, Kinds]  # the state that an optimizer is to have of each parameter that it sees

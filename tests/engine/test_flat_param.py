@@ -32,8 +32,8 @@ from fsdp.engine.offload import ShardStorage
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
+from fsdp.engine.state_dict.redistribute import assembled
 from fsdp.engine.verify import describe_handle
-from fsdp.state_dict.redistribute import assembled
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
+from tests.engine.state_dict.test_state_dict import zoo
 from tests.helpers.equality import assert_same
 from tests.helpers.optimizers import adam, from_first, garden, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_resume import FORMS
-from tests.state_dict.test_state_dict import zoo
 
 every_form = pytest.mark.parametrize("form", FORMS[:3], ids=["flat", "unflattened", "original"])
 

@@ -23,9 +23,9 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join, paths_in
 from fsdp.engine.shared_params import settle_shares
+from fsdp.engine.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 from fsdp.engine.state_requests import LocalState, require_shards, serving
 from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
-from fsdp.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
 _EXTRA = "_extra_state"

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from fsdp.engine.boxes import Box
-from fsdp.state_dict.sharded import Held, Part, TensorPart
-from fsdp.state_dict.summon import LoadTarget
+from fsdp.engine.state_dict.sharded import Held, Part, TensorPart
+from fsdp.engine.state_dict.summon import LoadTarget
 
 WHOLE = torch.arange(20.0).view(4, 5)
 

@@ -30,11 +30,11 @@ from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.shared_params import restore_order
+from fsdp.engine.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.engine.state_requests import Summoning, serving
 from fsdp.engine.unit import TrainingState, Unit
 from fsdp.engine.user_attributes import give_attributes
 from fsdp.engine.verify import difference_of_written
-from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
 Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor

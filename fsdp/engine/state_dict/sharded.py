@@ -26,10 +26,7 @@ from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import BATCH_NORMS
-from fsdp.engine.state_requests import ShardedState, serving
-from fsdp.engine.unit import Unit, own_modules, units_in
-from fsdp.engine.verify import agree_on_values
-from fsdp.state_dict.summon import (
+from fsdp.engine.state_dict.summon import (
     Exposure,
     LoadTarget,
     Values,
@@ -39,6 +36,9 @@ from fsdp.state_dict.summon import (
     recorded,
     recording,
 )
+from fsdp.engine.state_requests import ShardedState, serving
+from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.engine.verify import agree_on_values
 
 aten = torch.ops.aten
 

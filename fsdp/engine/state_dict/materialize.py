@@ -26,10 +26,10 @@ from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.state_dict.redistribute import as_modules_see, blanks
+from fsdp.engine.state_dict.summon import Exposure, beside_ours, hidden_handles
 from fsdp.engine.state_requests import Filling, require_shards, serving
 from fsdp.engine.unit import Unit, own_modules, unit_of
-from fsdp.state_dict.redistribute import as_modules_see, blanks
-from fsdp.state_dict.summon import Exposure, beside_ours, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
 Lacks = list[Uninitialized]

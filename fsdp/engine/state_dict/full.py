@@ -36,6 +36,19 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
+from fsdp.engine.state_dict.sharded import TensorPart, store
+from fsdp.engine.state_dict.summon import (
+    Exposure,
+    LoadTarget,
+    Values,
+    beside_ours,
+    deal_changes,
+    for_each,
+    keep_value,
+    recorded,
+    recording,
+    unsharded,
+)
 from fsdp.engine.state_requests import (
     Exporting,
     FirstRank,
@@ -50,19 +63,6 @@ from fsdp.engine.state_requests import (
 )
 from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, units_in
 from fsdp.engine.verify import agree, agree_on_values, difference_of_written
-from fsdp.state_dict.sharded import TensorPart, store
-from fsdp.state_dict.summon import (
-    Exposure,
-    LoadTarget,
-    Values,
-    beside_ours,
-    deal_changes,
-    for_each,
-    keep_value,
-    recorded,
-    recording,
-    unsharded,
-)
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.state_dict.sharded import Held, Part, TensorPart
+from fsdp.engine.state_dict.sharded import Held, Part, TensorPart
 from tests.helpers.dcp_folders import alone_warning, assert_whole_state, everything, load_sharded, save_sharded
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp

@@ -1,0 +1,1 @@
+"""What users test sharded training with, on one machine and without accelerators."""
