@@ -285,8 +285,9 @@ def _late_as_in_time(call: Callable[[], Values]) -> None:
     for late in range(2):
         with late_messages(0.02 if dist.get_rank() == late else 0.0):
             found = call()
+            left = under_way()
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text, late=late: f"{late}: {text}")
-        assert not under_way()
+        assert not left
 
 
 def test_what_was_sent_behind_a_collective_of_the_users_own_is_settled(ranks: RankPool) -> None:

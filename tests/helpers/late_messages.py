@@ -81,8 +81,8 @@ def _send_all(queue: SimpleQueue[_Late]) -> None:
 
 
 def under_way() -> int:
-    """Return how many messages, or groups of messages, nobody has waited for yet."""
-    return sum(len(way._sent) for way in communicators.values() if isinstance(way, DirectExchange))
+    """Return how many messages, or groups of messages, nobody has waited for yet, of those inside `late_messages`."""
+    return sum(len(way._sent) for way in communicators.values() if isinstance(way.group, LateGroup))
 
 
 @contextmanager
@@ -101,5 +101,10 @@ def late_messages(seconds: float) -> Iterator[None]:
         return post(way, what, kind, *rest)
 
     post = DirectExchange._post
-    with mock.patch.object(collectives, "checked", checked), mock.patch.object(DirectExchange, "_post", noting):
-        yield
+    try:
+        with mock.patch.object(collectives, "checked", checked), mock.patch.object(DirectExchange, "_post", noting):
+            yield
+    finally:
+        # Kept for others that ask for the same group, who would be as late as these.
+        for key in [key for key, way in communicators.items() if isinstance(way.group, LateGroup)]:
+            del communicators[key]
