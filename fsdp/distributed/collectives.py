@@ -67,7 +67,6 @@ _CALL_BYTES = 56
 _TRAINING = "forward or backward"
 _TALK = "what ranks tell each other"
 
-
 _only_torch = False
 
 

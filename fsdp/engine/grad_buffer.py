@@ -250,8 +250,10 @@ class GradientBuffer:
 
     def drop(self) -> None:
         """Forget what has accumulated."""
-        self._empty()
-        self._scattered, self._has_scattered = (), bytearray(len(self._filled))
+        if not self.is_empty:
+            self._empty()
+        if self._scattered:
+            self._scattered, self._has_scattered = (), bytearray(len(self._filled))
 
     def _empty(self) -> None:
         self._flat, self._places, self._owes = None, [], False

@@ -589,13 +589,13 @@ class FlatParamHandle:
         """
         if self.is_exposed or self.phase is Phase.UNSHARDING:
             return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
-        replaced = list(dict.fromkeys([*self.unsharded.disturbed(), *self.registry.missing()]))
+        replaced = self.unsharded.disturbed() + self.registry.missing()
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         for slot in self.unsharded.refrozen():
             self._follow_frozen(self.unsharded.leaves[slot], slot)
         if replaced or written:
-            self._store_changes(replaced, written)
+            self._store_changes(list(dict.fromkeys(replaced)), written)
         if self.orig_params is not None:
             for slot in self.orig_params.absorb():
                 self.values.renewed(slot)

@@ -202,12 +202,14 @@ class OrigParams:
             grad = grad.detach() if grad._is_view() else grad
             self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):
-            if isinstance(param.grad, Placeholder):
-                param.grad = None
-            if grad is None or (param.grad is None and not used[slot]):
+            shown = param.grad
+            if isinstance(shown, Placeholder):
+                shown = param.grad = None
+            if grad is None or (shown is None and not used[slot]):
                 continue
-            if param.grad is not None or slot not in missed or self._of(grad, slot).any():
-                param.grad = self._show(slot, self._of(grad, slot))
+            local = self._of(grad, slot)
+            if shown is not None or slot not in missed or local.any():
+                param.grad = self._show(slot, local)
 
     def gradient_in(self, grad: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """A local shard's elements of a gradient of the shard, and those in the form of the local shard."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Pending
 from fsdp.distributed.communicator import labelled, summed
-from fsdp.engine.grad_buffer import GradientSync, divided
+from fsdp.engine.grad_buffer import divided
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
@@ -123,9 +123,8 @@ class Reductions:
             nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
-            ranks = (handle.reduce_comm, handle.replicas)
-            dtypes = (handle.gradients.dtype, handle.flat_param.dtype)
-            key = (*ranks, *dtypes, handle.unit.comm_hook is None, handle.gradients.sync is GradientSync.FULL)
+            way = (handle.reduce_comm, handle.replicas, handle.unit.comm_hook is None, handle.gradients.sync)
+            key = (*way, handle.gradients.dtype, handle.flat_param.dtype)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions

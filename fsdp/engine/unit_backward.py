@@ -54,7 +54,8 @@ class UnitBackward:
     def begin(self, handles: Iterable[FlatParamHandle]) -> None:
         """A backward begins, which may bring gradients of these. Older calls that it does not come to are forgotten."""
         self._before_backward, self.reached = self._made, 0
-        self.oldest = max((self._age(call) for call in (each() for each in self._with_graph) if call), default=0)
+        alive = filter(None, (each() for each in self._with_graph))  # the oldest first
+        self.oldest = next(map(self._age, alive), 0)
         self._with_graph.clear()
         self.complete.clear()
         self.missing = set(handles)

@@ -254,6 +254,8 @@ class UnshardedParameters:
     def refrozen(self) -> list[int]:
         """The numbers of the leaves that users have frozen, or had trained, since they were made."""
         now = list(map(_needs_grad, self.leaves))
+        if now == self._requires_grad:
+            return []
         return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
 
     def restore(self, numbers: Sequence[int]) -> None:
