@@ -16,6 +16,7 @@ from fsdp.engine.module_overrides import register_fsdp_forward_method
 from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
+from fsdp.engine.same_bits import SameBits
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
 from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.engine.state_dict.materialize import materialize
@@ -76,6 +77,7 @@ __all__ = [
     "PlannedPhase",
     "PlannedUnit",
     "ProcessGroupName",
+    "SameBits",
     "ShardedGradScaler",
     "ShardingStrategy",
     "StateDictStager",
