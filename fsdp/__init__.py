@@ -34,6 +34,7 @@ from fsdp.fully_shard import (
 )
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.optim_utils.ema import EMA
+from fsdp.optim_utils.fingerprint import fingerprint
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.optim_utils.owned import OwnedOptimizer
 from fsdp.state_dict_utils.stager import StateDictStager
@@ -95,6 +96,7 @@ __all__ = [
     "detect_nonfinite",
     "disable_checkpointing",
     "enable_wrap",
+    "fingerprint",
     "fully_shard",
     "get_fsdp_instances",
     "is_checkpointing",

@@ -50,7 +50,7 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
     for each in own:
         for part in each.split(_BLOCK):
             rest = part.double().mul_(2.0**-exponent).square_()  # less than 1
-            digits = []
+            digits: list[Tensor] = []
             for _ in range(_INTEGERS):
                 rest.mul_(2.0**bits)
                 whole = rest.floor() if len(digits) < _INTEGERS - 1 else rest.round()

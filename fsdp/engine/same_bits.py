@@ -107,8 +107,8 @@ class SameBits:
             number: of the step, since the beginning of the training.
 
         Raises:
-            RuntimeError: if there was no backward for a micro-batch, or more than one, or one under `no_sync`; inside of
-                `fsdp.join`, or if the model uses `fsdp.cond`.
+            RuntimeError: if there was no backward for a micro-batch, or more than one, or one under `no_sync`; inside
+                of `fsdp.join`, or if the model uses `fsdp.cond`.
             NotImplementedError: for norms that keep running statistics in training, as batch norms do.
         """
         comm, device = self._root.comm, self._root.device
@@ -191,8 +191,8 @@ class SameBits:
     def _require_unchanged(self) -> None:
         if self._runtime.participation is not self._ranks:
             raise RuntimeError(
-                "fsdp.SameBits: there is another one of this model, or it uses fsdp.cond or fsdp.join, with which ranks "
-                "do different things; a gradient would have another number of summands"
+                "fsdp.SameBits: there is another one of this model, or it uses fsdp.cond or fsdp.join, by which ranks "
+                "do different things, and gradients have other numbers of summands"
             )
         for unit in self._runtime.units:
             fronts = [handle.reduce_comm for handle in unit.trained_handles if handle.layout.numel]
@@ -228,8 +228,8 @@ class SameBits:
                 continue
             if not self._is_complete:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() before all {self._micro_batches} micro-batches of the step were "
-                    "reduced: let the loop over `bits.step(...)` end first"
+                    f"{type(optimizer).__name__}.step() before all {self._micro_batches} micro-batches of the step "
+                    "were reduced: let the loop over `bits.step(...)` end first"
                 )
             if group.get("fused") and is_host(self._root.device):
                 raise NotImplementedError(
