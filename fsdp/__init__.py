@@ -37,6 +37,7 @@ from fsdp.optim_utils.ema import EMA
 from fsdp.optim_utils.fingerprint import fingerprint
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.optim_utils.owned import OwnedOptimizer
+from fsdp.optim_utils.recording import record_fingerprints
 from fsdp.state_dict_utils.stager import StateDictStager
 from fsdp.uneven.join import join
 from fsdp.uneven.regions import cond
@@ -111,6 +112,7 @@ __all__ = [
     "optim_utils",
     "patch_batchnorm",
     "plan",
+    "record_fingerprints",
     "recover",
     "register_fsdp_forward_method",
     "save",

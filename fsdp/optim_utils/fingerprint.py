@@ -8,7 +8,7 @@ of the tensor's name. What every rank has for itself counts once, if it is the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
         own = (together(part for part in parts if not part.is_copy), together(part for part in parts if part.is_copy))
         heard = from_everyone(root.everyone, own)
     copies = [copy for _, copy in heard]
-    total = sum(part for part, _ in heard) + (copies[0] if len(set(copies)) == 1 else _named(str(copies)))
+    total = sum(part for part, _ in heard) + (copies[0] if len(set(copies)) == 1 else text_bits(str(copies)))
     return f"{total & _MASK:016x}"
 
 
@@ -135,23 +135,37 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
     if isinstance(layout, RowsLayout) and (dim := layout.slots[original.slot].dim):
         shape = original.shape if one.is_owned else layout.local_shape(original.slot, one.comm.rank)
         elements = elements.view(shape).movedim(dim, 0)  # so that a rank's are a range, from `start` on
-    return _named(f"{like.dtype} {tuple(original.shape)}") * fingerprint_of_range(elements, kept.start)
+    return text_bits(f"{like.dtype} {tuple(original.shape)}") * fingerprint_of_range(elements, kept.start)
 
 
 def _of_value(value: Any) -> int:
     """Return the number of a value of any kind that one rank has all of."""
     if not isinstance(value, Tensor):
-        return _named(repr(value))
+        return text_bits(repr(value))
     if type(value) not in (Tensor, nn.Parameter):
         raise NotImplementedError(f"an optimizer's state is a {type(value).__name__}, whose bits are not known here")
-    return _named(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
+    return text_bits(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
+
+
+def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
+    """Return the number of each tensor or value by name and key, made of what all ranks have of it."""
+    every: dict[tuple[str, str], list[Part]] = {}
+    for parts in by_rank:
+        for part in parts:
+            every.setdefault((part.name, part.key), []).append(part)
+    found = {}
+    for names, parts in every.items():
+        copies = [part.bits for part in parts if part.is_copy]
+        same = copies[0] if len(set(copies)) == 1 else text_bits(str(copies)) if copies else 0
+        found[names] = (sum(part.bits for part in parts if not part.is_copy) + same) & _MASK
+    return found
 
 
 def together(parts: Iterable[Part]) -> int:
     """Return one number of many, which adds up over ranks as they do."""
-    return sum(_named(f"{part.name} {part.key}") * part.bits for part in parts) & _MASK
+    return sum(text_bits(f"{part.name} {part.key}") * part.bits for part in parts) & _MASK
 
 
-def _named(text: str) -> int:
+def text_bits(text: str) -> int:
     """Return an odd number made of a text, by which the numbers of tensors are told apart."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1
