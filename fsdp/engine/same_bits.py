@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp.distributed.communicator import during
-from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone
+from fsdp.distributed.communicator import Communicator, during
+from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.custom_collectives import CustomReduceScatter
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
@@ -63,8 +63,8 @@ class SameBits:
     Raises:
         TypeError: if `model` is not sharded.
         ValueError: if the number of ranks does not divide that of micro-batches.
-        NotImplementedError: for what would have other bits at another number of ranks, by name: replicas (hybrid
-            sharding), reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism,
+        NotImplementedError: for what would have other bits at another number of ranks, by name: hybrid
+            sharding, reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism,
             parameters that are trained and not sharded.
         RuntimeError: if ranks have other arguments or numbers of threads; if another module around this one runs it.
     """
@@ -80,14 +80,19 @@ class SameBits:
         settings = f"{micro_batches} micro-batches, seed {seed}, {torch.get_num_threads()} threads"
         agree_on(root.everyone, "settings of fsdp.SameBits", settings)
         self._micro_batches, self._seed = micro_batches, seed
+        self._rank, self._world_size = number_among(root.everyone), size_of(root.everyone)
         self._sums = MicroBatchSums(micro_batches)
         self._is_complete = True  # the gradients are of all micro-batches of a step
         self._ranks = self._runtime.participation = _RanksWithMicroBatches()
         for each in self._runtime.units:
             each.set_divide_factors(1.0, 1.0)
             each.policy.fills_unused = True  # or a gradient would have other places in one micro-batch than in another
+        fronts: dict[Communicator, Communicator] = {}  # one for each, or small gradients would not be sent together
         for handle in self._runtime.handles:
-            handle.connect(handle.comm, SumByMicroBatch.of(handle.reduce_comm, self._sums), handle.replicas)
+            ways = [handle.reduce_comm, handle.replicas]
+            way = ways[handle.is_replicated]
+            ways[handle.is_replicated] = fronts.setdefault(way, SumByMicroBatch.of(way, self._sums))
+            handle.connect(handle.comm, *ways)
         hook = register_optimizer_step_pre_hook(_Checking(self))
         weakref.finalize(self, hook.remove)
 
@@ -111,14 +116,14 @@ class SameBits:
                 of `fsdp.join`, or if the model uses `fsdp.cond`.
             NotImplementedError: for norms that keep running statistics in training, as batch norms do.
         """
-        comm, device = self._root.comm, self._root.device
+        device = self._root.device
         done_by_all([self._root.everyone], "begin a step of fsdp.SameBits", self._require_unchanged)
         self._is_complete = False
         forked: dict[str, Any] = {} if is_host(device) else {"device_type": device.type}
         with torch.random.fork_rng(devices=[] if is_host(device) else [device], **forked):
             self._sums.begin()
             try:
-                for micro_batch in range(comm.rank, self._micro_batches, comm.world_size):
+                for micro_batch in range(self._rank, self._micro_batches, self._world_size):
                     torch.manual_seed(_mixed(self._seed, number, micro_batch))
                     yield micro_batch
                     self._require_reduced(micro_batch)
@@ -136,14 +141,13 @@ class SameBits:
             ValueError: on every rank, if there are more or fewer.
         """
         own = [loss.item() if isinstance(loss, Tensor) else float(loss) for loss in losses]
-        comm = self._root.comm
         with during("SameBits.mean()"):
             by_rank = from_everyone(self._root.everyone, own)
         counts = [len(each) for each in by_rank]
-        if set(counts) != {self._micro_batches // comm.world_size}:
+        if set(counts) != {self._micro_batches // self._world_size}:
             raise ValueError(
                 f"SameBits.mean() got {counts} numbers from the ranks, and each has "
-                f"{self._micro_batches // comm.world_size} micro-batches in a step"
+                f"{self._micro_batches // self._world_size} micro-batches in a step"
             )
         total = TreeSum()
         for together in zip(*by_rank, strict=True):
@@ -162,17 +166,18 @@ class SameBits:
         """
         self._runtime.ensure_idle("clip gradients")
         require_reduced(self._runtime.handles)
-        grads = [handle.flat_param.grad for handle in self._runtime.handles if handle.flat_param.grad is not None]
+        grads = {one: one.flat_param.grad for one in self._runtime.handles if one.flat_param.grad is not None}
+        own = [grad for handle, grad in grads.items() if handle.replicas.rank == 0]  # what is replicated counts once
         with during("SameBits.clip_grad_norm_()"):
-            norm = exact_norm(self._root.everyone, grads, self._root.device)
-        scale_to(grads, norm, float(max_norm), error_if_nonfinite)
+            norm = exact_norm(self._root.everyone, own, self._root.device)
+        scale_to(grads.values(), norm, float(max_norm), error_if_nonfinite)
         return norm
 
     # --- what cannot be had -------------------------------------------------------------------------------------
 
     def _require_possible(self, micro_batches: int) -> None:
-        ranks = self._root.comm.world_size
-        if self._root.replicas.world_size == 1 and (micro_batches < 1 or micro_batches % ranks):
+        ranks = size_of(self._root.everyone)
+        if micro_batches < 1 or micro_batches % ranks:
             raise ValueError(
                 f"{micro_batches} micro-batches cannot be divided among {ranks} ranks: give a multiple of every number "
                 "of ranks that you will train with (24 for 1, 2, 3, 4, 6, 8, 12 and 24)"
@@ -195,7 +200,8 @@ class SameBits:
                 "do different things, and gradients have other numbers of summands"
             )
         for unit in self._runtime.units:
-            fronts = [handle.reduce_comm for handle in unit.trained_handles if handle.layout.numel]
+            handles = [handle for handle in unit.handles if handle.layout.numel]
+            fronts = [handle.replicas if handle.is_replicated else handle.reduce_comm for handle in handles]
             is_ours = all(isinstance(front, SumByMicroBatch) and front.serves(self._sums) for front in fronts)
             if unit.predivide * unit.postdivide != 1.0 or unit.comm_hook or unit.all_reduce_hook or not is_ours:
                 raise RuntimeError(
@@ -212,8 +218,7 @@ class SameBits:
                 )
 
     def _require_reduced(self, micro_batch: int) -> None:
-        comm = self._root.comm
-        expected, added = micro_batch - comm.rank + comm.world_size, self._sums.added
+        expected, added = micro_batch - self._rank + self._world_size, self._sums.added
         if added not in ({expected}, set()) or (not added and any(one.requires_grad for one in self._runtime.handles)):
             raise RuntimeError(
                 f"fsdp.SameBits: micro-batch {micro_batch} was not reduced once: run one forward and one backward for "
@@ -267,10 +272,11 @@ def _problems(unit: Unit, ranks: int) -> Iterator[str]:
 
 
 def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
-    if handle.is_replicated:
-        yield f"{handle.name} is replicated (hybrid sharding, NO_SHARD), which sums twice: use FULL_SHARD"
-    elif handle.comm.world_size != ranks and handle.layout.numel:
-        yield f"{handle.name} is sharded over {handle.comm.world_size} ranks, and the model over {ranks}"
+    own = handle.comm.world_size * handle.replicas.world_size
+    if handle.is_sharded and handle.is_replicated:
+        yield f"{handle.name} is sharded and replicated (hybrid sharding), which sums twice: use FULL_SHARD"
+    elif own != ranks and handle.layout.numel:
+        yield f"{handle.name} is sharded over {own} ranks, and the model over {ranks}"
     if any(part is not None for part in handle.flat_param.parts):
         yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
     if handle.gradients.dtype.itemsize < torch.float32.itemsize:

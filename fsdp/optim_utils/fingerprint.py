@@ -109,7 +109,7 @@ def state_of(params: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[P
         if kept is None:
             continue
         for key, value in flat_state(optimizer.state.get(one.param, {})).items():
-            is_tensor = isinstance(value, Tensor) and value.dim() > 0
+            is_tensor = isinstance(value, Tensor) and (value.dim() > 0 or is_dtensor(value))
             if is_tensor and value.shape == one.param.shape:
                 bits = _of_elements(one, original, value)
             elif is_tensor and not one.is_owned:
