@@ -71,7 +71,7 @@ class FingerprintRecording:
         self._params = Parameters(model, self._root)
         self._names = {(one.handle, original.slot): original.name for one, original in self._params.by_number.values()}
         self._units = {
-            original.name: "" if one.handle is None else one.handle.unit.name
+            original.name: "" if one.handle is None else self._unit_name(one.handle.unit.name)
             for one, original in self._params.by_number.values()
         }
         self._paths = {module: clean_name(name) for name, module in model.named_modules()}
@@ -118,24 +118,24 @@ class FingerprintRecording:
         is_first = not self._calls
         call = self._calls[unit] = self._calls.get(unit, -1) + 1
         if is_first:
-            self._current[Key(INPUT, unit.name, "", call)] = _of_tree(inputs)
+            self._current[Key(INPUT, self._unit_name(unit.name), "", call)] = _of_tree(inputs)
         for handle in unit.handles:
             for slot in range(len(handle.layout.slots)):
-                key = Key(USED_WEIGHT, unit.name, self._name(handle, slot), call)
+                key = Key(USED_WEIGHT, self._unit_name(unit.name), self._name(handle, slot), call)
                 self._current[key] = fingerprint_of_range(local_part(handle.present(slot)), 0)
         for module in dict.fromkeys(inner for each in unit.modules for inner in own_modules(each)):
             for name, buffer in module.named_buffers(recurse=False):
                 path = ".".join(filter(None, (self._paths.get(module, ""), name)))
-                self._current[Key(BUFFER, unit.name, path, call)] = _of_tree(buffer)
+                self._current[Key(BUFFER, self._unit_name(unit.name), path, call)] = _of_tree(buffer)
 
     def _after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
         if not (failed or in_backward()) and unit in self._calls:
-            self._current[Key(OUTPUT, unit.name, "", self._calls[unit])] = _of_tree(output)
+            self._current[Key(OUTPUT, self._unit_name(unit.name), "", self._calls[unit])] = _of_tree(output)
 
     def _on_gradient(self, outer: Any, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
         if outer is not None:
             outer(handle, slot, gradient)
-        key = Key(GRADIENT, handle.unit.name, self._name(handle, slot))
+        key = Key(GRADIENT, self._unit_name(handle.unit.name), self._name(handle, slot))
         self._current[key] = fingerprint_of_range(local_part(gradient), 0)
 
     def _end_micro_batch(self) -> None:
@@ -143,6 +143,10 @@ class FingerprintRecording:
         number = len(self._micro_batches) * size_of(everyone) + number_among(everyone)
         self._micro_batches[number] = self._current
         self._current, self._calls = {}, {}
+
+    def _unit_name(self, name: str) -> str:
+        """Return a unit's name; that of the root has the name of its class, which depends on how it is sharded."""
+        return "root" if name == self._root.name else name
 
     def _name(self, handle: FlatParamHandle, slot: int) -> str:
         return self._names.get((handle, slot), handle.layout.slots[slot].name)

@@ -192,7 +192,9 @@ def main() -> int:
             print(f"same bits / {way}: {middle:.3f} ({low:.3f} to {high:.3f}); {statistics.median(each):.4f} s")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        results = [compare(args.size, args.batch, kind, args.ranks, args.steps, Path(folder)) for kind in args.optimizers]
+        results = [
+            compare(args.size, args.batch, kind, args.ranks, args.steps, Path(folder)) for kind in args.optimizers
+        ]
     print("all the same" if all(results) else "DIFFERENT")
     return 0 if all(results) else 1
 
