@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ def windows(size: str, batch: int, step: int, number: int) -> Tensor:
 def sharded(size: str) -> FullyShardedDataParallel:
     torch.manual_seed(0)
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
-        return wrap(auto_wrap(GPT(SIZES[size]), module_wrap_policy({Block})))
+        return cast(FullyShardedDataParallel, wrap(auto_wrap(GPT(SIZES[size]), module_wrap_policy({Block}))))
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
