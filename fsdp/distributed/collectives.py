@@ -224,10 +224,9 @@ class DirectExchange(TorchCollectives):
     def _sum_in_rank_order(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
         # that the caller wants to free, a received one has a memory of its own and becomes the result.
-        first, second, *rest = range(self.world_size)
-        target, other = (second, first) if first == self.rank else (first, second)
-        total = pieces[target].to(torch.promote_types(pieces[target].dtype, dtype)).add_(pieces[other])
-        for rank in rest:
+        first, *others = (1, 0, *range(2, self.world_size)) if self.rank == 0 else range(self.world_size)
+        total = pieces[first].to(torch.promote_types(pieces[first].dtype, dtype))
+        for rank in others:
             total.add_(pieces[rank])
         return total.to(dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,37 @@ def _train(form: str, optimizer: str, steps: range, save: Path | None = None, lo
     found = train_same_bits(model, optim, SameBits(model, MICRO_BATCHES, seed=3), steps)
     if save is not None:
         fsdp.save(save, model, optim)
+    return found
+
+
+WAYS: dict[str, Wrap] = {
+    "bfloat16": partial(
+        FullyShardedDataParallel,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ),
+    "offload": partial(FullyShardedDataParallel, offload="cpu"),
+    "kept unsharded": partial(FullyShardedDataParallel, reshard_after_forward=False),
+    "no buckets": partial(FullyShardedDataParallel, bucket_cap_mb=0),
+    "recomputed": lambda module: FullyShardedDataParallel(fsdp.checkpoint_wrapper(module)),
+    "collectives of torch": FullyShardedDataParallel,
+    "NO_SHARD": partial(FullyShardedDataParallel, sharding_strategy=ShardingStrategy.NO_SHARD),
+}
+
+
+def test_bits_are_the_same_in_all_ways_to_train(ranks: RankPool) -> None:
+    one, three = (ranks(world_size).run(_train_in_all_ways)[0] for world_size in (1, 3))
+    assert one == three
+
+
+def _train_in_all_ways() -> dict[str, list[str]]:
+    found = {}
+    for way, wrap in WAYS.items():
+        fsdp.use_torch_collectives(way == "collectives of torch")
+        try:
+            model = writer(wrap)
+        finally:
+            fsdp.use_torch_collectives(False)
+        found[way] = train_same_bits(model, adamw(model), SameBits(model, 6), range(1))
     return found
 
 
@@ -108,17 +140,6 @@ def _refuse_hybrid() -> None:
     model = writer(_wrap(process_group=group_option("pair", 2, 2)))
     with pytest.raises(NotImplementedError, match=r"is sharded and replicated \(hybrid sharding\)"):
         SameBits(model, 4)
-
-
-def test_what_is_replicated_on_all_ranks_has_the_same_bits(ranks: RankPool) -> None:
-    """As scalars under `fully_shard` are, too."""
-    found = [ranks(world_size).run(_train_replicated)[0] for world_size in (1, 3)]
-    assert found[0] == found[1]
-
-
-def _train_replicated() -> list[str]:
-    model = writer(_wrap(sharding_strategy=ShardingStrategy.NO_SHARD))
-    return train_same_bits(model, adamw(model), SameBits(model, MICRO_BATCHES), range(2))
 
 
 def test_what_cannot_have_the_same_bits_is_refused_by_name(ranks: RankPool) -> None:

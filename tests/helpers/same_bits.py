@@ -37,7 +37,8 @@ class Writer(nn.Module):
         self.head = nn.Linear(width, 13)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.entry(tokens) + self.shift
+        hidden = self.entry(tokens)
+        hidden = hidden + self.shift.to(hidden.dtype)
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return self.head(hidden * self.scale)

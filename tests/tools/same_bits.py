@@ -1,7 +1,7 @@
 """The training of `make train` with `fsdp.SameBits`, at several numbers of ranks: one hash in the end.
 
     python -m tests.tools.same_bits --ranks 1 2 3 4 8 --steps 50
-    python -m tests.tools.same_bits --cost 2      # the time of a step, beside ordinary accumulation, on so many ranks
+    python -m tests.tools.same_bits --cost 2      # what a step costs, beside ordinary accumulation, on so many ranks
 
 It trains the GPT of `examples.gpt` on the standard library's source, with AdamW, and with Muon by owners beside AdamW.
 Each training is also interrupted in the middle, saved, and resumed at another number of ranks. All must have the same
@@ -138,7 +138,10 @@ def compare(size: str, batch: int, kind: str, every: list[int], steps: int, fold
 
 
 def measure(size: str, batch: int, steps: int) -> dict[str, list[float]]:
-    """Collective. Return the seconds of steps of several ways to train, which take turns, and of a fingerprint."""
+    """Collective. Return the processor's seconds for steps of several ways to train, which take turns, on this rank.
+
+    And those for a fingerprint. Other programs do not count, and neither does waiting for other ranks.
+    """
     models = {way: sharded(size) for way in ("same bits", "reduced each time", "no_sync")}
     optimizers = {way: optimizer_of(model, "AdamW") for way, model in models.items()}
     bits = SameBits(models["same bits"], MICRO_BATCHES)
@@ -153,7 +156,7 @@ def measure(size: str, batch: int, steps: int) -> dict[str, list[float]]:
         for way, model in models.items():
             optimizers[way].zero_grad()
             dist.barrier()
-            begin = time.perf_counter()
+            begin = time.process_time()
             if way == "same bits":
                 for number in bits.step(step):
                     backward(model, step, number)
@@ -167,10 +170,10 @@ def measure(size: str, batch: int, steps: int) -> dict[str, list[float]]:
                         backward(model, step, number)
                 model.clip_grad_norm_(1.0)
             optimizers[way].step()
-            seconds[way].append(time.perf_counter() - begin)
-        begin = time.perf_counter()
+            seconds[way].append(time.process_time() - begin)
+        begin = time.process_time()
         fsdp.fingerprint(models["same bits"], optimizers["same bits"])
-        seconds["fingerprint"].append(time.perf_counter() - begin)
+        seconds["fingerprint"].append(time.process_time() - begin)
     return seconds
 
 
@@ -181,7 +184,7 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--optimizers", nargs="+", default=["AdamW", "Muon"])
-    parser.add_argument("--cost", type=int, metavar="RANKS", help="measure the time of a step instead")
+    parser.add_argument("--cost", type=int, metavar="RANKS", help="measure what a step costs instead")
     args = parser.parse_args()
     if args.cost:
         seconds = run_ranks(args.cost, measure, args.size, args.batch, args.steps)
