@@ -135,7 +135,8 @@ def _run(args: argparse.Namespace, choices: Any) -> int:
     same_place = [each for each in found if each.place == first.place]
     print(f"first difference in {first}")
     print(f"  A: {first.one or 'nothing of this'}\n  B: {first.other or 'nothing of this'}")
-    print(f"{len(same_place)} of {len(one.entries.get(first.place, {}))} recorded there differ, {len(found)} in all")
+    there = len({*one.entries.get(first.place, {}), *other.entries.get(first.place, {})})
+    print(f"{len(same_place)} of the {there} entries there differ, and {len(found)} in all steps")
     return WRONG
 
 

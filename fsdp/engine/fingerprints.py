@@ -68,7 +68,7 @@ def fingerprint_of_range(values: Tensor, start: int) -> int:
     weights, found = _weights(data.device, _WORDS), torch.zeros((), dtype=torch.int64, device=data.device)
     for first in range(start - start % _WORDS, start + words.numel(), _WORDS):
         begin, end = max(first, start), min(first + _WORDS, start + words.numel())
-        mixed = words[begin - start : end - start].long() * _STEP  # in memory of its own
+        mixed = words[begin - start : end - start].to(torch.int64, copy=True).mul_(_STEP)
         mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
         block = pow(_STEP, first // _WORDS, 1 << 64)
         found += mixed.mul_(weights[begin - first : end - first]).sum().mul_(_signed(block))

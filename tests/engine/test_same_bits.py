@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, SameBits, ShardingStrategy
+from fsdp.distributed.journal import settings
 from tests.helpers.hybrid import group_option
 from tests.helpers.models import Wrap
 from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import (
     FORMS,
+    FORMS_AND_OPTIMIZERS,
     MICRO_BATCHES,
     OPTIMIZERS,
     adamw,
@@ -30,13 +33,10 @@ from tests.helpers.same_bits import (
 STEPS = 4
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "optimizer"), FORMS_AND_OPTIMIZERS)
 def test_bits_are_the_same_at_every_number_of_ranks_and_after_a_restart_at_another(
     ranks: RankPool, form: str, optimizer: str, tmp_path: Path
 ) -> None:
-    if (form, optimizer) == ("flat", "Muon"):
-        pytest.skip("a flat parameter of matrices and biases has one optimizer")
     (whole,) = ranks(1).run(_train, form, optimizer, range(STEPS))
     for world_size in (2, 3):
         for mine in ranks(world_size).run(_train, form, optimizer, range(STEPS)):
@@ -86,6 +86,16 @@ def _train_in_all_ways() -> dict[str, list[str]]:
             fsdp.use_torch_collectives(False)
         found[way] = train_same_bits(model, adamw(model), SameBits(model, 6), range(1))
     return found
+
+
+def test_what_is_replicated_is_compared_as_ever(ranks: RankPool) -> None:
+    ranks(2).run(_compare_replicas)
+
+
+def _compare_replicas() -> None:
+    with mock.patch.object(settings, "replicas_every", 1):
+        model = writer(FORMS["fully_shard"])  # whose scalar every rank has
+        train_same_bits(model, adamw(model), SameBits(model, 2), range(2))
 
 
 def test_without_it_bits_are_others(ranks: RankPool) -> None:

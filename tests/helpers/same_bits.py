@@ -56,7 +56,8 @@ def tokens_of(step: int, number: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1).flatten())
+    scores = model(tokens).flatten(0, 1)
+    return nn.functional.cross_entropy(scores, tokens.roll(1).flatten().to(scores.device))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,6 +80,12 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"AdamW": adamw, "Muon": muon}
+
+
+# A flat parameter of matrices and biases has one optimizer.
+FORMS_AND_OPTIMIZERS = [
+    (form, optimizer) for form in FORMS for optimizer in OPTIMIZERS if (form, optimizer) != ("flat", "Muon")
+]
 
 
 def train_same_bits(
