@@ -65,7 +65,7 @@ class SameBits:
         ValueError: if the number of ranks does not divide that of micro-batches.
         NotImplementedError: for what would have other bits at another number of ranks, by name: hybrid
             sharding, reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism,
-            parameters that are trained and not sharded.
+            `fsdp.cond`, parameters that are trained and not sharded.
         RuntimeError: if ranks have other arguments or numbers of threads; if another module around this one runs it.
     """
 
@@ -183,6 +183,8 @@ class SameBits:
                 "of ranks that you will train with (24 for 1, 2, 3, 4, 6, 8, 12 and 24)"
             )
         problems = [problem for unit in self._runtime.units for problem in _problems(unit, ranks)]
+        if not isinstance(self._runtime.participation, EvenRanks):
+            problems.append("the model uses fsdp.cond or fsdp.join, by which ranks do different things")
         apart = {id(param) for param in unsharded_parameters(self._root) if param.requires_grad}
         problems += [
             f"{name} is trained and not sharded (ignored), so that every rank trains its own"

@@ -215,7 +215,9 @@ def _err() -> None:
     with pytest.raises(RuntimeError, match="this backward is of no micro-batch"):
         loss_of(model, tokens_of(0, 0)).backward()
     optim.zero_grad()
-    train_same_bits(model, optim, bits, range(1))  # all is well again
+    fresh = writer(FullyShardedDataParallel)
+    unharmed = train_same_bits(fresh, adamw(fresh), SameBits(fresh, 4), range(1))
+    assert train_same_bits(model, optim, bits, range(1)) == unharmed
     with pytest.raises(RuntimeError, match="clip by its method clip_grad_norm_"):
         model.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match="clip by its method clip_grad_norm_"):
