@@ -174,10 +174,26 @@ def _refuse() -> None:
         SameBits(writer(FullyShardedDataParallel), 4, seed=dist.get_rank())
     with pytest.raises(TypeError, match="a Writer that is no unit"):
         SameBits(writer(), 4)
+    branching = FullyShardedDataParallel(Branching())
+    branching(torch.ones(1, 2))
+    with pytest.raises(NotImplementedError, match=r"the model uses fsdp\.cond"):
+        SameBits(branching, 2)
     norms = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     bits = SameBits(norms, 2)
     with pytest.raises(NotImplementedError, match="1 is a BatchNorm1d in training"):
         next(bits.step(0))
+
+
+class Branching(nn.Module):
+    """A model of which ranks may run a part or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = FullyShardedDataParallel(nn.Linear(2, 2))
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(fsdp.cond(self.part, True, inputs))
 
 
 _HEAD: list[nn.Parameter] = []
