@@ -22,7 +22,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.unsharded_params import UnshardedParameters
 from tests.helpers.ranks import RankPool
-from tests.helpers.same_bits import FORMS, OPTIMIZERS, loss_of, tokens_of, writer
+from tests.helpers.same_bits import FORMS, FORMS_AND_OPTIMIZERS, OPTIMIZERS, loss_of, tokens_of, writer
 
 STEPS, MICRO_BATCHES = 2, 4
 STEP, NUMBER, RANK = (
@@ -209,19 +209,24 @@ def _record_all(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_recordings_are_the_same_at_every_number_of_ranks(ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
-    for form in ("orig_params", "fully_shard"):
-        for world_size in (1, 4):
-            ranks(world_size).run(_record, form, optimizer, tmp_path / str(world_size))
-        one, four = (Recorded.read(tmp_path / str(world_size)) for world_size in (1, 4))
-        assert [*differences(one, four)] == []
-        assert len(one.entries) == STEPS * (MICRO_BATCHES + 1)
-        directions = {key.direction for entries in one.entries.values() for key in entries}
-        assert len(directions) == 9
+def test_recordings_are_the_same_at_every_number_of_ranks_and_in_every_form(
+    ranks: RankPool, optimizer: str, tmp_path: Path
+) -> None:
+    forms = [form for form in FORMS if (form, optimizer) in FORMS_AND_OPTIMIZERS]
+    for world_size in (1, 4):
+        ranks(world_size).run(_record_forms, forms, optimizer, tmp_path)
+    first, *others = [Recorded.read(path) for path in sorted(tmp_path.iterdir())]
+    assert len(others) == 2 * len(forms) - 1
+    for other in others:
+        assert [*map(str, differences(first, other))] == []
+    assert len(first.entries) == STEPS * (MICRO_BATCHES + 1)
+    directions = {key.direction for entries in first.entries.values() for key in entries}
+    assert len(directions) == 9
 
 
-def _record(form: str, optimizer: str, path: Path) -> None:
-    Training(form, optimizer).record(path)
+def _record_forms(forms: list[str], optimizer: str, folder: Path) -> None:
+    for form in forms:
+        Training(form, optimizer).record(folder / f"{form} {dist.get_world_size()}")
 
 
 def test_outside_nothing_is_recorded_and_nothing_left_behind(ranks: RankPool, tmp_path: Path) -> None:
