@@ -62,6 +62,16 @@ def test_what_was_sent_in_another_step_is_left_out() -> None:
         sums.require_step("a gradient")
 
 
+def test_no_zero_is_negative_at_any_number_of_ranks() -> None:
+    for ranks in (1, 2):
+        sums, shown = MicroBatchSums(2), torch.tensor([])
+        sums.begin()
+        for number in range(0, 2, ranks):
+            found = sums.add(sums.step, 0, [torch.tensor([-0.0]) for _ in range(ranks)], torch.float32)
+            shown = shown + found if number else found
+        assert not shown.signbit()
+
+
 def test_sums_are_of_float32_or_wider() -> None:
     sums = MicroBatchSums(257)
     sums.begin()
