@@ -16,6 +16,7 @@ from fsdp.engine.module_overrides import register_fsdp_forward_method
 from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
+from fsdp.engine.same_bits import SameBits
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
 from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.engine.state_dict.materialize import materialize
@@ -33,8 +34,10 @@ from fsdp.fully_shard import (
 )
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.optim_utils.ema import EMA
+from fsdp.optim_utils.fingerprint import fingerprint
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.optim_utils.owned import OwnedOptimizer
+from fsdp.optim_utils.recording import record_fingerprints
 from fsdp.state_dict_utils.stager import StateDictStager
 from fsdp.uneven.join import join
 from fsdp.uneven.regions import cond
@@ -76,6 +79,7 @@ __all__ = [
     "PlannedPhase",
     "PlannedUnit",
     "ProcessGroupName",
+    "SameBits",
     "ShardedGradScaler",
     "ShardingStrategy",
     "StateDictStager",
@@ -93,6 +97,7 @@ __all__ = [
     "detect_nonfinite",
     "disable_checkpointing",
     "enable_wrap",
+    "fingerprint",
     "fully_shard",
     "get_fsdp_instances",
     "is_checkpointing",
@@ -107,6 +112,7 @@ __all__ = [
     "optim_utils",
     "patch_batchnorm",
     "plan",
+    "record_fingerprints",
     "recover",
     "register_fsdp_forward_method",
     "save",

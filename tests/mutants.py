@@ -86,6 +86,9 @@ CONCERNS = {
     "engine/verify engine/fingerprints": (
         "engine/errors engine/different_values engine/sync_module_states distributed/starts_together engine/ranks_apart"
     ),
+    "engine/same_bits": "engine/same_bits",
+    "engine/exact_norm": "engine/exact_norm engine/same_bits",
+    "engine/followed": "engine/trace optim_utils/recording",
     "engine/precision": "engine/precision*",
     "engine/offload engine/mapped_files engine/memory": (
         "engine/memory engine/offload engine/mapped_files engine/offload_disk*"
@@ -107,6 +110,7 @@ CONCERNS = {
     "distributed/collectives distributed/communicator distributed/messages": (
         "distributed/collectives distributed/devices distributed/comm_hook engine/ranks_apart distributed/own_groups"
     ),
+    "distributed/tree_sum distributed/micro_batch_sums": "distributed/tree_sum engine/same_bits",
     "distributed/dtensor": (
         "tensor_parallel/errors tensor_parallel/changes tensor_parallel/state fully_shard/tensor_parallel"
     ),
@@ -132,10 +136,12 @@ CONCERNS = {
     "optim_utils/ema": "optim_utils/ema",
     "optim_utils/owned": "optim_utils/owned optim_utils/owned_state optim_utils/owned_kinds",
     "optim_utils/ownership": "optim_utils/ownership optim_utils/owned",
+    "optim_utils/fingerprint optim_utils/recording": "optim_utils/fingerprint optim_utils/recording",
     "optim_utils/*": (
         "optim_utils/public_functions optim_utils/errors optim_utils/kinds optim_utils/resume optim_utils/fairscale "
         "checkpoint/optimizer optim_utils/reshard_optimizer* optim_utils/memory checkpoint/errors"
     ),
+    "checkpoint/compare": "optim_utils/recording",
     "checkpoint/optim": "checkpoint/optimizer checkpoint/resume checkpoint/moments checkpoint/errors",
     "checkpoint/safetensors checkpoint/checksums": (
         "checkpoint/safetensors* checkpoint/load_safetensors* checkpoint/formats/hostile_files checkpoint/model "

@@ -42,6 +42,7 @@ from fsdp.optim_utils.state import (
     groups_of,
     is_same,
     match_groups,
+    nested_state,
     odd_shape,
     options_of,
     own_kinds,
@@ -306,6 +307,11 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
             kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
+            for original in kinds if one.is_owned else ():
+                try:
+                    nested_state(kinds[original])  # as it will be, when it has been read
+                except ValueError as error:
+                    raise ValueError(f"{source.path}: {saved[original]}: {error}") from None
             plan.problems.extend(_misfits(saved, kinds, files, one.is_owned))
             plan.states.append((one, saved, kinds[one.originals[0]]))
     plan.problems.extend(_other_settings(optimizers, rest))

@@ -23,7 +23,7 @@ matched by their order alone, and one that meets another of another length ends 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -206,8 +206,12 @@ class DirectExchange(TorchCollectives):
         return full
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
-        works, received = self._swap(what, "reduction", tag, list(full.view(self.world_size, -1)))
-        return Pending(what, works, lambda: self._sum_in_rank_order(received, dtype or full.dtype))
+        kind, pieces = dtype or full.dtype, list(full.view(self.world_size, -1))
+        return self.swap(pieces, what, tag, lambda received: self._sum_in_rank_order(received, kind))
+
+    def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
+        works, received = self._swap(what, "reduction", tag, outgoing)
+        return Pending(what, works, lambda: then(received))
 
     def _swap(self, what: str, kind: str, tag: Tag, outgoing: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """Start to send to each rank its own tensor, and to receive one of the same size from each, in rank order."""
@@ -219,10 +223,9 @@ class DirectExchange(TorchCollectives):
     def _sum_in_rank_order(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
         # that the caller wants to free, a received one has a memory of its own and becomes the result.
-        first, second, *rest = range(self.world_size)
-        target, other = (second, first) if first == self.rank else (first, second)
-        total = pieces[target].to(torch.promote_types(pieces[target].dtype, dtype)).add_(pieces[other])
-        for rank in rest:
+        first, *others = (1, 0, *range(2, self.world_size)) if self.rank == 0 else range(self.world_size)
+        total = pieces[first].to(torch.promote_types(pieces[first].dtype, dtype))
+        for rank in others:
             total.add_(pieces[rank])
         return total.to(dtype)
 
@@ -297,9 +300,9 @@ class StagedExchange(DirectExchange):
         arrived = super().all_gather(host, shard.cpu(), what, tag)
         return Pending(what, (), lambda: full.copy_(arrived.wait()))
 
-    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
-        reduced = super().reduce_scatter(full.cpu(), what, tag, dtype)
-        return Pending(what, (), lambda: reduced.wait().to(full.device))
+    def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
+        arrived = super().swap([each.cpu() for each in outgoing], what, tag, then)
+        return Pending(what, (), lambda: arrived.wait().to(outgoing[0].device))
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         hosts = {

@@ -163,6 +163,17 @@ class Communicator(ABC):
         are contiguous. The result of `wait` means nothing; what is sent must not change until `settle`.
         """
 
+    def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
+        """Send each rank its own of some tensors ``[n]``; `wait` returns what `then` makes of those that have come.
+
+        There is one of each rank, in their order, this rank's own included. They are left alone until `wait` returns.
+        """
+        received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        incoming, sent = ({peer: [each[peer]] for peer in peers} for each in (received, outgoing))
+        arrived = self.exchange(incoming, sent, what, tag)
+        return Pending(what, (), lambda: then(received if arrived.wait() is not None else []))
+
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, of any length, in rank order; blocks.

@@ -6,7 +6,7 @@ the tensors that are sent and received, and are called with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,17 +26,17 @@ class Collective(Protocol):
         """Start it, and return its work; None if it has ended. A reduce-scatter is told the `op`."""
 
 
-class _InFront(Communicator):
+class InFront(Communicator):
     """A communicator that leaves all to the one behind it."""
 
-    def __init__(self, behind: Communicator, collective: Collective) -> None:
+    def __init__(self, behind: Communicator, collective: Any) -> None:
         super().__init__(behind.rank, behind.world_size)
         self._behind, self._collective = behind, collective
         self.peers_answer, self.sends_pieces = behind.peers_answer, behind.sends_pieces
         self.group = behind.group
 
     @classmethod
-    def of(cls, comm: Communicator, collective: Collective) -> Communicator:
+    def of(cls, comm: Communicator, collective: Any) -> Communicator:
         """Return a communicator in which `collective` does its part, also where another one did."""
         return cls(_behind(comm), collective)
 
@@ -74,6 +74,9 @@ class _InFront(Communicator):
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         return self._behind.exchange(incoming, outgoing, what, tag)
 
+    def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
+        return self._behind.swap(outgoing, what, tag, then)
+
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return self._behind.all_gather_bytes(payload)
 
@@ -81,7 +84,7 @@ class _InFront(Communicator):
         self._behind.settle()
 
 
-class CustomAllGather(_InFront):
+class CustomAllGather(InFront):
     """A communicator in which a user's object all-gathers."""
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
@@ -91,7 +94,7 @@ class CustomAllGather(_InFront):
         return Pending(what, (work,), lambda: full.copy_(gathered))
 
 
-class CustomReduceScatter(_InFront):
+class CustomReduceScatter(InFront):
     """A communicator in which a user's object sums gradients."""
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
@@ -106,8 +109,8 @@ class CustomReduceScatter(_InFront):
 
 def moved(comm: Communicator, to: Communicator) -> Communicator:
     """Return the way `to` some ranks, with the user's object that is in front of `comm`, if there is one."""
-    return type(comm).of(to, comm._collective) if isinstance(comm, _InFront) else _behind(to)
+    return type(comm).of(to, comm._collective) if isinstance(comm, InFront) else _behind(to)
 
 
 def _behind(comm: Communicator) -> Communicator:
-    return comm._behind if isinstance(comm, _InFront) else comm
+    return comm._behind if isinstance(comm, InFront) else comm

@@ -22,6 +22,7 @@ _BLOCKS_ELSEWHERE = 32
 _SAMPLES = (4, 16)  # places, and elements in each
 _STEP = 6364136223846793005  # an odd multiplier (Knuth's, of his generator of 64 bits)
 _MASK = (1 << 64) - 1
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -49,6 +50,34 @@ def fingerprint(tensor: Tensor) -> int:
     for one in torch.cat(sums).tolist() if sums else ():
         found = (found * _STEP + one) & _MASK
     return found
+
+
+def fingerprint_of_range(values: Tensor, start: int) -> int:
+    """64 bits of some elements of a tensor, such that those of its ranges add up, modulo 2**64, to those of all of it.
+
+    As `fingerprint`, but with a word for each element, by its place in the whole tensor.
+
+    Args:
+        values: the elements, in memory one after the other.
+        start: the place of the first one in the whole tensor.
+    """
+    real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
+    data = real.resolve_neg().reshape(-1).contiguous()
+    start *= data.numel() // max(values.numel(), 1)
+    words = data.view(_INTEGERS[data.element_size()])
+    weights, found = _weights(data.device, _WORDS), torch.zeros((), dtype=torch.int64, device=data.device)
+    for first in range(start - start % _WORDS, start + words.numel(), _WORDS):
+        begin, end = max(first, start), min(first + _WORDS, start + words.numel())
+        mixed = words[begin - start : end - start].to(torch.int64, copy=True).mul_(_STEP)
+        mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
+        block = pow(_STEP, first // _WORDS, 1 << 64)
+        found += mixed.mul_(weights[begin - first : end - first]).sum().mul_(_signed(block))
+    return int(found) & _MASK
+
+
+def _signed(number: int) -> int:
+    """Return the 64 bits of a number as those of an int64."""
+    return (number & _MASK) - ((number & 1 << 63) << 1)
 
 
 def sampled(tensor: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
     if optimizer not in _seen:
         _seen.add(optimizer)
         _warn_of_unsharded_parameters(optimizer, ours)
+        _warn_of_more(optimizer, ours)
         _warn_of_groups(optimizer)
         _warn_of_parameters_apart(optimizer, params, ours)
         optimizer.register_state_dict_post_hook(_sign_state)
@@ -174,6 +175,12 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
 _OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
+# Those that no division of parameters among ranks can serve, with the reason.
+_OF_MORE = {
+    re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
+    "sees what this rank has of them: ranks take steps of different sizes",
+    re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
+}
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
@@ -187,6 +194,22 @@ def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[A
             "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that "
             "works element by element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with "
             "ignored_parameters, summing their gradients over the ranks yourself.",
+            stacklevel=5,
+        )
+
+
+def impossible(kind: str) -> str:
+    """Return why an optimizer of a class of this name cannot train what is sharded; empty if it can."""
+    return next((reason for names, reason in _OF_MORE.items() if names.search(kind)), "")
+
+
+def _warn_of_more(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn of an optimizer that can do on no shards what it does on unsharded parameters."""
+    kind = type(optimizer).__name__
+    if (reason := impossible(kind)) and any(map(_is_spread, ours)):
+        warnings.warn(
+            f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
+            "(docs/optimizers.md has a table).",
             stacklevel=5,
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, ranks_of
+from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.consensus import peers_answer
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import is_dtensor
@@ -70,16 +70,16 @@ class Steps:
         self._journal: Journal | None = None
         self._has_warned = False
         self._changes = ShardChanges(root)
-        self._of_replicas: dict[Communicator, Journal] = {}
+        self._of_replicas: dict[Any, Journal] = {}  # by the group of ranks
         for handle in self.handles if peers_answer(self._root.everyone) else ():
             ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
             tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
             name = " ".join(tags)
             if tags and self._journal is None and self._root.comm in (handle.comm, handle.replicas):
                 self._journal = Journal(f"steps {name}", self._root.ranks, _STEPS_DIFFER, _CHANGES_DIFFER)
-            if handle.is_replicated and handle.replicas not in self._of_replicas:
+            if handle.is_replicated and handle.replicas.group not in self._of_replicas:
                 ranks = ranks_of(handle.replicas.group)
-                self._of_replicas[handle.replicas] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER)
+                self._of_replicas[handle.replicas.group] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER)
 
     @property
     def handles(self) -> list[FlatParamHandle]:
@@ -146,7 +146,7 @@ class Steps:
                 continue
             for slot, shard in zip(handle.layout.slots, handle.values.local_shards, strict=True):
                 text = f"{slot.name} of unit '{handle.unit.name}' has the checksum {fingerprint(shard):016x}"
-                self._of_replicas[handle.replicas].note(slot.name, text)
+                self._of_replicas[handle.replicas.group].note(slot.name, text)
             handle.storage.release()
         for journal in self._of_replicas.values():
             journal.page += 1

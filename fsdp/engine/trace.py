@@ -12,8 +12,9 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp.distributed.communicator import Pending, during, is_aside, own_rank
 from fsdp.distributed.consensus import from_everyone
+from fsdp.engine.followed import followed, replaced
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper
 
@@ -85,13 +87,14 @@ class Trace:
         if self._memory:
             raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
         self._clock = _Clock(self._runtime)
-        self._follow(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
-        self._follow(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
-        self._follow(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(unit))
-        self._follow(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(unit))
-        self._follow(Runtime, "finish_backward", after=lambda: self._end_backwards())
-        self._follow(Unit, "wait_for_unshard", after=lambda: self._note_memory())
-        self._follow(Unit, "reshard", after=lambda: self._note_memory())
+        follow = partial(followed, self._undo, self._runtime)
+        follow(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
+        follow(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
+        follow(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(unit))
+        follow(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(unit))
+        follow(Runtime, "finish_backward", after=lambda: self._end_backwards())
+        follow(Unit, "wait_for_unshard", after=lambda: self._note_memory())
+        follow(Unit, "reshard", after=lambda: self._note_memory())
         self._follow_waits()
         begun = register_optimizer_step_pre_hook(lambda one, *_: self._begin(STEP, one, type(one).__name__))
         ended = register_optimizer_step_post_hook(lambda one, *_: self._end(STEP, one))
@@ -111,26 +114,6 @@ class Trace:
         if self._path is not None and own_rank() == self.records[0].rank:
             self.save(self._path)
 
-    def _follow(
-        self,
-        owner: type[Any],
-        method: str,
-        before: Callable[..., None] = lambda *_: None,
-        after: Callable[..., None] = lambda *_: None,
-    ) -> None:
-        """Have functions called with a method's arguments, before and after it, where it is of this model."""
-        original = getattr(owner, method)
-
-        def followed(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if (this if isinstance(this, Runtime) else this.runtime) is not self._runtime:
-                return original(this, *args, **kwargs)
-            before(*args)
-            result = original(this, *args, **kwargs)
-            after(*args)
-            return result
-
-        self._replace(owner, method, followed)
-
     def _follow_waits(self) -> None:
         original = Pending.wait
 
@@ -141,11 +124,7 @@ class Trace:
                 self._spans.append(Span(WAIT, pending.what, begin, time.monotonic_ns()))
             return result
 
-        self._replace(Pending, "wait", wait)
-
-    def _replace(self, owner: type[Any], method: str, by: Callable[..., Any]) -> None:
-        self._undo.callback(setattr, owner, method, getattr(owner, method))
-        setattr(owner, method, by)
+        self._undo.enter_context(replaced(Pending, "wait", wait))
 
     def _begin(self, kind: str, of: object, name: str) -> None:
         self._open.setdefault((kind, of), (name, time.monotonic_ns()))

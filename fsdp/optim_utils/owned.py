@@ -13,6 +13,7 @@ is stepped in the shard's own memory.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, during
-from fsdp.distributed.communicator import own_rank, ranks_of
+from fsdp.distributed.communicator import OtherRankError, own_rank, ranks_of
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import watch_optimizers, without_signature
+from fsdp.engine.optimizer_hooks import impossible, watch_optimizers, without_signature
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import require_shards
@@ -188,6 +189,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
         """Have each group's optimizer do something to its parameters, and the shards follow."""
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
+        failure: Exception | None = None
         try:
             for number in sorted(range(len(self.optimizers)), key=lambda number: not self._is_sharded[number]):
                 if not self._is_sharded[number]:  # meanwhile shards were stepped
@@ -197,19 +199,32 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 for member in self._members[number]:
                     if not member.travels:
                         member.show(with_gradients)
-                self._with_options(number, call)
-            for exchange in self._exchanges:
-                exchange.deliver()
+                if failure is None:
+                    failure = self._with_options(number, call)
+            failed = [rank for exchange in self._exchanges for rank in exchange.deliver(failure is not None)]
         finally:
             for member in self._each():
                 member.stepped.param.grad = None
 
-    def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> None:
+        if failure is not None:
+            raise failure
+        if failed:
+            raise OtherRankError(
+                f"rank {own_rank()}: rank {failed[0]} has raised an error when it stepped parameters that it owns, so "
+                "that they have no new values; what happened is told there"
+            )
+
+    def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> Exception | None:
+        """Return what was raised: the others wait for new values, and are to be told."""
         optimizer, shown = self.optimizers[number], self.param_groups[number]
         (own,) = optimizer.param_groups
         own.update(options_of(shown))
-        call(optimizer)
+        try:
+            call(optimizer)
+        except Exception as error:  # noqa: BLE001 (raised when the others know)
+            return error
         shown.update(options_of(own))  # some keep what they count there
+        return None
 
     def _described(self) -> str:
         groups = [
@@ -238,7 +253,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Return this rank's state: that of the parameters that it owns, and of its shards. Load it on the same rank.
 
         Parameters are numbered as the unsharded parameters in all groups one after the other, alike on every rank.
+
+        Raises:
+            NotImplementedError: for `torch.distributed.checkpoint.state_dict`, which would leave out what others own.
         """
+        _refuse_caller_that_knows_no_owners()
         numbers = {one: number for number, one in enumerate(self._each())}
         held = {n: one for one, n in numbers.items() if one.stepped.is_here and self.state.get(one.stepped.param)}
         found = {
@@ -258,9 +277,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         Tensors are taken over, and moved to the parameters' device.
 
         Raises:
+            NotImplementedError: for `torch.distributed.checkpoint.state_dict`.
             ValueError: for other groups, and for the state of parameters that other ranks own.
             RuntimeError: for another rank's state.
         """
+        _refuse_caller_that_knows_no_owners()
         saved, members = state_dict["param_groups"], list(self._each())
         sizes = [len(group["params"]) for group in saved]
         if sizes != list(map(len, self._members)):
@@ -292,6 +313,16 @@ _FULL = (
     "Save all of the state with fsdp.save, or fsdp.optim_utils.full_optim_state_dict(model, optimizer), and load it "
     "with fsdp.load, or load_full_optim_state_dict(model, optimizer, full)."
 )
+
+
+def _refuse_caller_that_knows_no_owners() -> None:
+    """Raise NotImplementedError if the caller of a method of state is torch's `get_optimizer_state_dict`, or the like.
+
+    That gives names by what the optimizer lists, and gathers `DTensor`s: it would leave out what other ranks own, in
+    silence.
+    """
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not know the owners of state. {_FULL}")
 
 
 def _has_elements(value: Any) -> bool:
@@ -481,28 +512,36 @@ class _Exchange:
             for one, elements in zip(own, found.get(holder, ()), strict=True):
                 one.put(one.stepped.param.data, holder, elements)
 
-    def deliver(self) -> None:
-        """Send new values back, and write them to the shards."""
+    def deliver(self, has_failed: bool) -> list[int]:
+        """Send new values back, and write them to the shards; unless this rank `has_failed` to make them.
+
+        Returns:
+            The ranks that have failed, of those whose values this one gets.
+        """
         comm, to_owners = self._comm, self._to_owners()
+        told = torch.tensor([has_failed], dtype=torch.uint8)
         outgoing = {
-            rank: [one.part(one.stepped.param.detach(), rank).reshape(-1) for one in own]
+            rank: [told, *(one.part(one.stepped.param.detach(), rank).reshape(-1) for one in own)]
             for rank, own in self._from_holders().items()
         }
         sizes = {
-            owner: [(one.elements.numel(), one.listed.param.dtype) for one in held] for owner, held in to_owners.items()
+            owner: [(1, torch.uint8), *((one.elements.numel(), one.listed.param.dtype) for one in held)]
+            for owner, held in to_owners.items()
         }
         arrive = self._send("new values", outgoing, sizes)
         for one in self._taking_part:
-            if one.stepped.is_here and one.interval is not None:
+            if one.stepped.is_here and one.interval is not None and not has_failed:
                 one.elements.copy_(one.part(one.stepped.param.detach(), comm.rank).reshape(-1))
         found = arrive()
+        failed = [owner for owner in to_owners if found[owner][0].item()]
         for owner, held in to_owners.items():
-            for one, elements in zip(held, found[owner], strict=True):
+            for one, elements in zip(held if owner not in failed else (), found[owner][1:]):  # noqa: B905 (or none)
                 one.elements.copy_(elements)
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
             if handle is not None:  # also where nothing of it was written, or ranks would not all-gather alike
                 handle.values.touch()
+        return [ranks_of(comm.group)[owner] for owner in failed]
 
     def _send(
         self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]
@@ -593,6 +632,8 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
                 f"{make.__name__}.step() needs a closure, which it may call many times and whose loss it follows over "
                 "all parameters together: that cannot be divided among owners. Use it on an unsharded model."
             )
+        if reason := impossible(getattr(make, "__name__", "")):
+            raise NotImplementedError(f"{make.__name__} {reason}. Use it on an unsharded model.")
     if sum("params" not in group for group in given) > 1:
         raise ValueError("'params' may be left out of one group, which gets all that is in no other; of two it is")
     return [dict(group) for group in given]

@@ -269,22 +269,42 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state as it was before `flat_state`."""
+    """Return a parameter's state as it was before `flat_state`.
+
+    Raises:
+        ValueError: for keys that are none of its, as a file that was made up may have.
+    """
     found: dict[str, Any] = {}
     for key, value in state.items():
         match = _NESTED.fullmatch(key)
         if match is None:
-            found[key] = value
-            continue
-        path: list[tuple[type, Any]] = [(dict, match[1])]
-        for index, place, name in _STEP_INTO.findall(match[2]):
-            step = (list, int(index)) if index else (tuple, int(place)) if place else (dict, ast.literal_eval(name))
-            path.append(step)
+            path: list[tuple[type, Any]] = [(dict, key)]
+        else:
+            path = [(dict, match[1]), *_steps_in(key, match[2])]
         inside = found
         for (_, at), (kind, _) in pairwise(path):
             inside = inside.setdefault(at, _Steps(kind))
+            if not isinstance(inside, _Steps) or inside.kind is not kind:
+                raise ValueError(f"a key {key[:100]!r} of an optimizer's state does not go with others of it")
+        if path[-1][1] in inside:
+            raise ValueError(f"a key {key[:100]!r} of an optimizer's state does not go with others of it")
         inside[path[-1][1]] = value
     return {key: _built(value) for key, value in found.items()}
+
+
+def _steps_in(key: str, text: str) -> Iterator[tuple[type, Any]]:
+    """Yield the steps that a key has at its end, each with the kind of container that it leads into."""
+    for index, place, name in _STEP_INTO.findall(text):
+        if index or place:
+            yield (list, int(index)) if index else (tuple, int(place))
+            continue
+        try:
+            read = ast.literal_eval(name)
+        except (SyntaxError, ValueError, MemoryError, RecursionError, TypeError):
+            read = None
+        if type(read) not in (str, int):
+            raise ValueError(f"a key {key[:100]!r} of an optimizer's state has what is no name or number in braces")
+        yield dict, read
 
 
 class _Steps(dict[Any, Any]):

@@ -272,6 +272,9 @@ def _step_with_warnings(form: dict[str, Any]) -> None:
         with pytest.warns(UserWarning, match=rf"{kind.__name__} goes by the rows.*ignored_parameters") as seen:
             train(model, optimizer, range(2))
         assert len(seen) == 1
+    prodigy = type("Prodigy", (torch.optim.SGD,), {})
+    with pytest.warns(UserWarning, match="Prodigy estimates the size of its steps from all parameters"):
+        train(model, prodigy(model.parameters(), lr=0.1), range(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, LambdaSGD(model.parameters(), lr=0.1), range(1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer
@@ -404,6 +405,8 @@ def _mistakes(folder: Path) -> None:
     refuse(TypeError, "a list of dictionaries")
     refuse(TypeError, "outermost FullyShardedDataParallel", {"optimizer": adamw}, of=talk())
     refuse(NotImplementedError, "LBFGS", {"optimizer": torch.optim.LBFGS})
+    refuse(NotImplementedError, "Prodigy estimates the size", {"optimizer": type("Prodigy", (adamw,), {})})
+    refuse(NotImplementedError, "SophiaH takes second derivatives", {"optimizer": type("SophiaH", (adamw,), {})})
     flat = talk(FullyShardedDataParallel)
     refuse(ValueError, "use_orig_params=True", {"params": is_matrix, "optimizer": muon}, {"optimizer": adamw}, of=flat)
     disk = talk(partial(FullyShardedDataParallel, offload="disk", offload_folder=str(folder)))
@@ -429,6 +432,44 @@ def _differ() -> None:
     only_here = [{"optimizer": torch.optim.AdamW, "params": ["typo"] if dist.get_rank() else list(PARAMETERS)}]
     with pytest.raises((ValueError, RuntimeError), match="none of that name"):
         owned(model, only_here)
+
+
+def test_a_step_that_fails_on_its_owner_is_told_to_those_that_wait_for_its_values(ranks: RankPool) -> None:
+    ranks(3).run(_fail_on_an_owner)
+
+
+def _fail_on_an_owner() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fails:
+                raise ArithmeticError("no inverse")
+            return super().step(closure)
+
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, [{"optimizer": Failing, "lr": 0.1}])
+    fails = dist.get_rank() == 1
+    backward(model, 0)
+    with pytest.raises(
+        ArithmeticError if fails else RuntimeError, match="no inverse" if fails else "rank 1 has raised"
+    ):
+        optimizer.step()
+    fails = False
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+
+
+def test_torchs_functions_for_optimizer_state_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_ask_torch)
+
+
+def _ask_torch() -> None:
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, muon_and_adamw())
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(NotImplementedError, match="does not know the owners of state"):
+        get_optimizer_state_dict(model, optimizer)
 
 
 def test_tensor_parallel_parameters_are_refused(ranks: RankPool) -> None:

@@ -175,6 +175,30 @@ def test_structure_is_kept() -> None:
     assert_same(nested_state(flat), state)
 
 
+@pytest.mark.parametrize(
+    "keys", [["a{(}"], ["a{[1]}"], ["a{x.y}"], ["a{1.5}"], ["a", "a[0]"], ["a[0]", "a(1)"], ["a{" + "-" * 9000 + "1}"]]
+)
+def test_keys_that_no_state_has_are_value_errors(keys: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"a key 'a.* of an optimizer's state"):
+        nested_state(dict.fromkeys(keys, torch.ones(1)))
+
+
+def test_a_checkpoint_with_such_a_key_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1).run(_load_crafted, tmp_path / "saved")
+
+
+def _load_crafted(path: Path) -> None:
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, [{"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}])
+    backward(model, 0)
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["made_up{(}"] = state.pop("momentum_buffer")
+    fsdp.save(path, model, optimizer)
+    with pytest.raises(ValueError, match=f"{path}.*'made_up{{\\(}}'"):
+        fsdp.load(path, model, optimizer)
+
+
 def test_state_of_a_tensor_class_stays_on_its_rank(ranks: RankPool) -> None:
     ranks(2).run(_keep_eight_bits)
 

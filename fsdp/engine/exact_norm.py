@@ -1,0 +1,66 @@
+"""The norm of what is spread over ranks, the same bits however it is spread.
+
+Floating-point sums depend on their order. So each square is turned into integers of a scale that all ranks have in
+common, and integers are added, where no order matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.communicator import Communicator
+
+_BLOCK = 1 << 16  # elements at a time, whose intermediate values stay in the processor's cache
+_BITS = 62  # of a sum in an integer, which never overflows
+_INTEGERS = 3
+_LEAST_EXPONENT = -1000  # of the largest element; its inverse is a floating-point number, too
+
+
+def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Collective. The 2-norm of the tensors of all ranks together, a float64 number on `device`.
+
+    Squares are taken in float64, where those of narrower dtypes are exact, and summed in fixed point: as three integers
+    of ``62 - b`` bits each, for fewer than ``2**b`` elements. So each square is off by at most ``2**(3 * b - 187)`` of
+    the largest one: with a million millions of elements (b = 40), all of them together by ``2**-27`` of it.
+
+    Args:
+        comms: over these, one after the other, all ranks are reached that have a part of it.
+        tensors: this rank's. An element that several ranks have counts for each.
+    """
+    own = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    own = [each.detach().reshape(-1) for each in own if each.numel()]
+    largest = torch.stack([each.abs().max().to(device, torch.float64) for each in own]) if own else torch.zeros(1)
+    # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
+    is_nan = largest.isnan().any()
+    told = torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf).max(), is_nan.double()]).to(device, torch.float64)
+    numel = torch.tensor(sum(each.numel() for each in own), dtype=torch.int64, device=device)
+    for comm in comms:
+        told = comm.all_reduce(told, "max", "the largest element, for a norm").wait()
+        numel = comm.all_reduce(numel, "sum", "the number of elements, for a norm").wait()
+    most, has_nan = told.tolist()
+    if has_nan or not 0 < most < math.inf:
+        return torch.tensor(math.nan if has_nan else most, dtype=torch.float64, device=device)
+    exponent = max(math.frexp(most)[1], _LEAST_EXPONENT)
+    bits = _BITS - int(numel).bit_length()
+    sums = torch.zeros(_INTEGERS, dtype=torch.int64, device=device)
+    for each in own:
+        for part in each.split(_BLOCK):
+            rest = part.double().mul_(2.0**-exponent).square_()  # less than 1
+            digits: list[Tensor] = []
+            for _ in range(_INTEGERS):
+                rest.mul_(2.0**bits)
+                whole = rest.floor() if len(digits) < _INTEGERS - 1 else rest.round()
+                digits.append(whole.long().sum())
+                rest.sub_(whole)
+            sums += torch.stack(digits).to(device)
+    for comm in comms:
+        sums = comm.all_reduce(sums, "sum", "squares, for a norm").wait()
+    total = 0
+    for digit in sums.tolist():  # as Python's integers, which do not overflow
+        total = (total << bits) + digit
+    norm = math.ldexp(math.sqrt(total / (1 << _INTEGERS * bits)), exponent)
+    return torch.tensor(norm, dtype=torch.float64, device=device)

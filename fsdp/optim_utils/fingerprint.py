@@ -1,0 +1,171 @@
+"""`fsdp.fingerprint`: one number for weights, buffers and optimizer state, equal however they are sharded.
+
+Each rank makes a number of the elements that it has, by their places in the unsharded tensors. These numbers add up,
+modulo 2**64, to the same for any division of the elements among ranks; so do those of all tensors, times a number made
+of the tensor's name. What every rank has for itself counts once, if it is the same on all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.communicator import during
+from fsdp.distributed.consensus import done_by_all, from_everyone
+from fsdp.distributed.dtensor import held_part, is_dtensor
+from fsdp.engine.fingerprints import fingerprint_of_range
+from fsdp.engine.names import clean_name
+from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.state_requests import require_shards
+from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.optim_utils.params import Parameters
+from fsdp.optim_utils.state import ELEMENTWISE, OptimParam, Original, flat_state, odd_shape, release
+
+_MASK = (1 << 64) - 1
+_DOING = "take a fingerprint"
+
+
+class Part(NamedTuple):
+    """A `Part` is a number made of what this rank has of one tensor, or of one value."""
+
+    name: str  # of the parameter or buffer
+    key: str  # of the optimizer's state; empty for the tensor itself
+    bits: int
+    is_copy: bool = False  # other ranks have the same, instead of other elements
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Collective. Return a hash of a model's weights and buffers, and of its optimizer's state, on every rank.
+
+    It is the same for any number of ranks that have the same values: two trainings with `fsdp.SameBits` can be compared
+    by it, and a training with what was loaded of it. It depends on every bit, on names, shapes and dtypes. What every
+    rank has for itself (buffers, parameters that are not sharded) counts once if it is the same on all.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        optimizer: of its parameters; an `OwnedOptimizer`, too.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Raises:
+        TypeError: for another model.
+        ValueError: for an optimizer's state that is neither of the shape of a shard nor a number.
+        RuntimeError: inside a forward, backward or `summon_full_params`.
+    """
+    root = root_of_model(model, "fsdp.fingerprint")
+    with during("fsdp.fingerprint()"):
+        parts = done_by_all([root.everyone], _DOING, lambda: parts_of(model, root, optimizer))
+        own = (together(part for part in parts if not part.is_copy), together(part for part in parts if part.is_copy))
+        heard = from_everyone(root.everyone, own)
+    copies = [copy for _, copy in heard]
+    total = sum(part for part, _ in heard) + (copies[0] if len(set(copies)) == 1 else text_bits(str(copies)))
+    return f"{total & _MASK:016x}"
+
+
+def root_of_model(model: Any, what: str) -> Unit:
+    """Return the unit of an outermost wrapper or module under `fully_shard`; a TypeError for anything else."""
+    root = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
+    if root is None:
+        raise TypeError(
+            f"{what} needs the outermost FullyShardedDataParallel, or the outermost module under fully_shard; got a "
+            f"{type(model).__name__}"
+        )
+    return root
+
+
+def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | None = None) -> list[Part]:
+    """Return what this rank has of all weights and buffers of a model, and of its optimizer's state."""
+    require_shards((unit for _, unit in units_in(root)), _DOING)
+    for _, unit in units_in(root):
+        for handle in unit.handles:
+            handle.absorb()
+    params = Parameters(model, root)
+    buffers = [Part(clean_name(name), "", _of_value(buffer), is_copy=True) for name, buffer in model.named_buffers()]
+    found = [*weights_of(params), *buffers, *(() if optimizer is None else state_of(params, optimizer))]
+    release(params.listed)
+    return found
+
+
+def weights_of(params: Parameters, of_gradients: bool = False) -> Iterator[Part]:
+    """Yield what this rank has of weights, or of gradients, which lie as they do."""
+    for one, original in params.by_number.values():
+        value = one.param.grad if of_gradients else one.param
+        if value is not None:
+            yield Part(original.name, "", _of_elements(one, original, value), _is_copied(one))
+
+
+def state_of(params: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """Yield what this rank has of an optimizer's state.
+
+    What is about a parameter as such comes from the rank that has its first element.
+    """
+    for one, original in params.stepped_by(optimizer).by_number.values():
+        kept = one.interval(original, one.comm.rank)
+        if kept is None:
+            continue
+        for key, value in flat_state(optimizer.state.get(one.param, {})).items():
+            is_tensor = isinstance(value, Tensor) and (value.dim() > 0 or is_dtensor(value))
+            if is_tensor and value.shape == one.param.shape:
+                bits = _of_elements(one, original, value)
+            elif is_tensor and not one.is_owned:
+                whose = f"this rank's shard of it {tuple(one.param.shape)}"
+                raise ValueError(odd_shape(key, original.name, value.shape, whose, ELEMENTWISE))
+            else:
+                bits = _of_value(value) if one.replicas.rank == kept.start == 0 else 0
+            yield Part(original.name, key, bits, _is_copied(one))
+
+
+def _is_copied(one: OptimParam) -> bool:
+    return one.handle is None or one.handle.is_local
+
+
+def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
+    """Return the number of this rank's elements of an original in something that lies as what is stepped of it."""
+    kept = one.interval(original, one.comm.rank)
+    if kept is None or one.replicas.rank:
+        return 0
+    local = held_part(like) if is_dtensor(like) else like
+    elements = local.detach().as_subclass(Tensor).reshape(-1)[kept.offset : kept.offset + kept.numel]
+    layout = None if one.handle is None else one.handle.layout
+    if isinstance(layout, RowsLayout) and (dim := layout.slots[original.slot].dim):
+        shape = original.shape if one.is_owned else layout.local_shape(original.slot, one.comm.rank)
+        elements = elements.view(shape).movedim(dim, 0)  # so that a rank's are a range, from `start` on
+    return text_bits(f"{like.dtype} {tuple(original.shape)}") * fingerprint_of_range(elements, kept.start)
+
+
+def _of_value(value: Any) -> int:
+    """Return the number of a value of any kind that one rank has all of."""
+    if not isinstance(value, Tensor):
+        return text_bits(repr(value))
+    if type(value) not in (Tensor, nn.Parameter):
+        raise NotImplementedError(f"an optimizer's state is a {type(value).__name__}, whose bits are not known here")
+    return text_bits(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
+
+
+def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
+    """Return the number of each tensor or value by name and key, made of what all ranks have of it."""
+    every: dict[tuple[str, str], list[Part]] = {}
+    for parts in by_rank:
+        for part in parts:
+            every.setdefault((part.name, part.key), []).append(part)
+    found = {}
+    for names, parts in every.items():
+        copies = [part.bits for part in parts if part.is_copy]
+        same = copies[0] if len(set(copies)) == 1 else text_bits(str(copies)) if copies else 0
+        found[names] = (sum(part.bits for part in parts if not part.is_copy) + same) & _MASK
+    return found
+
+
+def together(parts: Iterable[Part]) -> int:
+    """Return one number of many, which adds up over ranks as they do."""
+    return sum(text_bits(f"{part.name} {part.key}") * part.bits for part in parts) & _MASK
+
+
+def text_bits(text: str) -> int:
+    """Return an odd number made of a text, by which the numbers of tensors are told apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1

@@ -1,0 +1,242 @@
+"""`FingerprintRecording` writes fingerprints of all that a training computes, so that two trainings can be compared.
+
+Each rank notes what passes through it: of a micro-batch, the inputs, weights, buffers and outputs of units and the
+gradients of parameters; of a step, what it has of reduced gradients, of the optimizer's options, of new weights and of
+optimizer state. When an optimizer has stepped, the ranks bring their notes together. What they have elements of adds up
+(`optim_utils.fingerprint`), so that a file tells nothing of how many ranks there were; and micro-batches have the
+numbers that `fsdp.SameBits` gives them.
+
+The file has a JSON object in each line. The first one says what was recorded where. Others name entries ("keys"), or
+have the 16 hexadecimal digits of each ("values") under the number of those names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.communicator import during
+from fsdp.distributed.consensus import from_everyone, number_among, size_of
+from fsdp.distributed.dtensor import local_part
+from fsdp.engine.autograd import in_backward
+from fsdp.engine.fingerprints import fingerprint_of_range
+from fsdp.engine.followed import followed
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import clean_name
+from fsdp.engine.runtime import Runtime, runtime_of_root
+from fsdp.engine.steps import Steps
+from fsdp.engine.trees import map_tensors
+from fsdp.engine.unit import Unit, own_modules
+from fsdp.optim_utils.fingerprint import Part, merged, root_of_model, state_of, text_bits, weights_of
+from fsdp.optim_utils.params import Parameters
+from fsdp.optim_utils.state import groups_of, options_of
+
+FORMAT = "fsdp_fingerprints"
+VERSION = 1
+# Directions, in the order in which they follow each other in a step.
+INPUT, USED_WEIGHT, BUFFER, OUTPUT = "forward input", "weight in forward", "buffer", "forward output"
+GRADIENT, REDUCED = "gradient", "reduced gradient"
+OPTION, WEIGHT, STATE = "optimizer option", "new weight", "optimizer state"
+
+
+class Key(NamedTuple):
+    """A `Key` says what a recorded number is of.
+
+    Attributes:
+        direction: one of those above.
+        unit: that it belongs to, by its name; empty for options, and for what no unit has.
+        name: of the parameter, buffer or option; empty for inputs and outputs.
+        call: the number of the unit's forward in the micro-batch.
+    """
+
+    direction: str
+    unit: str
+    name: str
+    call: int = 0
+
+
+class FingerprintRecording:
+    """A recording of fingerprints, made by `fsdp.record_fingerprints`; a context manager."""
+
+    def __init__(self, model: nn.Module, path: str | os.PathLike[str], first_step: int) -> None:
+        self._root = root_of_model(model, "fsdp.record_fingerprints")
+        self._runtime = runtime_of_root(self._root, "fsdp.record_fingerprints()", "module")
+        self._params = Parameters(model, self._root)
+        self._names = {(one.handle, original.slot): original.name for one, original in self._params.by_number.values()}
+        self._units = {
+            original.name: "" if one.handle is None else self._unit_name(one.handle.unit.name)
+            for one, original in self._params.by_number.values()
+        }
+        self._paths = {module: clean_name(name) for name, module in model.named_modules()}
+        self._path, self._step = path, first_step
+        self._micro_batches: dict[int, dict[Key, int]] = {}
+        self._current: dict[Key, int] = {}
+        self._calls: dict[Unit, int] = {}  # in the current micro-batch
+        self._parts: dict[str, list[Part]] = {}  # of the step, by direction
+        self._known: dict[tuple[Key, ...], int] = {}
+        self._file: IO[str] | None = None
+        self._undo = ExitStack()
+
+    def __enter__(self) -> FingerprintRecording:
+        if number_among(self._root.everyone) == 0:
+            self._file = self._undo.enter_context(open(self._path, "w", encoding="utf-8"))
+        self._write(
+            {
+                FORMAT: VERSION,
+                "ranks": size_of(self._root.everyone),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "device": self._root.device.type,
+            }
+        )
+        follow = partial(followed, self._undo, self._runtime)
+        follow(Runtime, "before_forward", after=self._before_forward)
+        follow(Runtime, "after_forward", before=self._after_forward)
+        follow(Runtime, "finish_backward", after=self._end_micro_batch)
+        follow(Steps, "begin", after=self._begin_step)
+        follow(Steps, "end", after=self._end_step)
+        for handle in self._runtime.handles:
+            self._undo.callback(setattr, handle, "check_gradient", handle.check_gradient)
+            handle.check_gradient = partial(self._on_gradient, handle.check_gradient)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    # --- of a micro-batch ---------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, inputs: Any) -> None:
+        if in_backward() or not torch.is_grad_enabled():
+            return
+        is_first = not self._calls
+        call = self._calls[unit] = self._calls.get(unit, -1) + 1
+        if is_first:
+            self._current[Key(INPUT, self._unit_name(unit.name), "", call)] = _of_tree(inputs)
+        for handle in unit.handles:
+            for slot in range(len(handle.layout.slots)):
+                key = Key(USED_WEIGHT, self._unit_name(unit.name), self._name(handle, slot), call)
+                self._current[key] = fingerprint_of_range(local_part(handle.present(slot)), 0)
+        for module in dict.fromkeys(inner for each in unit.modules for inner in own_modules(each)):
+            for name, buffer in module.named_buffers(recurse=False):
+                path = ".".join(filter(None, (self._paths.get(module, ""), name)))
+                self._current[Key(BUFFER, self._unit_name(unit.name), path, call)] = _of_tree(buffer)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
+        if not (failed or in_backward()) and unit in self._calls:
+            self._current[Key(OUTPUT, self._unit_name(unit.name), "", self._calls[unit])] = _of_tree(output)
+
+    def _on_gradient(self, outer: Any, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
+        if outer is not None:
+            outer(handle, slot, gradient)
+        key = Key(GRADIENT, self._unit_name(handle.unit.name), self._name(handle, slot))
+        self._current[key] = fingerprint_of_range(local_part(gradient), 0)
+
+    def _end_micro_batch(self) -> None:
+        everyone = self._root.everyone
+        number = len(self._micro_batches) * size_of(everyone) + number_among(everyone)
+        self._micro_batches[number] = self._current
+        self._current, self._calls = {}, {}
+
+    def _unit_name(self, name: str) -> str:
+        """Return a unit's name; that of the root has the name of its class, which depends on how it is sharded."""
+        return "root" if name == self._root.name else name
+
+    def _name(self, handle: FlatParamHandle, slot: int) -> str:
+        return self._names.get((handle, slot), handle.layout.slots[slot].name)
+
+    # --- of a step ----------------------------------------------------------------------------------------------
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
+        self._parts = {REDUCED: list(weights_of(self._params, of_gradients=True)), OPTION: list(_options(optimizer))}
+
+    @torch.no_grad()
+    def _end_step(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
+        self._parts |= {WEIGHT: list(weights_of(self._params)), STATE: list(state_of(self._params, optimizer))}
+        with during("fsdp.record_fingerprints()"):
+            heard = from_everyone(self._root.everyone, (self._micro_batches, self._parts))
+        micro_batches = {number: entries for own, _ in heard for number, entries in own.items()}
+        for number, entries in sorted(micro_batches.items()):
+            self._write_entries({"step": self._step, "micro_batch": number}, entries)
+        places = {name: place for place, name in enumerate(self._units)}
+        entries = {}
+        for direction in self._parts:
+            found = merged([parts.get(direction, []) for _, parts in heard])
+            for (name, key), bits in sorted(found.items(), key=lambda one: (places.get(one[0][0], -1), one[0][1])):
+                label = f"{name}: {key}" if key else name
+                entries[Key(direction, self._units.get(name, ""), label)] = bits
+        self._write_entries({"step": self._step}, entries)
+        if self._file is not None:
+            self._file.flush()
+        self._step += 1
+        self._micro_batches, self._parts = {}, {}
+
+    def _write_entries(self, where: dict[str, int], entries: dict[Key, int]) -> None:
+        keys = tuple(entries)
+        if keys not in self._known:
+            self._known[keys] = len(self._known)
+            self._write({"keys": keys})
+        self._write(
+            {**where, "keys": self._known[keys], "values": "".join(f"{bits:016x}" for bits in entries.values())}
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+
+
+def record_fingerprints(model: nn.Module, path: str | os.PathLike[str], first_step: int = 0) -> FingerprintRecording:
+    """Collective. Record fingerprints of all that a training computes, to find where two of them begin to differ. ::
+
+        with fsdp.record_fingerprints(model, "two_ranks.jsonl"):
+            for batch in itertools.islice(batches, 3):
+                train(batch)
+
+    Then ``python -m fsdp compare two_ranks.jsonl four_ranks.jsonl`` names the first step, unit, parameter and direction
+    in which they differ. With `fsdp.SameBits` two trainings can be compared at different numbers of ranks. Without,
+    they should have as many: from the first reduced gradient on, others have other bits.
+
+    Recorded are, of each micro-batch (forward and backward): the inputs of the model; weights, buffers and outputs of
+    each unit in its forward; each parameter's gradient before it is reduced. And of each optimizer's step: reduced
+    gradients as they are stepped, the optimizer's options, new weights, and optimizer state. It takes as long as
+    reading all of that a few times. Passes without gradients are left out. A step ends with that of an optimizer, which
+    is collective while this records.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        path: of the file that the first rank writes, in lines of JSON; what is there is replaced.
+        first_step: the number of the first step, in a training that is resumed.
+
+    Raises:
+        TypeError: for another model.
+        RuntimeError: if another module around this one is sharded and runs it.
+        OSError: on the first rank, if the file cannot be written.
+    """
+    return FingerprintRecording(model, path, first_step)
+
+
+def _of_tree(tree: Any) -> int:
+    """Return the number of all tensors in a nest."""
+    found: list[str] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        local = local_part(tensor)
+        found.append(f"{local.dtype} {tuple(local.shape)} {fingerprint_of_range(local, 0)}")
+        return tensor
+
+    map_tensors(note, tree)
+    return text_bits("/".join(found))
+
+
+def _options(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """Yield the options of an optimizer's groups, which all ranks have."""
+    for number, group in enumerate(groups_of(optimizer)):
+        for option, value in options_of(group).items():
+            shown = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            yield Part(f"{option} of group {number}", "", text_bits(repr(shown)), is_copy=True)

@@ -1,0 +1,113 @@
+"""`fsdp.fingerprint`: equal for equal values however they are sharded, and for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.engine.fingerprints import fingerprint_of_range
+from tests.helpers.hybrid import group_option
+from tests.helpers.ranks import RankPool
+from tests.helpers.same_bits import FORMS, OPTIMIZERS, adamw, loss_of, tokens_of, writer
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES += [torch.complex128]
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 40), st.sampled_from([0, 65530, 131072]), st.data())
+def test_fingerprints_of_ranges_add_up(dtype: torch.dtype, numel: int, start: int, data: st.DataObject) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).mul_(100).to(dtype)
+    cut = data.draw(st.integers(0, numel))
+    parts = fingerprint_of_range(values[:cut], start) + fingerprint_of_range(values[cut:], start + cut)
+    assert parts % (1 << 64) == fingerprint_of_range(values, start)
+
+
+@given(st.integers(0, 31), st.integers(0, 3), st.integers(1, 3))
+def test_every_bit_and_every_place_counts(bit: int, place: int, by: int) -> None:
+    values = torch.tensor([1.0, -2.0, 3.0, 0.0])
+    changed = values.clone()
+    changed.view(torch.int32)[place] ^= -(1 << 31) if bit == 31 else 1 << bit
+    assert fingerprint_of_range(changed, 0) != fingerprint_of_range(values, 0)
+    assert fingerprint_of_range(values.roll(by), 0) != fingerprint_of_range(values, 0)
+    assert fingerprint_of_range(values, by) != fingerprint_of_range(values, 0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_depends_neither_on_ranks_nor_on_forms(ranks: RankPool, optimizer: str) -> None:
+    """Of weights that were stepped with the same gradients, which no rank's order of additions has touched."""
+    forms = [form for form in FORMS if (form, optimizer) != ("flat", "Muon")]
+    found = {one for world_size in (1, 2, 3) for one in ranks(world_size).run(_stepped, forms, optimizer)}
+    assert len(found) == 1
+
+
+def _stepped(forms: list[str], optimizer: str) -> str:
+    found = set()
+    for form in forms:
+        model = writer(FORMS[form]).eval()
+        optim = OPTIMIZERS[optimizer](model)
+        loss_of(model, tokens_of(0, 0)).backward()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.25)
+        optim.step()
+        found.add(fsdp.fingerprint(model, optim))
+    (one,) = found
+    return one
+
+
+def test_it_changes_with_each_weight_buffer_and_state_wherever_that_is(ranks: RankPool) -> None:
+    every = ranks(2).run(_change)
+    assert every[0] == every[1]
+
+
+def _change() -> list[str]:
+    model = writer(FORMS["orig_params"])
+    optim = adamw(model)
+    loss_of(model, tokens_of(0, 0)).backward()
+    optim.step()
+    shards = [param for param in model.parameters() if param.numel()]
+    state = optim.state[next(param for param in shards if param in optim.state)]
+    changes: list[Callable[[], Any]] = [
+        lambda: _flip(shards[0].data),
+        lambda: _flip(shards[-1].data),
+        lambda: _flip(state["exp_avg_sq"]),
+        lambda: state["step"].add_(1),
+        lambda: _flip(dict(model.named_buffers()).popitem()[1]),
+    ]
+    found = [fsdp.fingerprint(model, optim)]
+    for change in changes:
+        if dist.get_rank() == 1:
+            change()
+        found.append(fsdp.fingerprint(model, optim))
+    assert len(set(found)) == len(found)
+    assert fsdp.fingerprint(model) not in found  # without the optimizer
+    return found
+
+
+def _flip(tensor: Tensor) -> None:
+    tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+
+
+def test_replicas_count_once(ranks: RankPool) -> None:
+    assert len({ranks(4).run(_of_hybrid)[0], ranks(2).run(_of_plain)[0]}) == 1
+
+
+def _of_hybrid() -> str:
+    return fsdp.fingerprint(writer(partial(FORMS["flat"], process_group=group_option("pair", 2, 2))))
+
+
+def _of_plain() -> str:
+    return fsdp.fingerprint(writer(FORMS["flat"]))
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(TypeError, match="needs the outermost FullyShardedDataParallel"):
+        fsdp.fingerprint(nn.Linear(2, 2))
