@@ -18,8 +18,9 @@ So at most the units in computation, one prefetched unit and two reductions are 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,9 +43,6 @@ from fsdp.engine.steps import Steps
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class Runtime:

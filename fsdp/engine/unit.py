@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,12 @@ from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.managed_params import Ignored
+from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit_backward import UnitBackward
-
-if TYPE_CHECKING:
-    from fsdp.engine.managed_params import Places
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
