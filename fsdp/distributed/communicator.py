@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -397,7 +397,19 @@ def made_once_for_groups() -> dict[Any, Any]:
     """
     made: dict[Any, Any] = {}
     atexit.register(made.clear)
+    _made.append(made)
     return made
+
+
+_made: list[dict[Any, Any]] = []
+
+
+def forget_groups(groups: Collection[Any]) -> None:
+    """Let go of what was made for process groups that are of no use any more."""
+    for made in _made:
+        for key in list(made):
+            if any(part in groups for part in (key if isinstance(key, tuple) else (key,))):
+                del made[key]
 
 
 # The ways to the ranks of process groups, by group and device: made in `collectives`.

@@ -1,1 +1,5 @@
 """What users test sharded training with, on one machine and without accelerators."""
+
+from fsdp.testing.world import Fault, World, WorldError, die
+
+__all__ = ["Fault", "World", "WorldError", "die"]
