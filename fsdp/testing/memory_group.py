@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.testing.wires import Wires, Work, copied, flip
+from fsdp.testing.wires import Message, Wires, Work, copied, flip
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -86,10 +86,10 @@ class MemoryGroup(dist.ProcessGroup):
 
     # Point to point
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
         return self.wires.send(self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0])
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
         return self.wires.receive(
             self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0]
         )
@@ -109,7 +109,7 @@ class MemoryGroup(dist.ProcessGroup):
         wires, rank, members = self.wires, self._number(self._rank), self._members
         self._calls += 1
         key = self.options.group_name, self._calls
-        work = Work(wires, what, rank, [each for each in members if each != rank], [*given, *wanted])
+        work = Work(wires, what, rank, members, [*given, *wanted])
         with wires.schedule.turn(rank):
             wires.check(rank, work.peers)
             fault = wires.fault(rank)
@@ -140,8 +140,8 @@ class MemoryGroup(dist.ProcessGroup):
                 work.end(error)
 
         for work in works:
-            work.deliver = deliver
-        if any(work.waiters for work in works) or self.wires.schedule.coin():
+            work.complete = deliver
+        if any(work.waiters for work in works) or self.wires.schedule.draw():
             deliver()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:

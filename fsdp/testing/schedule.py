@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-_KEEPS_ON = 8  # of so many waits for what has come already, one hands the baton on all the same
+_IN_TURN = 2  # bits: of four ranks that get the baton one is any, and the others are those that are ready for longest
 
 
 class Task:
@@ -53,6 +53,8 @@ class Schedule:
         stuck: Callable[[], None],
     ) -> None:
         self._random = random.Random(seed)
+        # Of so many waits (bits) for what has come already, one hands the baton on all the same: one in a collective.
+        self._keeps_on = max(3, ranks.bit_length())
         self._late, self._passed, self._stuck = frozenset(late), passed, stuck
         self._mutex = threading.RLock()
         self._tasks: dict[int, Task] = {}  # by thread
@@ -67,9 +69,9 @@ class Schedule:
         self.passes = 0
         self.order: list[int] = []
 
-    def coin(self, chances: int = 2) -> bool:
-        """Return True in one of so many cases."""
-        return self._random.randrange(chances) == 0
+    def draw(self, bits: int = 1) -> bool:
+        """Return True in one case of two, four, eight, ..."""
+        return not self._random.getrandbits(bits)
 
     @property
     def waits_for_nobody(self) -> bool:
@@ -98,24 +100,33 @@ class Schedule:
         """The task of this thread; None if it is no rank's main one, and does not communicate."""
         return self._tasks.get(threading.get_ident())
 
-    @contextmanager
-    def turn(self, rank: int) -> Iterator[None]:
-        """Have the baton inside; `rank` is whose thread this is, if it is none that was begun."""
+    def enter(self, rank: int) -> bool:
+        """Take the baton, unless this thread has it, which is of a rank; return whether it has to be left again."""
         ident = threading.get_ident()
         if ident in self._tasks:
-            yield
-            return
+            return False
         task = self._tasks[ident] = Task(rank)
         with self._mutex:
             self._beside -= 1
         self._take(task)
+        return True
+
+    def leave(self) -> None:
+        """Go on without the baton."""
+        with self._mutex:
+            del self._tasks[threading.get_ident()]
+            self._beside += 1
+            self._pass_on()
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Have the baton inside; `rank` is whose thread this is."""
+        has_come = self.enter(rank)
         try:
             yield
         finally:
-            with self._mutex:
-                del self._tasks[ident]
-                self._beside += 1
-                self._pass_on()
+            if has_come:
+                self.leave()
 
     @contextmanager
     def without(self) -> Iterator[None]:
@@ -159,7 +170,7 @@ class Schedule:
 
     def pause(self) -> None:
         """Hand the baton on, in one of some cases, and go on when it is this thread's turn again."""
-        if self._ready and self.coin(_KEEPS_ON):
+        if self._ready and self.draw(self._keeps_on):
             task = self._tasks[threading.get_ident()]
             with self._mutex:
                 self._ready.append(task)
@@ -207,7 +218,8 @@ class Schedule:
         if not self._ready:
             return
         chosen = [at for at, task in enumerate(self._ready) if task.rank not in self._late] if self._late else ()
-        number = self._random.randrange(len(chosen or self._ready))
+        # With any rank each time, most would run only to find that one of many messages has come.
+        number = self._random.randrange(len(chosen or self._ready)) if self.draw(_IN_TURN) else 0
         task = self._ready.pop(chosen[number] if chosen else number)
         if task.rank != self._last:
             self._passed(self._last, task.rank)

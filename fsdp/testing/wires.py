@@ -7,7 +7,6 @@ two waits for it, which is drawn from the seed. So a sender that writes again to
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.testing.schedule import Schedule, Task
-
-_TorchWork = dist.Work
 
 
 @dataclass(frozen=True)
@@ -46,41 +43,56 @@ class Death(BaseException):
     """Ends a rank without a word; no `except Exception` holds it up."""
 
 
-class Work(_TorchWork):
-    """Something under way on one rank.
+class Transfer:
+    """Something that a rank can wait for.
 
-    Args:
-        wires: of the world.
-        what: it is, for people.
-        rank: this one.
-        peers: the ranks without which it cannot complete.
-        tensors: that it reads or writes; they live until it has ended.
+    Attributes:
+        is_done: it has ended.
+        error: how it has failed.
+        waiters: threads that wait for it.
     """
 
-    def __init__(self, wires: Wires, what: str, rank: int, peers: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.wires, self.what, self.rank, self.peers, self.tensors = wires, what, rank, peers, tensors
-        self.deliver: Callable[[], None] | None = None  # ends it, once all that it needs is there
-        self.is_done = False
-        self.error = ""
-        self.waiters: list[Task] = []
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.wires, self.rank = wires, rank
+        self.is_done, self.error = False, ""
+        self.waiters: list[Task] | None = None
+
+    @property
+    def what(self) -> str:
+        """What it is that a rank waits for, for people."""
+        raise NotImplementedError
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The ranks without which it cannot end."""
+        raise NotImplementedError
+
+    def deliver(self) -> None:
+        """End it, if all that it needs is there."""
+        raise NotImplementedError
 
     def end(self, error: str = "") -> None:
-        self.is_done, self.error, self.deliver = True, error, None
-        self.wires.schedule.wake(self.waiters)
+        self.is_done, self.error = True, error
+        if self.waiters:
+            self.wires.schedule.wake(self.waiters)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        wires = self.wires
-        with wires.schedule.turn(self.rank):
-            if not self.is_done and self.deliver is not None:
+        schedule = self.wires.schedule
+        has_come = schedule.enter(self.rank)
+        try:
+            if not self.is_done:
                 self.deliver()
             if self.is_done:
-                wires.schedule.pause()
+                schedule.pause()
             while not self.is_done:
-                wires.check(self.rank, self.peers)
-                wires.schedule.block(self.waiters, self.what)
-                if not self.is_done and self.deliver is not None:
+                self.wires.check(self.rank, self.peers)
+                self.waiters = self.waiters or []
+                schedule.block(self.waiters, self.what)
+                if not self.is_done:
                     self.deliver()
+        finally:
+            if has_come:
+                schedule.leave()
         if self.error:
             raise RuntimeError(self.error)
         return True
@@ -91,15 +103,79 @@ class Work(_TorchWork):
     def is_success(self) -> bool:
         return self.is_done and not self.error
 
+
+class Message(Transfer):
+    """One end of a message, which has the other one when that is known."""
+
+    def __init__(self, wires: Wires, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
+        super().__init__(wires, rank)
+        self.peer, self.tensor, self.is_sent, self.fault = peer, tensor, is_sent, fault
+        self.other: Message | None = None
+
+    @property
+    def what(self) -> str:
+        return f"rank {self.peer} to take a message" if self.is_sent else f"a message of rank {self.peer}"
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return (self.peer,)
+
+    def deliver(self) -> None:
+        other = self.other
+        if other is None:
+            return
+        sent, asked = (self, other) if self.is_sent else (other, self)
+        error = copied(sent.tensor, asked.tensor, f"from rank {sent.rank} to rank {asked.rank}")
+        if sent.fault and not error:
+            flip(asked.tensor)
+        self.other = other.other = None
+        self.end(error)
+        other.end(error)
+
+
+class Work(Transfer, dist.Work):
+    """A collective under way, as torch takes it also in C++.
+
+    Args:
+        what: it is, for people.
+        members: of the group.
+        tensors: that it reads or writes; they live until it has ended.
+
+    Attributes:
+        complete: ends it on all ranks, when all have come.
+    """
+
+    def __init__(self, wires: Wires, what: str, rank: int, members: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        dist.Work.__init__(self)
+        Transfer.__init__(self, wires, rank)
+        self._what, self._members, self._tensors = what, members, tensors
+        self.complete: Callable[[], None] | None = None
+
+    @property
+    def what(self) -> str:
+        return self._what
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return self._members
+
+    def deliver(self) -> None:
+        if self.complete is not None:
+            self.complete()
+
     def result(self) -> list[Tensor]:
-        return list(self.tensors)
+        return list(self._tensors)
 
     def get_future(self) -> torch.futures.Future[Any]:
         # torch waits for futures in C++, where nobody hands the baton on: so we wait.
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(list(self.tensors))
+        future.set_result(list(self._tensors))
         return future
+
+
+Key = tuple[str, int, int, int]  # group, sender, receiver, tag
+_Ends = dict[Key, list[Message]]
 
 
 class Wires:
@@ -117,9 +193,8 @@ class Wires:
         self.failure = ""
         self.sent = [0] * ranks
         self._faults = {(fault.rank, fault.at): fault for fault in faults}
-        # By group, sender, receiver and tag: messages that nobody has asked for, or receivers that none has come for.
-        self._sends: dict[Any, deque[tuple[Work, Tensor, bool]]] = {}
-        self._receives: dict[Any, deque[tuple[Work, Tensor]]] = {}
+        self._sent: _Ends = {}  # what nobody has asked for yet
+        self._asked: _Ends = {}  # what nobody has sent yet
         self.values: dict[str, bytes] = {}  # of the store
         self.store_waiters: list[Task] = []
         self.meetings: dict[Any, Any] = {}  # collectives that some ranks have come to
@@ -137,10 +212,8 @@ class Wires:
     def close(self, rank: int) -> None:
         """Close the connections of a rank, with what it has sent and nobody has taken."""
         self.gone.add(rank)
-        for messages in self._sends.values():
-            kept = [each for each in messages if each[0].rank != rank]
-            messages.clear()
-            messages.extend(kept)
+        for key in [key for key in self._sent if key[1] == rank]:
+            del self._sent[key]
         self.schedule.wake_all()
 
     def fault(self, rank: int) -> str:
@@ -156,47 +229,44 @@ class Wires:
             raise Death
         return fault.effect
 
-    def send(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Work:
-        work = Work(self, f"rank {peer} to take a message", rank, (peer,), (tensor,))
-        with self.schedule.turn(rank):
+    def send(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Message:
+        has_come = self.schedule.enter(rank)
+        try:
             self.check(rank, (peer,))
-            fault = self.fault(rank)
-            key = group, rank, peer, tag
-            if fault == "lose":
-                work.end()
-            elif asked := self._receives.get(key):
-                self._match(work, tensor, fault == "flip", *asked.popleft())
-                if not asked:
-                    del self._receives[key]
+            message = Message(self, rank, peer, tensor, is_sent=True, fault=self.fault(rank))
+            if message.fault == "lose":
+                message.end()
             else:
-                self._sends.setdefault(key, deque()).append((work, tensor, fault == "flip"))
-        return work
+                self._meet(message, (group, rank, peer, tag), self._asked, self._sent)
+        finally:
+            if has_come:
+                self.schedule.leave()
+        return message
 
-    def receive(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Work:
-        work = Work(self, f"a message of rank {peer}", rank, (peer,), (tensor,))
-        with self.schedule.turn(rank):
+    def receive(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Message:
+        has_come = self.schedule.enter(rank)
+        try:
             self.check(rank, (peer,))
-            key = group, peer, rank, tag
-            if sent := self._sends.get(key):
-                self._match(*sent.popleft(), work, tensor)
-                if not sent:
-                    del self._sends[key]
-            else:
-                self._receives.setdefault(key, deque()).append((work, tensor))
-        return work
+            message = Message(self, rank, peer, tensor, is_sent=False)
+            self._meet(message, (group, peer, rank, tag), self._sent, self._asked)
+        finally:
+            if has_come:
+                self.schedule.leave()
+        return message
 
-    def _match(self, sending: Work, sent: Tensor, is_flipped: bool, receiving: Work, received: Tensor) -> None:
-        def deliver() -> None:
-            error = copied(sent, received, f"from rank {sending.rank} to rank {receiving.rank}")
-            if is_flipped and not error:
-                flip(received)
-            sending.end(error)
-            receiving.end(error)
-
-        sending.deliver = receiving.deliver = deliver
-        # So that each end finds out, if it waits for it already; and now and then at once.
-        if self.schedule.coin() or sending.waiters or receiving.waiters:
-            deliver()
+    def _meet(self, message: Message, key: Key, others: _Ends, own: _Ends) -> None:
+        """Bring one end of a message together with the other, or leave it until that comes."""
+        waiting = others.get(key)
+        if waiting is None:
+            own.setdefault(key, []).append(message)
+            return
+        other = waiting.pop(0)
+        if not waiting:
+            del others[key]
+        message.other, other.other = other, message
+        # At once, or when one of them waits for it.
+        if other.waiters or self.schedule.draw():
+            message.deliver()
 
 
 def copied(source: Tensor, target: Tensor, way: str) -> str:
