@@ -1,4 +1,7 @@
-"""The process group of a world: gloo's interface and arithmetic, with messages in memory."""
+"""The process group of a world has gloo's interface and arithmetic, and messages in memory."""
+
+# mypy: disable-error-code="override, assignment"
+# torch declares several forms of each method, and calls the one that is here.
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class MemoryGroup(dist.ProcessGroup):
     """
 
     def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None) -> None:
-        super().__init__(rank, size)  # a group in Python has no store
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a group in Python has no store
         self.wires = wires
         self._rank, self._size, self._timeout = rank, size, timeout
         self.options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
@@ -64,7 +67,7 @@ class MemoryGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802
         return "gloo"
 
     def name(self) -> str:
@@ -224,7 +227,8 @@ class MemoryGroup(dist.ProcessGroup):
         def end(parts: list[Any]) -> None:
             sources = [source for source, _ in parts]
             for tensor in range(len(wanted)):
-                each = [torch.cat([one.reshape(-1) for one in source[tensor * self._size :][: self._size]]) for source in sources]
+                pieces = slice(tensor * self._size, (tensor + 1) * self._size)
+                each = [torch.cat([piece.reshape(-1) for piece in source[pieces]]) for source in sources]
                 total, start = reduced(each, operation), 0
                 for _, targets in parts:
                     stop = start + targets[tensor].numel()
@@ -235,12 +239,12 @@ class MemoryGroup(dist.ProcessGroup):
         return self._meet(f"reduce_scatter{_shapes(flat)} {operation}", flat, wanted, end)
 
     def reduce_scatter_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
-        return self.reduce_scatter(wanted, [self._pieces(each) for each in given], options)
+        return self.reduce_scatter(wanted, [self._pieces(each) for each in given], opts)
 
     def reduce_scatter_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
-        return self.reduce_scatter_single_coalesced([wanted], [given], options)
+        return self.reduce_scatter_single_coalesced([wanted], [given], opts)
 
-    def alltoall(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+    def _swap(self, wanted: list[Tensor], given: list[Tensor]) -> Work:
         def end(parts: list[Any]) -> None:
             for rank, (_, targets) in enumerate(parts):
                 for (sources, _), target in zip(parts, targets, strict=True):
@@ -248,13 +252,16 @@ class MemoryGroup(dist.ProcessGroup):
 
         return self._meet("all_to_all", given, wanted, end)
 
+    def alltoall(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+        return self._swap(wanted, given)
+
     def all_to_all_single(
         self, wanted: Tensor, given: Tensor, wanted_sizes: list[int], given_sizes: list[int], opts: Any = None
     ) -> Work:
         def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
             return list(tensor.detach().split(list(sizes) or tensor.shape[0] // self._size))
 
-        return self.alltoall(split(wanted, wanted_sizes), split(given, given_sizes))
+        return self._swap(split(wanted, wanted_sizes), split(given, given_sizes))
 
     def barrier(self, opts: Any = None) -> Work:
         return self._meet("barrier", (), (), lambda parts: None)

@@ -1,4 +1,4 @@
-"""What a process has one of, and each rank of a world has for itself: it is exchanged when another rank goes on."""
+"""`ProcessState` is what a process has one of, and each rank of a world has for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,12 +31,17 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class ProcessState:
-    """The generators of random numbers, default dtype, filters of warnings, torchrun's variables, and the package's own.
+    """A state of the process, which is shown while its rank runs, and kept while another one does.
 
-    It is that of the caller when it is made.
+    It has the generators of random numbers, the default dtype, filters of warnings, torchrun's variables, and what the
+    package has for a process. It is that of the caller when it is made.
+
+    Args:
+        variables: of torchrun, for a rank.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._attributes: dict[Any, Any] = {}
         self.keep()
         self._attributes[warnings, "filters"] = list(warnings.filters)
         if variables is not None:
@@ -83,5 +88,5 @@ class ProcessState:
 
     @property
     def journals(self) -> Collection[Any]:
-        """Those of the rank."""
-        return self._attributes[journal, "journals"]
+        """The journals of the rank."""
+        return cast("set[Any]", self._attributes[journal, "journals"])

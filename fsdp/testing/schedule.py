@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def waits_for_nobody(self) -> bool:
-        """Whether nobody has the baton, and no thread runs beside that could ask for it."""
+        """Return whether nobody has the baton, and no thread runs beside that could ask for it."""
         return self._holder is None and not self._beside
 
     def begin(self, rank: int) -> None:
@@ -170,8 +170,8 @@ class Schedule:
 
     def pause(self) -> None:
         """Hand the baton on, in one of some cases, and go on when it is this thread's turn again."""
-        if self._ready and self.draw(self._keeps_on):
-            task = self._tasks[threading.get_ident()]
+        task = self._tasks[threading.get_ident()]
+        if self._ready and (task.rank in self._late or self.draw(self._keeps_on)):
             with self._mutex:
                 self._ready.append(task)
                 self._pass_on()
@@ -212,9 +212,8 @@ class Schedule:
         self._holder = None
         self.passes += 1
         if not self._ready and self._blocked and not self._released and not self._beside:
-            self._stuck()
-            if self._holder is not None:  # by waking all
-                return
+            self._stuck()  # wakes all, and so hands the baton on
+            return
         if not self._ready:
             return
         chosen = [at for at, task in enumerate(self._ready) if task.rank not in self._late] if self._late else ()

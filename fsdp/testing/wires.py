@@ -1,7 +1,7 @@
 """Messages between the ranks of a world, in memory: what is sent, what is lost, and which connections are closed.
 
-As on gloo, a message leaves when its receiver has asked for it, and its memory is read then: at once, or when one of the
-two waits for it, which is drawn from the seed. So a sender that writes again too early is found.
+As on gloo, a message leaves when its receiver has asked for it, and its memory is read then: at once, or when one of
+the two waits for it, which is drawn from the seed. So a sender that writes again too early is found.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Transfer:
 
     @property
     def what(self) -> str:
-        """What it is that a rank waits for, for people."""
+        """The words for what a rank waits for."""
         raise NotImplementedError
 
     @property
@@ -199,6 +199,11 @@ class Wires:
         self.store_waiters: list[Task] = []
         self.meetings: dict[Any, Any] = {}  # collectives that some ranks have come to
 
+    @property
+    def faults_to_come(self) -> list[Fault]:
+        """Those that have befallen nobody."""
+        return [fault for fault in self._faults.values() if self.sent[fault.rank] <= fault.at]
+
     def check(self, rank: int, peers: Sequence[int]) -> None:
         """Raise what keeps a rank from going on with these."""
         if rank in self.gone:
@@ -270,7 +275,7 @@ class Wires:
 
 
 def copied(source: Tensor, target: Tensor, way: str) -> str:
-    """Copy a tensor as its bytes, as a network does, behind autograd's back; return what keeps us from it, or nothing."""
+    """Copy a tensor's bytes, as a network does, behind autograd's back; return what is wrong, or nothing."""
     if source.nbytes != target.nbytes:
         return f"a message {way} has {source.nbytes} bytes, and {target.nbytes} were asked for"
     for tensor, what in ((source, "is to be sent"), (target, "is to be received into")):
@@ -298,7 +303,7 @@ class MemoryStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         with self._wires.schedule.turn(self._rank):
-            self._wires.values[key] = value.encode() if isinstance(value, str) else bytes(value)
+            self._wires.values[key] = _as_bytes(value)
             self._wires.schedule.wake(self._wires.store_waiters)
 
     def get(self, key: str) -> bytes:
@@ -313,10 +318,10 @@ class MemoryStore(dist.Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         with self._wires.schedule.turn(self._rank):
-            expected, desired = (each.encode() if isinstance(each, str) else bytes(each) for each in (expected, desired))
-            if self._wires.values.get(key, b"") == expected:
+            found = self._wires.values.get(key, b"")
+            if found == _as_bytes(expected):
                 self.set(key, desired)
-            return self._wires.values.get(key, expected)
+            return self._wires.values.get(key, _as_bytes(expected))
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._wires.values for key in keys)
@@ -332,3 +337,7 @@ class MemoryStore(dist.Store):
             while not self.check(keys):
                 self._wires.check(self._rank, ())
                 self._wires.schedule.block(self._wires.store_waiters, f"the other ranks ({', '.join(keys)})")
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -86,7 +86,7 @@ class World:
 
         Raises:
             WorldError: if a rank raises. Ranks that wait for it raise an error that says so.
-            RuntimeError: if this is called by a rank of a world.
+            RuntimeError: if this is called by a rank of a world, or all return before a fault has befallen any.
         """
         if _here.rank is not None:
             raise RuntimeError(f"rank {_here.rank} of a world cannot run another world")
@@ -109,7 +109,7 @@ def die() -> None:
 
 
 class _Here(threading.local):
-    """Which rank this thread belongs to, and what torch knows of its groups."""
+    """The rank that this thread belongs to, and what torch knows of its groups."""
 
     rank: int | None = None
     groups: Any = None
@@ -153,7 +153,8 @@ class _Run:
             ProcessState({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
             for rank in range(ranks)
         ]
-        self._roll_calls = [RollCall(rank, ranks, self._tell, state.journals) for rank, state in enumerate(self._states)]
+        kept = [state.journals for state in self._states]
+        self._roll_calls = [RollCall(rank, ranks, self._tell, journals) for rank, journals in enumerate(kept)]
         self._threads: list[threading.Thread] = []
         self._groups: list[Any] = []  # all that were made
         self._running = set(range(ranks))
@@ -177,6 +178,8 @@ class _Run:
             self._compare_journals()
         if self._errors:
             self._raise()
+        for fault in self._wires.faults_to_come:
+            raise RuntimeError(f"{fault} never befell: rank {fault.rank} sent {self._wires.sent[fault.rank]} messages")
         return [self._results.get(rank) for rank in range(self._ranks)]
 
     def _rank(self, rank: int, body: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -226,7 +229,7 @@ class _Run:
             condition._acquire_restore(held)
             return came
 
-        isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
         with ExitStack() as stack:
             # All private, seen in torch 2.11 and 2.13: where groups are recorded, what makes those of gloo, and that
             # threads have names of their own for groups.
