@@ -17,7 +17,6 @@ from fsdp.testing.wires import Message, Wires, Work, copied, flip
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
@@ -25,6 +24,8 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.BOR: torch.bitwise_or,
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
+
+_SEGMENT_BYTES = 1 << 20
 
 # What each rank gives to a collective, and what it is to get: tensors by rank of the group.
 Parts = Sequence[Sequence[Tensor]]
@@ -225,21 +226,24 @@ class MemoryGroup(dist.ProcessGroup):
         operation = _operation(opts)
 
         def end(parts: list[Any]) -> None:
-            sources = [source for source, _ in parts]
-            for tensor in range(len(wanted)):
-                pieces = slice(tensor * self._size, (tensor + 1) * self._size)
-                each = [torch.cat([piece.reshape(-1) for piece in source[pieces]]) for source in sources]
-                total, start = reduced(each, operation), 0
-                for _, targets in parts:
-                    stop = start + targets[tensor].numel()
-                    _write(total[start:stop], targets[tensor])
-                    start = stop
+            for rank, (_, targets) in enumerate(parts):  # piece by piece, as gloo does
+                for number, target in enumerate(targets):
+                    piece = [source[number * self._size + rank] for source, _ in parts]
+                    _write(reduced(piece, operation), target)
 
         flat = [each for tensors in given for each in tensors]
         return self._meet(f"reduce_scatter{_shapes(flat)} {operation}", flat, wanted, end)
 
     def reduce_scatter_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
-        return self.reduce_scatter(wanted, [self._pieces(each) for each in given], opts)
+        operation = _operation(opts)
+
+        def end(parts: list[Any]) -> None:
+            for number in range(len(wanted)):  # by an all-reduce, as gloo does
+                total = reduced([source[number] for source, _ in parts], operation)
+                for piece, (_, targets) in zip(self._pieces(total), parts, strict=True):
+                    _write(piece, targets[number])
+
+        return self._meet(f"reduce_scatter{_shapes(given)} {operation}", given, wanted, end)
 
     def reduce_scatter_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([wanted], [given], opts)
@@ -282,13 +286,26 @@ def _operation(opts: Any) -> Any:
 
 
 def reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
-    """Reduce the ranks' tensors ``[n]`` as gloo does: in rank order."""
+    """Reduce the ranks' tensors, all of one shape, in the order of gloo's ring, so that it has gloo's bits.
+
+    Of W parts the first goes from rank W - 1 down to rank 0, and is added up on the way; each other part sets out one
+    rank later. A part has two segments, or more where these would be above a MiB.
+    """
     if operation not in _REDUCTIONS:
         raise RuntimeError(f"gloo has no reduction {operation}")
-    total = tensors[0].detach().clone()
-    for tensor in tensors[1:]:
-        total = _REDUCTIONS[operation](total, tensor.detach())
-    return total / len(tensors) if operation == dist.ReduceOp.AVG else total
+    size, first = len(tensors), tensors[0]
+    segments = max(2, -(-first.nbytes // (size * _SEGMENT_BYTES)))  # of each part
+    segment = -(-first.nbytes // (size * segments))
+    part = segments * -(-segment // first.element_size()) or 1
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    total = torch.empty_like(flat[0])
+    for number, start in enumerate(range(0, len(total), part)):
+        own = slice(start, start + part)
+        value = flat[(number - 1) % size][own]
+        for step in range(2, size + 1):
+            value = _REDUCTIONS[operation](value, flat[(number - step) % size][own])
+        total[own] = value
+    return total.view(first.shape)
 
 
 def _write(source: Tensor, target: Tensor) -> None:
