@@ -201,7 +201,13 @@ class MemoryGroup(dist.ProcessGroup):
         return self._gather("all_gather", given, [list(each) for each in zip(*wanted, strict=True)])
 
     def all_gather_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
-        return self._gather("all_gather", given, [self._pieces(each) for each in wanted])
+        def end(parts: list[Any]) -> None:
+            for number in range(len(wanted)):
+                whole = torch.cat([source[number].reshape(-1) for source, _ in parts])
+                for _, targets in parts:
+                    _write(whole, targets[number])
+
+        return self._meet(f"all_gather{_shapes(given)}", given, wanted, end)
 
     def all_gather_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([wanted], [given])
