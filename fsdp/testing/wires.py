@@ -208,11 +208,11 @@ class Wires:
         """Raise what keeps a rank from going on with these."""
         if rank in self.gone:
             raise Death
-        for peer in peers:
-            if peer in self.gone:
-                raise RuntimeError(f"Connection closed by peer: rank {peer} is gone")
         if self.failure:
             raise RuntimeError(self.failure)
+        for peer in peers if self.gone else ():
+            if peer in self.gone:
+                raise RuntimeError(f"Connection closed by peer: rank {peer} is gone")
 
     def close(self, rank: int) -> None:
         """Close the connections of a rank, with what it has sent and nobody has taken."""
