@@ -322,6 +322,8 @@ class _Run:
 
     def explain(self) -> str:
         """Return which ranks have ended, and why; of those that are to blame, if that can be told."""
+        if self._wires.failure:
+            return ""  # the error says it already
         gone = sorted(self._wires.gone)
         causes = [rank for rank in gone if not isinstance(self._errors.get(rank), communicator.OtherRankError)]
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
