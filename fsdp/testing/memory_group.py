@@ -17,6 +17,7 @@ from fsdp.testing.wires import Message, Wires, Work, copied, flip
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
@@ -311,7 +312,7 @@ def reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
         for step in range(2, size + 1):
             value = _REDUCTIONS[operation](value, flat[(number - step) % size][own])
         total[own] = value
-    return total.view(first.shape)
+    return (total / size if operation == dist.ReduceOp.AVG else total).view(first.shape)
 
 
 def _write(source: Tensor, target: Tensor) -> None:

@@ -35,12 +35,13 @@ def test_a_wait_without_end_is_shown_as_on_the_page() -> None:
     assert report is not None
     with pytest.raises(WorldError) as caught:
         World(4).run(_skip_a_layer)
-    names = {"layers.3": "layers.0", "layers.4": "layers.1", "train.py": "test_testing_your_training.py", "step": "_skip_a_layer"}
+    names = {"layers.3": "layers.0", "layers.4": "layers.1", "train.py": "test_testing_your_training.py"}
     for line in report[1].splitlines():
+        shown = re.sub(r" in step; before it: \.\.\.", "", line)
         for name, ours in names.items():
-            line = line.replace(name, ours)  # noqa: PLW2901
-        expected = re.sub(r":\d+", r":\\d+", re.escape(line)).replace(r"\.\.\.", ".*").replace("; before", ".*; before").replace(r";\ before", r".*;\ before")
-        assert re.search(expected, str(caught.value)), line
+            shown = shown.replace(name, ours)
+        expected = re.sub(r":\d+", r":\\d+", re.escape(shown))
+        assert re.search(expected, str(caught.value)), shown
 
 
 def _skip_a_layer() -> None:

@@ -56,6 +56,7 @@ def _all_functions() -> dict[str, Any]:
     _ALL_GATHER(got.setdefault("all_gather_single", torch.empty(size * 5)), pieces[0])
     dist.reduce_scatter(got.setdefault("reduce_scatter", torch.empty(5)), pieces)
     _REDUCE_SCATTER(got.setdefault("reduce_scatter_single", torch.empty(5)), own)
+    _REDUCE_SCATTER(got.setdefault("reduce_scatter_single AVG", torch.empty(5)), own, op=dist.ReduceOp.AVG)
     dist.all_to_all_single(got.setdefault("all_to_all_single", torch.empty(size * 5)), own)
     dist.broadcast(got.setdefault("broadcast", own.clone()), src=1)
     dist.gather(pieces[1], got.setdefault("gather", empty()) if rank == 1 else None, dst=1)
