@@ -257,9 +257,12 @@ ended: deque[str] = deque(maxlen=4)
 longest = {False: 0.0, True: 0.0}
 
 
+main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testing`)
+
+
 def is_aside(thread: int) -> bool:
     """Return whether a thread is another one than the main one, as that which saves in the background is."""
-    return thread != threading.main_thread().ident
+    return thread != threading.main_thread().ident and thread not in main_threads
 
 
 def explain(closed_by: int | None) -> str:

@@ -70,7 +70,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "gloo"
+        return "memory"  # to C++, where DistributedDataParallel asks gloo's own class for its sockets
 
     def name(self) -> str:
         return "gloo"

@@ -86,15 +86,17 @@ class World:
 
         Raises:
             WorldError: if a rank raises. Ranks that wait for it raise an error that says so.
-            RuntimeError: if this is called by a rank of a world, or all return before a fault has befallen any.
+            RuntimeError: if a world runs already in this process, or all return before a fault has befallen any.
         """
-        if _here.rank is not None:
-            raise RuntimeError(f"rank {_here.rank} of a world cannot run another world")
+        if not _one_runs.acquire(blocking=False):
+            by = "" if _here.rank is None else f", which is called by rank {_here.rank} of it"
+            raise RuntimeError(f"a world runs in this process, and there is no room for another one{by}")
         run = _Run(self.world_size, self._seed, self._late, self._faults, self._timeout)
         try:
             return run.call(body, args, kwargs)
         finally:
             self.order = run.schedule.order
+            _one_runs.release()
 
 
 def die() -> None:
@@ -116,6 +118,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_one_runs = threading.Lock()
 
 
 class _RankWorlds:
@@ -184,6 +187,7 @@ class _Run:
 
     def _rank(self, rank: int, body: Callable[..., Any], args: Any, kwargs: Any) -> None:
         _here.rank, _here.groups = rank, _no_groups()
+        communicator.main_threads.add(own := threading.get_ident())
         self.schedule.begin(rank)
         try:
             dist.init_process_group("gloo", store=MemoryStore(self._wires, rank), rank=rank, world_size=self._ranks)
@@ -198,6 +202,7 @@ class _Run:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self._running.discard(rank)
+            communicator.main_threads.discard(own)
             self.schedule.end()
 
     @contextmanager
@@ -262,6 +267,8 @@ class _Run:
         except BaseException:  # an interrupt
             self._wires.failure = "the run was interrupted"
             self.schedule.wake_all()
+            for thread in self._threads:
+                thread.join(_TICK)
             raise
 
     # What ranks know of each other

@@ -85,6 +85,10 @@ def _all_functions() -> dict[str, Any]:
     dist.all_reduce(got.setdefault("in a group", own.clone()), group=mine)
     got["number in the group"] = dist.get_group_rank(mine, rank)
 
+    replicated = nn.parallel.DistributedDataParallel(nn.Linear(5 * size, 2))
+    replicated(own.view(1, -1)).sum().backward()
+    got["DistributedDataParallel"] = replicated.module.weight.grad
+
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("one", "all"))
     spread = distribute_tensor(torch.arange(9.0).view(3, 3), mesh, [Replicate(), Shard(0)])
     got["DTensor"], got["its part"] = (spread @ spread.T).full_tensor(), spread.to_local()

@@ -303,7 +303,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_a_rank_cannot_run_a_world() -> None:
-    with pytest.raises(WorldError, match="rank 0 of a world cannot run another world"):
+    with pytest.raises(WorldError, match="no room for another one, which is called by rank 0"):
         World(1).run(World(1).run, dist.get_rank)
 
 
