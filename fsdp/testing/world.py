@@ -346,7 +346,8 @@ class _Run:
             trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
             text = "".join(traceback.format_exception(type(error), error, trace)).strip()
             by_text.setdefault(text, []).append(rank)
-        parts = [f"{len(errors)} of {self._ranks} ranks did not return"]
+        cause = "".join(traceback.format_exception_only(type(first), first)).strip().splitlines()[0]
+        parts = [f"{len(errors)} of {self._ranks} ranks did not return: rank {errors[0][0]} has raised {cause}"]
         parts += [f"===== {named(ranks)} =====\n{text}" for text, ranks in by_text.items()]
         if others := {self._end(rank): rank for rank in range(self._ranks) if rank not in self._errors}:
             parts.append("; ".join(f"rank {rank} {text}" for text, rank in others.items()))

@@ -68,6 +68,7 @@ def _different_collectives() -> None:
         ("skips a unit", "did not complete.*waiting for all-gather of .*gate.*wait for each other"),
         ("other order", "did not complete.*waiting for all-gather of"),
         ("other model", "ranks"),
+        ("other seed", "the ranks have sharded different values"),
         ("other optimizer", "different optimizer steps.*rank 1: SGD.*lr=0.2"),
         ("other call", "the ranks are in different calls|did not complete"),
     ],
@@ -81,6 +82,7 @@ def _make_mistake(mistake: str) -> None:
     wrong = dist.get_rank() == 1
     if mistake == "other model" and wrong:
         FullyShardedDataParallel(nn.Linear(5, 3))(torch.ones(2, 5))
+    torch.manual_seed(int(mistake == "other seed" and wrong))
     model = FullyShardedDataParallel(_Two(mistake if wrong else ""))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if mistake == "other optimizer" and wrong else 0.1)
     for _ in range(2):
