@@ -337,7 +337,6 @@ def _mesh_of_all(module: nn.Module) -> DeviceMesh:
     kind = next(on, served_device(default_group(None)).type)
     key = (dist.group.WORLD, kind)
     if key not in _meshes:
-        _meshes.clear()
         _meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
     return _meshes[key]
 

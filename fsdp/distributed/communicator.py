@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -268,9 +268,12 @@ ended: deque[str] = deque(maxlen=4)
 longest = {False: 0.0, True: 0.0}
 
 
+main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testing`)
+
+
 def is_aside(thread: int) -> bool:
     """Return whether a thread is another one than the main one, as that which saves in the background is."""
-    return thread != threading.main_thread().ident
+    return thread != threading.main_thread().ident and thread not in main_threads
 
 
 def explain(closed_by: int | None) -> str:
@@ -408,7 +411,19 @@ def made_once_for_groups() -> dict[Any, Any]:
     """
     made: dict[Any, Any] = {}
     atexit.register(made.clear)
+    _made.append(made)
     return made
+
+
+_made: list[dict[Any, Any]] = []
+
+
+def forget_groups(groups: Collection[Any]) -> None:
+    """Let go of what was made for process groups that are of no use any more."""
+    for made in _made:
+        for key in list(made):
+            if any(part in groups for part in (key if isinstance(key, tuple) else (key,))):
+                del made[key]
 
 
 # The ways to the ranks of process groups, by group and device: made in `collectives`.

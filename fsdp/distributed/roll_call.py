@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdp.distributed.journal import Journal, journals
@@ -19,12 +19,17 @@ class RollCall:
     Args:
         rank, world_size: of the default process group.
         tell: sends a message to some ranks, and returns their answers; a text, or nothing, for one that gave none.
+        among: this rank's journals.
     """
 
     def __init__(
-        self, rank: int, world_size: int, tell: Callable[[Sequence[int], Message], Mapping[int, Message | str]]
+        self,
+        rank: int,
+        world_size: int,
+        tell: Callable[[Sequence[int], Message], Mapping[int, Message | str]],
+        among: Collection[Journal] = journals,
     ) -> None:
-        self._rank, self._tell = rank, tell
+        self._rank, self._tell, self._journals = rank, tell, among
         self._every = 1 + world_size // _PER_SECOND
         self._until_next = self._every
         self._heard: dict[str, dict[int, dict[int, str]]] = {}  # by journal, page and rank
@@ -32,14 +37,14 @@ class RollCall:
     @property
     def difference(self) -> str:
         """A text that says how ranks differ; empty if it is not known that they do, or this rank has raised it."""
-        return next((each.difference for each in list(journals) if not each.is_raised and each.difference), "")
+        return next((each.difference for each in list(self._journals) if not each.is_raised and each.difference), "")
 
     def tick(self) -> None:
         """Send what is new to the first ranks, and compare what this rank has heard as one; call it every second."""
         self._until_next -= 1
         if self._until_next <= 0:
             self._until_next = self._every
-            for journal in [each for each in list(journals) if not each.difference]:
+            for journal in [each for each in list(self._journals) if not each.difference]:
                 self._send(journal)
                 if journal.ranks[0] == self._rank:
                     self._compare(journal)
@@ -97,7 +102,7 @@ class RollCall:
             for number, digest in enumerate(message["digests"], message["first"]):
                 pages.setdefault(number, {})[message["rank"]] = digest
             return {}
-        journal = next((each for each in list(journals) if each.name == message["of"]), None)
+        journal = next((each for each in list(self._journals) if each.name == message["of"]), None)
         if journal is None:
             return {"lines": []}
         journal.difference = message.get("difference", journal.difference)

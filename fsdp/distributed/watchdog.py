@@ -98,7 +98,7 @@ class Position:
             waits_for=wait and wait.what,
             call=wait.call if wait else "",
             seconds=time.monotonic() - wait.since if wait else 0.0,
-            stack=[_place(frame) for frame in stacks.get(thread, ()) if not _is_library(frame)][-_FRAMES:],
+            stack=_places(stacks.get(thread, ())),
             occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
             before=list(communicator.ended),
         )
@@ -483,6 +483,15 @@ def _frames(frame: FrameType | None) -> Sequence[traceback.FrameSummary]:
     return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1] if frame else []
 
 
+def _places(frames: Sequence[traceback.FrameSummary]) -> Sequence[str]:
+    return [_place(frame) for frame in frames if not _is_library(frame)][-_FRAMES:]
+
+
+def places_in(frame: FrameType | None) -> Sequence[str]:
+    """Return the lines of the user's code that a thread is in, the outermost first."""
+    return _places(_frames(frame))
+
+
 def _is_library(frame: traceback.FrameSummary) -> bool:
     return frame.filename.startswith((*_LIBRARIES, "<frozen"))
 
@@ -505,7 +514,7 @@ def _own_ip() -> str:
 
 _patience: float | None = 15.0
 _folder = os.environ.get("FSDP_REPORTS", "")
-_watchdogs: dict[Any, Watchdog] = communicator.made_once_for_groups()  # by the default group
+watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by the default group
 
 
 def set_watchdog(
@@ -544,22 +553,27 @@ def set_watchdog(
         journal.difference = ""
 
 
+def is_watching() -> bool:
+    """Return whether ranks compare what they do, and say where they are (`set_watchdog`)."""
+    return _patience is not None
+
+
 def watch() -> None:
     """Start the watchdog of the default process group, if it has none."""
     group = dist.group.WORLD
-    if group is None or group in _watchdogs:
+    if group is None or group in watchdogs:
         return
     stop()
     try:
-        _watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), cast(Any, group.get_group_store()).clone())
+        watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), cast(Any, group.get_group_store()).clone())
     except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets here, or a store of another kind
         warnings.warn(f"no watchdog tells why ranks wait for each other: {error}", stacklevel=2)
 
 
 def stop() -> None:
     """Stop the watchdog of a group that was destroyed, or that ends with the process."""
-    while _watchdogs:
-        _watchdogs.popitem()[1].stop()
+    while watchdogs:
+        watchdogs.popitem()[1].stop()
 
 
 def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
@@ -568,26 +582,28 @@ def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
     Raises:
         RuntimeError: if there is no watchdog, or a rank is gone.
     """
-    for watchdog in _watchdogs.values():
-        return watchdog.meet(ranks, why, state)
+    watchdog = watchdogs.get(dist.group.WORLD)
+    if watchdog is not None:
+        return cast("dict[int, Any]", watchdog.meet(ranks, why, state))
     raise RuntimeError("the ranks have no way to tell each other that one has failed: there is no watchdog here")
 
 
 def _explain(closed_by: int | None) -> str:
-    return next((watchdog.explain(closed_by) for watchdog in _watchdogs.values()), "")
+    watchdog = watchdogs.get(dist.group.WORLD)
+    return "" if watchdog is None else cast(str, watchdog.explain(closed_by))
 
 
 def _announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     with suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         watch()  # it may have wrapped nothing yet, and others wait for it all the same
-    for watchdog in _watchdogs.values():
+    for watchdog in watchdogs.values():
         with suppress(Exception):
             watchdog.announce_end(error, trace)
     _show_exception(kind, error, trace)
 
 
 atexit.register(stop)
-os.register_at_fork(after_in_child=_watchdogs.clear)  # threads do not come along
+os.register_at_fork(after_in_child=watchdogs.clear)  # threads do not come along
 communicator.explain = _explain
 _show_exception, sys.excepthook = sys.excepthook, _announce

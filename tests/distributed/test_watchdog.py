@@ -290,7 +290,7 @@ def test_nobody_is_answered_without_the_secret(ranks: RankPool) -> None:
 
 def _ask_without_the_secret() -> None:
     trained_model()
-    (one,) = watchdog._watchdogs.values()
+    (one,) = watchdog.watchdogs.values()
     for secret, is_answered in ((one._server.secret, True), ("0" * 32, False)):
         with socket.create_connection(("127.0.0.1", one._server.server_address[1]), 10) as connection:
             connection.sendall(json.dumps({"secret": secret}).encode() + b"\n")

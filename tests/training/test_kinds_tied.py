@@ -31,6 +31,7 @@ from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, once
+from tests.helpers.world import FreshWorld
 
 
 class Block(nn.Module):
@@ -100,7 +101,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
     reshard_after_forward=[True, False],
 )
 def test_pain_point_03_tied_parameters_train_as_on_one_process(
-    ranks: RankPool,
+    world: type[FreshWorld],
     options: dict[str, Any],
     units: Units,
     world_size: int,
@@ -108,7 +109,7 @@ def test_pain_point_03_tied_parameters_train_as_on_one_process(
     reshard_after_forward: bool,
 ) -> None:
     options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
+    world(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
 
 
 # Where they live
@@ -129,8 +130,10 @@ def _count_elements(options: dict[str, Any], units: Units) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_find_owners, options, by_hand)
+def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(
+    world: type[FreshWorld], options: dict[str, Any]
+) -> None:
+    world(2).run(_find_owners, options, by_hand)
 
 
 def _find_owners(options: dict[str, Any], units: Units) -> None:
@@ -149,8 +152,10 @@ def _find_owners(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_saved_under_every_name_and_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(2).run(_save, options, units)
+def test_pain_point_03_saved_under_every_name_and_once(
+    world: type[FreshWorld], options: dict[str, Any], units: Units
+) -> None:
+    world(2).run(_save, options, units)
 
 
 def _save(options: dict[str, Any], units: Units) -> None:
@@ -165,8 +170,8 @@ def _save(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_loaded_under_any_name(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(2).run(_load, options, units)
+def test_pain_point_03_loaded_under_any_name(world: type[FreshWorld], options: dict[str, Any], units: Units) -> None:
+    world(2).run(_load, options, units)
 
 
 def _load(options: dict[str, Any], units: Units) -> None:
@@ -182,8 +187,8 @@ def _load(options: dict[str, Any], units: Units) -> None:
     pair.assert_close()
 
 
-def test_pain_point_03_a_later_name_wins_as_without_sharding(ranks: RankPool) -> None:
-    ranks(2).run(_load_different_values)
+def test_pain_point_03_a_later_name_wins_as_without_sharding(world: type[FreshWorld]) -> None:
+    world(2).run(_load_different_values)
 
 
 def _load_different_values() -> None:
@@ -207,9 +212,9 @@ def two_blocks() -> nn.Module:
 
 @pytest.mark.parametrize("options", [FLAT, ORIGINAL], ids=str)  # for unflattened ones see test_append_shared_param
 def test_pain_point_03_a_tie_that_cannot_be_kept_is_an_error_that_names_both(
-    ranks: RankPool, options: dict[str, Any]
+    world: type[FreshWorld], options: dict[str, Any]
 ) -> None:
-    ranks(2).run(_cut_a_tie, options)
+    world(2).run(_cut_a_tie, options)
 
 
 def _cut_a_tie(options: dict[str, Any]) -> None:
@@ -231,9 +236,9 @@ def shared_module() -> nn.Module:
 
 @parametrize_pairs(options=FORMS, world_size=[1, 2])
 def test_pain_point_03_a_shared_module_cannot_be_in_two_units(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
+    world: type[FreshWorld], world_size: int, options: dict[str, Any]
 ) -> None:
-    ranks(world_size).run(_share_a_module, options)
+    world(world_size).run(_share_a_module, options)
 
 
 def _share_a_module(options: dict[str, Any]) -> None:
@@ -261,9 +266,9 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
     make_optimizer=[sgd_with_momentum, adamw],
 )
 def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(
-    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
+    world: type[FreshWorld], options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
+    world(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
 
 
 def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:

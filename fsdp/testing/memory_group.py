@@ -1,0 +1,325 @@
+"""The process group of a world has gloo's interface and arithmetic, and messages in memory."""
+
+# mypy: disable-error-code="override, assignment"
+# torch declares several forms of each method, and calls the one that is here.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.testing.wires import Message, Wires, Work, copied, flip
+
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+_SEGMENT_BYTES = 1 << 20
+
+# What each rank gives to a collective, and what it is to get: tensors by rank of the group.
+Parts = Sequence[Sequence[Tensor]]
+
+
+class MemoryGroup(dist.ProcessGroup):
+    """The ranks of one group, as one of them sees it.
+
+    torch makes it where it would make gloo's (`fsdp.testing.world`), with gloo's arguments. Its methods are those that
+    torch calls, under the names of torch 2.13 and 2.11; each that returns a work is collective, and not blocking.
+    """
+
+    def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a group in Python has no store
+        self.wires = wires
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self.options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
+        self._calls, self._description = 0, ""
+
+    @property
+    def group_name(self) -> str:
+        return self.options.group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self.options.group_name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_desc(self, text: str) -> None:
+        self._description = text
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on."""
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "memory"  # to C++, where DistributedDataParallel asks gloo's own class for its sockets
+
+    def name(self) -> str:
+        return "gloo"
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    abort = shutdown
+
+    def _number(self, peer: int) -> int:
+        """The number of a rank of this group among all."""
+        ranks = self.options.global_ranks_in_group
+        return ranks[peer] if ranks else peer
+
+    @property
+    def _members(self) -> list[int]:
+        return [self._number(peer) for peer in range(self._size)]
+
+    # Point to point
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
+        return self.wires.send(self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
+        return self.wires.receive(
+            self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0]
+        )
+
+    # Collectives
+
+    def _meet(
+        self, what: str, given: Sequence[Tensor], wanted: Sequence[Tensor], end: Callable[[list[Any]], None]
+    ) -> Work:
+        """Start a collective.
+
+        Args:
+            what: must be alike on all ranks.
+            given, wanted: that this rank's part is read from, and written to.
+            end: is called with ``(given, wanted)`` of each rank, when all are there, and writes.
+        """
+        wires, rank, members = self.wires, self._number(self._rank), self._members
+        self._calls += 1
+        key = self.options.group_name, self._calls
+        work = Work(wires, what, rank, members, [*given, *wanted])
+        with wires.schedule.turn(rank):
+            wires.check(rank, work.peers)
+            fault = wires.fault(rank)
+            given = [each.clone() for each in given] if fault == "flip" else given
+            for each in given if fault == "flip" else ():
+                flip(each)
+            meeting = wires.meetings.setdefault(key, {})
+            meeting[rank if fault != "lose" else None] = what, given, wanted, work
+            if len(meeting) == self._size and None not in meeting:
+                del wires.meetings[key]
+                self._complete([meeting[each] for each in members], members, end)
+        return work
+
+    def _complete(self, came: list[Any], members: list[int], end: Callable[[list[Any]], None]) -> None:
+        works = [work for *_, work in came]
+        texts = {what: member for (what, *_), member in zip(reversed(came), reversed(members), strict=True)}
+        error = ""
+        if len(texts) > 1:
+            error = "the ranks are in different collectives: " + "; ".join(
+                f"rank {member} in {what}" for what, member in sorted(texts.items(), key=lambda each: each[1])
+            )
+
+        def deliver() -> None:
+            if not error:
+                with torch.no_grad():
+                    end([(given, wanted) for _, given, wanted, _ in came])
+            for work in works:
+                work.end(error)
+
+        for work in works:
+            work.complete = deliver
+        if any(work.waiters for work in works) or self.wires.schedule.draw():
+            deliver()
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        operation = _operation(opts)
+
+        def end(parts: list[Any]) -> None:
+            for each in zip(*(wanted for _, wanted in parts), strict=True):
+                total = reduced(each, operation)
+                for tensor in each:
+                    _write(total, tensor)
+
+        return self._meet(f"all_reduce{_shapes(tensors)} {operation}", (), tensors, end)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        operation, root = _operation(opts), opts.rootRank
+
+        def end(parts: list[Any]) -> None:
+            for each in zip(*(wanted for _, wanted in parts), strict=True):
+                _write(reduced(each, operation), each[root])
+
+        return self._meet(f"reduce{_shapes(tensors)} {operation} to {root}", (), tensors, end)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        root = opts.rootRank
+
+        def end(parts: list[Any]) -> None:
+            for rank, (_, wanted) in enumerate(parts):
+                for source, target in zip(parts[root][1], wanted, strict=True):
+                    if rank != root:
+                        _write(source, target)
+
+        return self._meet(f"broadcast{_shapes(tensors)} from {root}", (), tensors, end)
+
+    def _gather(self, what: str, given: list[Tensor], wanted: list[list[Tensor]]) -> Work:
+        """Gather each given tensor into a list of tensors by rank."""
+
+        def end(parts: list[Any]) -> None:
+            sources = [source for source, _ in parts]
+            for _, targets in parts:  # rank by rank, one given tensor after the other
+                for number, target in enumerate(targets):
+                    tensor, rank = divmod(number, self._size)
+                    _write(sources[rank][tensor], target)
+
+        return self._meet(f"{what}{_shapes(given)}", given, [each for targets in wanted for each in targets], end)
+
+    def allgather(self, wanted: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Work:
+        return self._gather("all_gather", given, wanted)
+
+    def allgather_coalesced(self, wanted: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Work:
+        # torch's are by rank first
+        return self._gather("all_gather", given, [list(each) for each in zip(*wanted, strict=True)])
+
+    def all_gather_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+        def end(parts: list[Any]) -> None:
+            for number in range(len(wanted)):
+                whole = torch.cat([source[number].reshape(-1) for source, _ in parts])
+                for _, targets in parts:
+                    _write(whole, targets[number])
+
+        return self._meet(f"all_gather{_shapes(given)}", given, wanted, end)
+
+    def all_gather_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([wanted], [given])
+
+    def gather(self, wanted: list[list[Tensor]], given: list[Tensor], opts: Any) -> Work:
+        return self._gather(f"gather to {opts.rootRank} of ", given, wanted)
+
+    def scatter(self, wanted: list[Tensor], given: list[list[Tensor]], opts: Any) -> Work:
+        root = opts.rootRank
+
+        def end(parts: list[Any]) -> None:
+            for source, (_, targets) in zip(parts[root][0], parts, strict=True):
+                _write(source, targets[0])
+
+        flat = [each for tensors in given for each in tensors]
+        return self._meet(f"scatter{_shapes(wanted)} from {root}", flat, wanted, end)
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        return list(tensor.detach().view(self._size, -1).unbind())
+
+    def reduce_scatter(self, wanted: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> Work:
+        operation = _operation(opts)
+
+        def end(parts: list[Any]) -> None:
+            for rank, (_, targets) in enumerate(parts):  # piece by piece, as gloo does
+                for number, target in enumerate(targets):
+                    piece = [source[number * self._size + rank] for source, _ in parts]
+                    _write(reduced(piece, operation), target)
+
+        flat = [each for tensors in given for each in tensors]
+        return self._meet(f"reduce_scatter{_shapes(flat)} {operation}", flat, wanted, end)
+
+    def reduce_scatter_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+        operation = _operation(opts)
+
+        def end(parts: list[Any]) -> None:
+            for number in range(len(wanted)):  # by an all-reduce, as gloo does
+                total = reduced([source[number] for source, _ in parts], operation)
+                for piece, (_, targets) in zip(self._pieces(total), parts, strict=True):
+                    _write(piece, targets[number])
+
+        return self._meet(f"reduce_scatter{_shapes(given)} {operation}", given, wanted, end)
+
+    def reduce_scatter_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([wanted], [given], opts)
+
+    def _swap(self, wanted: list[Tensor], given: list[Tensor]) -> Work:
+        def end(parts: list[Any]) -> None:
+            for rank, (_, targets) in enumerate(parts):
+                for (sources, _), target in zip(parts, targets, strict=True):
+                    _write(sources[rank], target)
+
+        return self._meet("all_to_all", given, wanted, end)
+
+    def alltoall(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+        return self._swap(wanted, given)
+
+    def all_to_all_single(
+        self, wanted: Tensor, given: Tensor, wanted_sizes: list[int], given_sizes: list[int], opts: Any = None
+    ) -> Work:
+        def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+            return list(tensor.detach().split(list(sizes) or tensor.shape[0] // self._size))
+
+        return self._swap(split(wanted, wanted_sizes), split(given, given_sizes))
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._meet("barrier", (), (), lambda parts: None)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait()
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _operation(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+
+
+def reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
+    """Reduce the ranks' tensors, all of one shape, in the order of gloo's ring, so that it has gloo's bits.
+
+    Of W parts the first goes from rank W - 1 down to rank 0, and is added up on the way; each other part sets out one
+    rank later. A part has two segments, or more where these would be above a MiB.
+    """
+    if operation not in _REDUCTIONS:
+        raise RuntimeError(f"gloo has no reduction {operation}")
+    size, first = len(tensors), tensors[0]
+    segments = max(2, -(-first.nbytes // (size * _SEGMENT_BYTES)))  # of each part
+    segment = -(-first.nbytes // (size * segments))
+    part = segments * -(-segment // first.element_size()) or 1
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    total = torch.empty_like(flat[0])
+    for number, start in enumerate(range(0, len(total), part)):
+        own = slice(start, start + part)
+        value = flat[(number - 1) % size][own]
+        for step in range(2, size + 1):
+            value = _REDUCTIONS[operation](value, flat[(number - step) % size][own])
+        total[own] = value
+    return (total / size if operation == dist.ReduceOp.AVG else total).view(first.shape)
+
+
+def _write(source: Tensor, target: Tensor) -> None:
+    error = copied(source if source.is_contiguous() else source.contiguous(), target, "of a collective")
+    if error:
+        raise RuntimeError(error)
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors).join("()")

@@ -1,0 +1,92 @@
+"""`ProcessState` is what a process has one of, and each rank of a world has for itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import torch
+
+from fsdp.distributed import collectives, communicator, journal, messages
+from fsdp.engine import placeholder, runtime
+
+# Of the package: what was set for this process, and what it is at.
+_OWN: tuple[tuple[Any, str], ...] = (
+    (warnings, "filters"),
+    (warnings, "showwarning"),
+    (warnings, "_showwarnmsg_impl"),  # private; where warnings are recorded (Python 3.10 to 3.13)
+    (collectives, "_only_torch"),
+    (messages, "_are_checked"),
+    (communicator, "ended"),
+    (journal, "journals"),
+    (runtime, "_last"),
+    (placeholder, "_under_way"),
+)
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+class ProcessState:
+    """A state of the process, which is shown while its rank runs, and kept while another one does.
+
+    It has the generators of random numbers, the default dtype, filters of warnings, torchrun's variables, and what the
+    package has for a process. It is that of the caller when it is made.
+
+    Args:
+        variables: of torchrun, for a rank.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._attributes: dict[Any, Any] = {}
+        self.keep()
+        self._attributes[warnings, "filters"] = list(warnings.filters)
+        if variables is not None:
+            self._variables = dict(variables)
+            self._attributes[communicator, "ended"] = deque(maxlen=communicator.ended.maxlen)
+            self._attributes[journal, "journals"] = set()  # which holds on to them, until they were compared
+
+    def keep(self) -> None:
+        """Note the process's state as this one."""
+        self._variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        self._attributes = {(place, name): getattr(place, name) for place, name in _OWN}
+        self._dtype = torch.get_default_dtype()
+        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._torch = torch.default_generator.get_state()
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def show(self) -> None:
+        """Make the process's state this one."""
+        for name in _VARIABLES:
+            if os.environ.get(name) != self._variables.get(name):
+                if name in self._variables:
+                    os.environ[name] = self._variables[name]
+                else:
+                    del os.environ[name]
+        for (place, name), value in self._attributes.items():
+            setattr(place, name, value)
+        # Private; what `filters` says is looked up again (the second name is that of Python 3.14).
+        getattr(warnings, "_filters_mutated", getattr(warnings, "_filters_mutated_lock_held", int))()
+        if torch.get_default_dtype() != self._dtype:
+            torch.set_default_dtype(self._dtype)
+        if torch.are_deterministic_algorithms_enabled() != self._is_deterministic:
+            torch.use_deterministic_algorithms(self._is_deterministic)
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    @property
+    def last_collectives(self) -> list[str]:
+        """The last ones that the rank has completed."""
+        return list(self._attributes[communicator, "ended"])
+
+    @property
+    def journals(self) -> Collection[Any]:
+        """The journals of the rank."""
+        return cast("set[Any]", self._attributes[journal, "journals"])

@@ -1,0 +1,228 @@
+"""The order in which the ranks of a world run: one at a time, and which one is next is drawn from a seed.
+
+A rank has the baton while it runs, and hands it on where it waits for a message. So the same seed gives the same order,
+and what nobody can end any more is known at once: nobody is ready, and everybody waits.
+
+Threads that a rank starts run freely beside it, as those that save in the background do. They take the baton only to
+communicate. Where a rank waits for such a thread, it lets go of the baton.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+_IN_TURN = 2  # bits: of four ranks that get the baton one is any, and the others are those that are ready for longest
+
+
+class Task:
+    """A thread of a rank, as the schedule sees it."""
+
+    __slots__ = ("lock", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+class Schedule:
+    """The baton, and who waits for it.
+
+    Args:
+        ranks: their number.
+        seed: of the order.
+        late: ranks that run only where no other one can.
+        passed: is called with the rank that ran last and the next one, when these differ; -1 stands for none.
+        stuck: is called when all threads wait for what none of them can send any more, and has to make some ready.
+
+    Attributes:
+        order: the ranks that had the baton, one after the other.
+        passes: how often it was handed on.
+        waits: what each thread waits for.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        seed: int,
+        late: Collection[int],
+        passed: Callable[[int, int], None],
+        stuck: Callable[[], None],
+    ) -> None:
+        self._random = random.Random(seed)
+        # Of so many waits (bits) for what has come already, one hands the baton on all the same: one in a collective.
+        self._keeps_on = max(3, ranks.bit_length())
+        self._late, self._passed, self._stuck = frozenset(late), passed, stuck
+        self._mutex = threading.RLock()
+        self._tasks: dict[int, Task] = {}  # by thread
+        self._ready: list[Task] = []
+        self._blocked: list[Task] = []
+        self._expected = ranks  # that have not come yet: nobody runs before all are there
+        self._holder: Task | None = None
+        self._last = -1
+        self._released = 0  # main threads that wait for another thread
+        self._beside = 0  # other threads that run, and may ask for the baton
+        self.waits: dict[int, str] = {}
+        self.passes = 0
+        self.order: list[int] = []
+
+    def draw(self, bits: int = 1) -> bool:
+        """Return True in one case of two, four, eight, ..."""
+        return not self._random.getrandbits(bits)
+
+    @property
+    def waits_for_nobody(self) -> bool:
+        """Return whether nobody has the baton, and no thread runs beside that could ask for it."""
+        return self._holder is None and not self._beside
+
+    def begin(self, rank: int) -> None:
+        """Make this thread the main one of a rank, and wait for its turn."""
+        task = self._tasks[threading.get_ident()] = Task(rank)
+        with self._mutex:
+            self._ready.append(task)
+            self._expected -= 1
+            if not self._expected:
+                self._ready.sort(key=lambda each: each.rank)
+                self._pass_on()
+        task.lock.acquire()
+
+    def end(self) -> None:
+        """Hand the baton on for good."""
+        with self._mutex:
+            del self._tasks[threading.get_ident()]
+            self._pass_on()
+
+    @property
+    def own_task(self) -> Task | None:
+        """The task of this thread; None if it is no rank's main one, and does not communicate."""
+        return self._tasks.get(threading.get_ident())
+
+    def enter(self, rank: int) -> bool:
+        """Take the baton, unless this thread has it, which is of a rank; return whether it has to be left again."""
+        ident = threading.get_ident()
+        if ident in self._tasks:
+            return False
+        task = self._tasks[ident] = Task(rank)
+        with self._mutex:
+            self._beside -= 1
+        self._take(task)
+        return True
+
+    def leave(self) -> None:
+        """Go on without the baton."""
+        with self._mutex:
+            del self._tasks[threading.get_ident()]
+            self._beside += 1
+            self._pass_on()
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Have the baton inside; `rank` is whose thread this is."""
+        has_come = self.enter(rank)
+        try:
+            yield
+        finally:
+            if has_come:
+                self.leave()
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """Let go of the baton inside, if this thread has it, to wait for one that is no rank's main thread."""
+        task = self.own_task
+        if task is None or task is not self._holder:
+            yield
+            return
+        with self._mutex:
+            self._released += 1
+            self._pass_on()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._released -= 1
+            self._take(task)
+
+    def beside(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return what a new thread of a rank is to run, which runs freely."""
+        with self._mutex:
+            self._beside += 1
+
+        def counted() -> None:
+            try:
+                run()
+            finally:
+                with self._mutex:
+                    self._beside -= 1
+                    if self._holder is None:
+                        self._pass_on()
+
+        return counted
+
+    def _take(self, task: Task) -> None:
+        with self._mutex:
+            self._ready.append(task)
+            if self._holder is None:
+                self._pass_on()
+        task.lock.acquire()
+
+    def pause(self) -> None:
+        """Hand the baton on, in one of some cases, and go on when it is this thread's turn again."""
+        task = self._tasks[threading.get_ident()]
+        if self._ready and (task.rank in self._late or self.draw(self._keeps_on)):
+            with self._mutex:
+                self._ready.append(task)
+                self._pass_on()
+            task.lock.acquire()
+
+    def block(self, waiters: list[Task], what: str) -> None:
+        """Hand the baton on until somebody wakes `waiters`, which this thread joins; say what it waits for."""
+        task = self._tasks[ident := threading.get_ident()]
+        self.waits[ident] = what
+        with self._mutex:
+            waiters.append(task)
+            self._blocked.append(task)
+            self._pass_on()
+        task.lock.acquire()
+        del self.waits[ident]
+        if task in waiters:  # all were woken
+            waiters.remove(task)
+
+    def wake(self, waiters: list[Task]) -> None:
+        """Make threads ready that have blocked."""
+        if waiters:
+            with self._mutex:
+                for task in waiters:
+                    if task in self._blocked:
+                        self._blocked.remove(task)
+                        self._ready.append(task)
+                waiters.clear()
+
+    def wake_all(self) -> None:
+        """Make every thread ready that has blocked, to look again at what it waits for."""
+        with self._mutex:
+            blocked, self._blocked = self._blocked, []
+            self._ready += blocked
+            if self._holder is None and self._ready:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._holder = None
+        self.passes += 1
+        if not self._ready and self._blocked and not self._released and not self._beside:
+            self._stuck()  # wakes all, and so hands the baton on
+            return
+        if not self._ready:
+            return
+        chosen = [at for at, task in enumerate(self._ready) if task.rank not in self._late] if self._late else ()
+        # With any rank each time, most would run only to find that one of many messages has come.
+        number = self._random.randrange(len(chosen or self._ready)) if self.draw(_IN_TURN) else 0
+        task = self._ready.pop(chosen[number] if chosen else number)
+        if task.rank != self._last:
+            self._passed(self._last, task.rank)
+            self._last = task.rank
+            self.order.append(task.rank)
+        self._holder = task
+        task.lock.release()

@@ -1,0 +1,343 @@
+"""Messages between the ranks of a world, in memory: what is sent, what is lost, and which connections are closed.
+
+As on gloo, a message leaves when its receiver has asked for it, and its memory is read then: at once, or when one of
+the two waits for it, which is drawn from the seed. So a sender that writes again too early is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.testing.schedule import Schedule, Task
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that befalls one message of a rank, where a call of a collective of torch's counts as one message.
+
+    Attributes:
+        rank: that sends it.
+        at: its number among the messages of this rank, from 0.
+        effect: an exception, which the rank raises; "die": the rank ends without a word, as a killed process does;
+            "lose": the message never arrives; "flip": it arrives with one bit changed.
+    """
+
+    rank: int
+    at: int
+    effect: BaseException | str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.effect, BaseException) and self.effect not in ("die", "lose", "flip"):
+            raise ValueError(f'the effect of a fault is an exception, "die", "lose" or "flip", got {self.effect!r}')
+
+
+class Death(BaseException):
+    """Ends a rank without a word; no `except Exception` holds it up."""
+
+
+class Transfer:
+    """Something that a rank can wait for.
+
+    Attributes:
+        is_done: it has ended.
+        error: how it has failed.
+        waiters: threads that wait for it.
+    """
+
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.wires, self.rank = wires, rank
+        self.is_done, self.error = False, ""
+        self.waiters: list[Task] | None = None
+
+    @property
+    def what(self) -> str:
+        """The words for what a rank waits for."""
+        raise NotImplementedError
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The ranks without which it cannot end."""
+        raise NotImplementedError
+
+    def deliver(self) -> None:
+        """End it, if all that it needs is there."""
+        raise NotImplementedError
+
+    def end(self, error: str = "") -> None:
+        self.is_done, self.error = True, error
+        if self.waiters:
+            self.wires.schedule.wake(self.waiters)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        schedule = self.wires.schedule
+        has_come = schedule.enter(self.rank)
+        try:
+            if not self.is_done:
+                self.deliver()
+            if self.is_done:
+                schedule.pause()
+            while not self.is_done:
+                self.wires.check(self.rank, self.peers)
+                self.waiters = self.waiters or []
+                schedule.block(self.waiters, self.what)
+                if not self.is_done:
+                    self.deliver()
+        finally:
+            if has_come:
+                schedule.leave()
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def is_success(self) -> bool:
+        return self.is_done and not self.error
+
+
+class Message(Transfer):
+    """One end of a message, which has the other one when that is known."""
+
+    def __init__(self, wires: Wires, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
+        super().__init__(wires, rank)
+        self.peer, self.tensor, self.is_sent, self.fault = peer, tensor, is_sent, fault
+        self.other: Message | None = None
+
+    @property
+    def what(self) -> str:
+        return f"rank {self.peer} to take a message" if self.is_sent else f"a message of rank {self.peer}"
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return (self.peer,)
+
+    def deliver(self) -> None:
+        other = self.other
+        if other is None:
+            return
+        sent, asked = (self, other) if self.is_sent else (other, self)
+        error = copied(sent.tensor, asked.tensor, f"from rank {sent.rank} to rank {asked.rank}")
+        if sent.fault and not error:
+            flip(asked.tensor)
+        self.other = other.other = None
+        self.end(error)
+        other.end(error)
+
+
+class Work(Transfer, dist.Work):
+    """A collective under way, as torch takes it also in C++.
+
+    Args:
+        what: it is, for people.
+        members: of the group.
+        tensors: that it reads or writes; they live until it has ended.
+
+    Attributes:
+        complete: ends it on all ranks, when all have come.
+    """
+
+    def __init__(self, wires: Wires, what: str, rank: int, members: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        dist.Work.__init__(self)
+        Transfer.__init__(self, wires, rank)
+        self._what, self._members, self._tensors = what, members, tensors
+        self.complete: Callable[[], None] | None = None
+
+    @property
+    def what(self) -> str:
+        return self._what
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return self._members
+
+    def deliver(self) -> None:
+        if self.complete is not None:
+            self.complete()
+
+    def result(self) -> list[Tensor]:
+        return list(self._tensors)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        # torch waits for futures in C++, where nobody hands the baton on: so we wait.
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(self._tensors))
+        return future
+
+
+Key = tuple[str, int, int, int]  # group, sender, receiver, tag
+_Ends = dict[Key, list[Message]]
+
+
+class Wires:
+    """All connections of one world.
+
+    Attributes:
+        gone: ranks that have ended by an exception or without a word; their connections are closed.
+        failure: why nothing can come any more, which is what every wait raises; empty while something can.
+        sent: how many messages each rank has sent.
+    """
+
+    def __init__(self, ranks: int, schedule: Schedule, faults: Sequence[Fault]) -> None:
+        self.schedule = schedule
+        self.gone: set[int] = set()
+        self.failure = ""
+        self.sent = [0] * ranks
+        self._faults = {(fault.rank, fault.at): fault for fault in faults}
+        self._sent: _Ends = {}  # what nobody has asked for yet
+        self._asked: _Ends = {}  # what nobody has sent yet
+        self.values: dict[str, bytes] = {}  # of the store
+        self.store_waiters: list[Task] = []
+        self.meetings: dict[Any, Any] = {}  # collectives that some ranks have come to
+
+    @property
+    def faults_to_come(self) -> list[Fault]:
+        """Those that have befallen nobody."""
+        return [fault for fault in self._faults.values() if self.sent[fault.rank] <= fault.at]
+
+    def check(self, rank: int, peers: Sequence[int]) -> None:
+        """Raise what keeps a rank from going on with these."""
+        if rank in self.gone:
+            raise Death
+        if self.failure:
+            raise RuntimeError(self.failure)
+        for peer in peers if self.gone else ():
+            if peer in self.gone:
+                raise RuntimeError(f"Connection closed by peer: rank {peer} is gone")
+
+    def close(self, rank: int) -> None:
+        """Close the connections of a rank, with what it has sent and nobody has taken."""
+        self.gone.add(rank)
+        for key in [key for key in self._sent if key[1] == rank]:
+            del self._sent[key]
+        self.schedule.wake_all()
+
+    def fault(self, rank: int) -> str:
+        """Count a message, and return what befalls it: nothing, "lose" or "flip"; or raise."""
+        number = self.sent[rank]
+        self.sent[rank] = number + 1
+        fault = self._faults.get((rank, number)) if self._faults else None
+        if fault is None:
+            return ""
+        if isinstance(fault.effect, BaseException):
+            raise fault.effect
+        if fault.effect == "die":
+            raise Death
+        return fault.effect
+
+    def send(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Message:
+        has_come = self.schedule.enter(rank)
+        try:
+            self.check(rank, (peer,))
+            message = Message(self, rank, peer, tensor, is_sent=True, fault=self.fault(rank))
+            if message.fault == "lose":
+                message.end()
+            else:
+                self._meet(message, (group, rank, peer, tag), self._asked, self._sent)
+        finally:
+            if has_come:
+                self.schedule.leave()
+        return message
+
+    def receive(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Message:
+        has_come = self.schedule.enter(rank)
+        try:
+            self.check(rank, (peer,))
+            message = Message(self, rank, peer, tensor, is_sent=False)
+            self._meet(message, (group, peer, rank, tag), self._sent, self._asked)
+        finally:
+            if has_come:
+                self.schedule.leave()
+        return message
+
+    def _meet(self, message: Message, key: Key, others: _Ends, own: _Ends) -> None:
+        """Bring one end of a message together with the other, or leave it until that comes."""
+        waiting = others.get(key)
+        if waiting is None:
+            own.setdefault(key, []).append(message)
+            return
+        other = waiting.pop(0)
+        if not waiting:
+            del others[key]
+        message.other, other.other = other, message
+        # At once, or when one of them waits for it.
+        if other.waiters or self.schedule.draw():
+            message.deliver()
+
+
+def copied(source: Tensor, target: Tensor, way: str) -> str:
+    """Copy a tensor's bytes, as a network does, behind autograd's back; return what is wrong, or nothing."""
+    if source.nbytes != target.nbytes:
+        return f"a message {way} has {source.nbytes} bytes, and {target.nbytes} were asked for"
+    for tensor, what in ((source, "is to be sent"), (target, "is to be received into")):
+        if not tensor.is_contiguous():
+            return f"a message {way}: what {what} is not contiguous"
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:
+            return f"a message {way}: the memory of what {what} was freed before the message was through"
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    return ""
+
+
+def flip(tensor: Tensor) -> None:
+    """Change one bit in the middle of a tensor's memory."""
+    if tensor.nbytes:
+        memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+        memory[tensor.nbytes // 2] ^= 1
+
+
+class MemoryStore(dist.Store):
+    """The store of a world, by which torch brings new groups together; each rank has an object of its own."""
+
+    def __init__(self, wires: Wires, rank: int) -> None:
+        super().__init__()
+        self._wires, self._rank = wires, rank
+
+    def set(self, key: str, value: Any) -> None:
+        with self._wires.schedule.turn(self._rank):
+            self._wires.values[key] = _as_bytes(value)
+            self._wires.schedule.wake(self._wires.store_waiters)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._wires.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._wires.schedule.turn(self._rank):
+            total = int(self._wires.values.get(key, b"0")) + amount
+            self.set(key, str(total))
+            return total
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        with self._wires.schedule.turn(self._rank):
+            found = self._wires.values.get(key, b"")
+            if found == _as_bytes(expected):
+                self.set(key, desired)
+            return self._wires.values.get(key, _as_bytes(expected))
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._wires.values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._wires.values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._wires.values)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        with self._wires.schedule.turn(self._rank):
+            while not self.check(keys):
+                self._wires.check(self._rank, ())
+                self._wires.schedule.block(self._wires.store_waiters, f"the other ranks ({', '.join(keys)})")
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

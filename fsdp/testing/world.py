@@ -1,0 +1,378 @@
+"""`World`: ranks of a sharded training as threads of one process, with collectives in memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fsdp.distributed import communicator, watchdog
+from fsdp.distributed.communicator import forget_groups
+from fsdp.distributed.roll_call import RollCall, named
+from fsdp.testing.memory_group import MemoryGroup
+from fsdp.testing.process_state import ProcessState
+from fsdp.testing.schedule import Schedule
+from fsdp.testing.wires import Death, Fault, MemoryStore, Wires
+
+_TICK = 0.5  # seconds between two looks of the caller at ranks that wait for other threads
+_OUTSIDE = 5.0  # seconds that all ranks may wait for other threads, none of which runs
+_PAGE = 16  # turns of each rank, after which the ranks compare what they have done
+
+
+class WorldError(RuntimeError):
+    """Ranks of a world have raised errors.
+
+    Attributes:
+        errors: by rank, what it has raised; ranks that returned, or have died on command, are left out.
+        results: by rank, what those returned that did.
+    """
+
+    def __init__(self, text: str, errors: dict[int, BaseException], results: dict[int, Any]) -> None:
+        super().__init__(text)
+        self.errors, self.results = errors, results
+
+
+class World:
+    """Ranks that are threads of this process, for tests.
+
+    Inside of what they run, `torch.distributed` is initialized with all of them, and collectives have gloo's results:
+    ``dist.new_group``, device meshes, `FullyShardedDataParallel`, ``fully_shard``, checkpoints. One rank runs at a
+    time, until it waits for another. What a process has one of, each rank has for itself: random numbers, the default
+    dtype, filters of warnings, ``RANK`` and its like in the environment. Modules and their attributes are common to
+    all. Tensors are on the CPU.
+
+    Args:
+        ranks: their number.
+        seed: of the order in which the ranks run, and messages arrive. The same seed gives the same order.
+        late: ranks that run only where no other one can: every message of theirs comes as late as it can.
+        faults: what befalls messages, see `Fault`.
+        timeout: seconds that ranks may run without coming to a collective, before `run` gives up.
+
+    Raises:
+        ValueError: if there is no rank, or a fault or `late` names one that is not there.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        seed: int = 0,
+        late: Collection[int] = (),
+        faults: Sequence[Fault] = (),
+        timeout: float = 120.0,
+    ) -> None:
+        named_ranks = [*late, *(fault.rank for fault in faults)]
+        if ranks < 1 or not all(0 <= rank < ranks for rank in named_ranks):
+            raise ValueError(f"a world has at least one rank, and none but its own; got {ranks}, and {named_ranks}")
+        self.world_size = ranks
+        self._seed, self._late, self._faults, self._timeout = seed, late, faults, timeout
+        self.order: list[int] = []
+
+    def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order; None where one has died.
+
+        Every rank begins with the caller's random state. The arguments are the same objects on all ranks.
+
+        Raises:
+            WorldError: if a rank raises. Ranks that wait for it raise an error that says so.
+            RuntimeError: if a world runs already in this process, or all return before a fault has befallen any.
+        """
+        if not _one_runs.acquire(blocking=False):
+            by = "" if _here.rank is None else f", which is called by rank {_here.rank} of it"
+            raise RuntimeError(f"a world runs in this process, and there is no room for another one{by}")
+        run = _Run(self.world_size, self._seed, self._late, self._faults, self._timeout)
+        try:
+            return run.call(body, args, kwargs)
+        finally:
+            self.order = run.schedule.order
+            _one_runs.release()
+
+
+def die() -> None:
+    """End the rank that calls this without a word, as a killed process ends; the others find its connections closed.
+
+    Raises:
+        RuntimeError: outside of a `World`.
+    """
+    if _here.rank is None:
+        raise RuntimeError("die() ends a rank of a World, and this thread is none")
+    raise Death
+
+
+class _Here(threading.local):
+    """The rank that this thread belongs to, and what torch knows of its groups."""
+
+    rank: int | None = None
+    groups: Any = None
+
+
+_here = _Here()
+_one_runs = threading.Lock()
+
+
+class _RankWorlds:
+    """Stands in the place of torch's record of process groups, and is that of the rank whose thread asks.
+
+    Private in torch, whose own comment calls it a point to override (seen in torch 2.11 and 2.13).
+    """
+
+    def __init__(self, usual: Any) -> None:
+        object.__setattr__(self, "_usual", usual)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_here.groups or self._usual, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_here.groups or self._usual, name, value)
+
+
+def _no_groups() -> SimpleNamespace:
+    tables = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    empty: dict[str, Any] = {name: {} for name in (*tables, "pg_coalesce_state")}
+    return SimpleNamespace(default_pg=None, group_count=0, comms=[], pg_config_info=[], **empty)
+
+
+class _Run:
+    """One call of `World.run`."""
+
+    def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
+        self._ranks, self._timeout = ranks, timeout
+        self.schedule = Schedule(ranks, seed, late, self._passed, self._stuck)
+        self._wires = Wires(ranks, self.schedule, faults)
+        self._caller = ProcessState()
+        size = str(ranks)
+        self._states = [
+            ProcessState({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+            for rank in range(ranks)
+        ]
+        kept = [state.journals for state in self._states]
+        self._roll_calls = [RollCall(rank, ranks, self._tell, journals) for rank, journals in enumerate(kept)]
+        self._threads: list[threading.Thread] = []
+        self._groups: list[Any] = []  # all that were made
+        self._running = set(range(ranks))
+        self._errors: dict[int, BaseException] = {}
+        self._results: dict[int, Any] = {}
+
+    def call(self, body: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        self._threads = [
+            threading.Thread(target=self._rank, args=(rank, body, args, kwargs), name=f"rank {rank}", daemon=True)
+            for rank in range(self._ranks)
+        ]
+        try:
+            with self._installed():
+                for thread in self._threads:
+                    thread.start()
+                self._await()
+        finally:
+            self._caller.show()
+            forget_groups(self._groups)
+        if not self._errors and len(self._results) == self._ranks:
+            self._compare_journals()
+        if self._errors:
+            self._raise()
+        for fault in self._wires.faults_to_come:
+            raise RuntimeError(f"{fault} never befell: rank {fault.rank} sent {self._wires.sent[fault.rank]} messages")
+        return [self._results.get(rank) for rank in range(self._ranks)]
+
+    def _rank(self, rank: int, body: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        _here.rank, _here.groups = rank, _no_groups()
+        communicator.main_threads.add(own := threading.get_ident())
+        self.schedule.begin(rank)
+        try:
+            dist.init_process_group("gloo", store=MemoryStore(self._wires, rank), rank=rank, world_size=self._ranks)
+            watchdog.watchdogs[dist.group.WORLD] = _Onlooker(self)
+            self._results[rank] = body(*args, **kwargs)
+        except Death:
+            self._wires.close(rank)
+        except BaseException as error:  # noqa: BLE001 (it is the caller's to raise)
+            self._errors[rank] = error
+            self._wires.close(rank)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._running.discard(rank)
+            communicator.main_threads.discard(own)
+            self.schedule.end()
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Have torch make this world's groups, and threads know their ranks, inside."""
+        wires, schedule, groups = self._wires, self.schedule, self._groups
+        start, join, wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
+
+        class ProcessGroupGloo(MemoryGroup):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(wires, *args, **kwargs)
+                groups.append(self)
+
+        def start_as_rank(thread: threading.Thread) -> None:
+            if _here.rank is not None:
+                thread.run = schedule.beside(partial(_as_rank, vars(_here).copy(), thread.run))  # type: ignore[method-assign]
+            start(thread)
+
+        def join_freely(thread: threading.Thread, timeout: float | None = None) -> None:
+            with schedule.without():
+                join(thread, timeout)
+
+        def wait_freely(condition: Any, timeout: float | None = None) -> bool:
+            if schedule.own_task is None:
+                return wait(condition, timeout)
+            with schedule.without():
+                came = wait(condition, timeout)
+                held = condition._release_save()  # whoever has the baton may want it
+            condition._acquire_restore(held)
+            return came
+
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            # All private, seen in torch 2.11 and 2.13: where groups are recorded, what makes those of gloo, and that
+            # threads have names of their own for groups.
+            stack.enter_context(patch.object(c10d, "_world", _RankWorlds(c10d._world)))
+            stack.enter_context(patch.object(c10d, "ProcessGroupGloo", ProcessGroupGloo))
+            isolate(True)
+            stack.callback(isolate, False)
+            stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # torch puts its own in the place
+            stack.enter_context(patch.object(threading.Thread, "start", start_as_rank))
+            stack.enter_context(patch.object(threading.Thread, "join", join_freely))
+            stack.enter_context(patch.object(threading.Condition, "wait", wait_freely))
+            yield
+
+    def _await(self) -> None:
+        """Wait for all ranks."""
+        seen, since = -1, time.monotonic()
+        try:
+            while alive := [thread for thread in self._threads if thread.is_alive()]:
+                alive[0].join(_TICK)
+                if self.schedule.passes != seen:
+                    seen, since = self.schedule.passes, time.monotonic()
+                waited = time.monotonic() - since
+                if self.schedule.waits_for_nobody and waited > _OUTSIDE:
+                    self._stuck()
+                elif waited > self._timeout:
+                    self._wires.failure = f"a rank has run for {self._timeout:g} s without coming to a collective"
+                    for rank in self._running:
+                        self._errors[rank] = TimeoutError(f"{self._wires.failure}\n{self._position(rank)}")
+                    return
+        except BaseException:  # an interrupt
+            self._wires.failure = "the run was interrupted"
+            self.schedule.wake_all()
+            for thread in self._threads:
+                thread.join(_TICK)
+            raise
+
+    # What ranks know of each other
+
+    def _passed(self, last: int, now: int) -> None:
+        if last >= 0:
+            self._states[last].keep()
+        self._states[now].show()
+        if self.schedule.passes % (_PAGE * self._ranks) == 0:
+            self._call_roll()
+
+    def _call_roll(self) -> None:
+        if watchdog.is_watching():
+            for roll_call in self._roll_calls:
+                roll_call.tick()
+
+    def _tell(self, ranks: Sequence[int], message: Any) -> dict[int, Any]:
+        return {rank: self._roll_calls[rank].answer(message) for rank in ranks}
+
+    def _compare_journals(self) -> None:
+        """Compare what the ranks have done that must be alike, to the last page."""
+        for state in self._states:
+            for journal in state.journals:
+                journal.page += 1
+        for _ in range(1 + self._ranks // 64 + 1):
+            self._call_roll()
+        for rank, roll_call in enumerate(self._roll_calls):
+            if roll_call.difference:
+                self._errors[rank] = RuntimeError(roll_call.difference)
+
+    def _stuck(self) -> None:
+        """Have all ranks raise that they wait for each other."""
+        by_text: dict[str, list[int]] = {}
+        for rank in range(self._ranks):
+            text = str(self._position(rank)) if rank in self._running else self._end(rank)
+            by_text.setdefault(text, []).append(rank)
+        lines = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
+        self._wires.failure = "\n".join(["the ranks wait for each other, and nothing is on its way:", *lines])
+        self.schedule.wake_all()
+
+    def _position(self, rank: int) -> watchdog.Position:
+        thread = self._threads[rank].ident or 0
+        wait = communicator.waits.get(thread)
+        return watchdog.Position(
+            waits_for=wait.what if wait else self.schedule.waits.get(thread),
+            call=wait.call if wait else "",
+            seconds=0.0,
+            stack=watchdog.places_in(sys._current_frames().get(thread)),
+            occupation=None,
+            before=self._states[rank].last_collectives,
+        )
+
+    def _end(self, rank: int) -> str:
+        if rank in self._results:
+            return "has returned"
+        error = self._errors.get(rank)
+        return "is gone: it has died" if error is None else f"was ended by {type(error).__name__}: {error}"
+
+    def explain(self) -> str:
+        """Return which ranks have ended, and why; of those that are to blame, if that can be told."""
+        if self._wires.failure:
+            return ""  # the error says it already
+        gone = sorted(self._wires.gone)
+        causes = [rank for rank in gone if not isinstance(self._errors.get(rank), communicator.OtherRankError)]
+        return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
+
+    def _raise(self) -> None:
+        """Raise what the ranks have raised, the causes first."""
+        errors = sorted(self._errors.items(), key=lambda each: isinstance(each[1], communicator.OtherRankError))
+        first = errors[0][1]
+        if len(errors) == self._ranks and not any(isinstance(error, Exception) for _, error in errors):
+            raise first  # as pytest.skip does
+        by_text: dict[str, list[int]] = {}
+        for rank, error in errors:
+            trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this file
+            text = "".join(traceback.format_exception(type(error), error, trace)).strip()
+            by_text.setdefault(text, []).append(rank)
+        cause = "".join(traceback.format_exception_only(type(first), first)).strip().splitlines()[0]
+        parts = [f"{len(errors)} of {self._ranks} ranks did not return: rank {errors[0][0]} has raised {cause}"]
+        parts += [f"===== {named(ranks)} =====\n{text}" for text, ranks in by_text.items()]
+        if others := {self._end(rank): rank for rank in range(self._ranks) if rank not in self._errors}:
+            parts.append("; ".join(f"rank {rank} {text}" for text, rank in others.items()))
+        raise WorldError("\n".join(parts), dict(self._errors), dict(self._results)) from first
+
+
+class _Onlooker:
+    """Stands in the place of a rank's watchdog: what that finds out over sockets, the world knows."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def explain(self, closed_by: int | None) -> str:
+        return self._run.explain()
+
+    def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
+        raise RuntimeError("fsdp.recover() connects processes anew, and a World has none: use real ones")
+
+    def announce_end(self, error: BaseException, trace: Any) -> None:
+        """The others find it out."""
+
+    def stop(self) -> None:
+        """There is no thread."""
+
+
+def _as_rank(own: dict[str, Any], function: Callable[[], None]) -> None:
+    vars(_here).update(own)
+    function()
