@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.distributed import communicator, watchdog
@@ -170,6 +171,10 @@ class _Run:
             for rank in range(self._ranks)
         ]
         try:
+            # The first such mode of a process, as `DTensor`s use them, must not be on a thread that ends: later ones
+            # crash the interpreter (seen in torch 2.11, built for CUDA, and not in 2.13). Private in torch.
+            with FakeTensorMode():
+                pass
             with self._installed():
                 for thread in self._threads:
                     thread.start()
