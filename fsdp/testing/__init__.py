@@ -1,1 +1,6 @@
 """What users test sharded training with, on one machine and without accelerators."""
+
+from fsdp.testing.stream_order import Report, StreamOrderError
+from fsdp.testing.streams import check_streams
+
+__all__ = ["check_streams", "Report", "StreamOrderError"]
