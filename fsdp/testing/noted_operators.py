@@ -116,7 +116,8 @@ class NoteOperators(TorchDispatchMode):
         order, name = self._order, func._opname
         queued = [not is_host(each.device) for each in held]
         made = self._made(result, any(queued))
-        on_device = any(queued) or any(not is_host(device) for _, device, _ in made)
+        used = [each for each, operand in zip(queued, operands, strict=True) if operand.writes is not None]
+        on_device = any(used) or any(not is_host(device) for _, device, _ in made)
         timeline = self._accelerator.timeline() if on_device else order.host
         access = order.access(name, timeline)
         for tensor, device, pinned in made:
@@ -161,14 +162,14 @@ class NoteOperators(TorchDispatchMode):
         self, func: Any, operands: list[Operand], held: list[Held], result: Any, group: str | None
     ) -> None:
         order, name = self._order, func._opname
-        if "barrier" in name or not operands:
+        if "barrier" in name or "wrap_tensor" in name or not operands:
             return
         on_device = any(not is_host(each.device) for each in held)
         current = self._accelerator.timeline() if on_device else order.host
         if name == "wait_tensor":
             order.finish(None, current)
             return
-        if on_device:
+        if on_device or func.namespace == "_c10d_functional":  # where there is no work to wait for
             timeline = order.timeline(("collectives", group), f"collectives of group {group}")
         else:
             timeline = Timeline("a message between ranks")
@@ -176,6 +177,9 @@ class NoteOperators(TorchDispatchMode):
         for tensor, device in made:
             order.allocate(tensor.untyped_storage(), device, False, order.access(name, current))
         timeline.wait(current.moment())
+        if func.namespace == "_c10d_functional":  # torch keeps what it sends until then
+            for each in held:
+                each.memory.kept_for.add(timeline)
         accesses = []
         for tensor, argument, writes in [*operands, *(Operand(tensor, "output", True) for tensor, _ in made)]:
             is_read = argument.startswith("input") or name in ("send", "isend")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils import _device
 
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.testing.noted_operators import Accelerator, real_device, tensors_in
@@ -77,6 +78,13 @@ class SimulatedTensors:
                 tensor, self._accelerator.device, None, non_blocking, False
             ),
         }
+        wrap = Tensor._make_wrapper_subclass
+
+        def wrapped(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # autograd compares the real devices
+            is_ours = device is not None and self._whole(device) == self._accelerator.device
+            return wrap(*args, device=HOST if is_ours else device, **kwargs)
+
+        yield Tensor, {"_make_wrapper_subclass": staticmethod(wrapped)}
         make = UntypedStorage.__new__
 
         def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> UntypedStorage:
@@ -91,7 +99,8 @@ class SimulatedTensors:
         yield UntypedStorage, {"device": property(lambda one: self._order.held(one).device), "__new__": new}
 
     def _whole(self, device: Any) -> torch.device:
-        found = torch.get_default_device() if device is None else torch.device(device)
+        # Private in torch, whose `get_default_device` makes a tensor to look at it. Tried on torch 2.13.
+        found = torch.device(device or _device.CURRENT_DEVICE or HOST)
         return self._accelerator.device if found.type == self._accelerator.device.type else found
 
     def _device_of(self, tensor: Tensor) -> torch.device:

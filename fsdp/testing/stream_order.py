@@ -279,5 +279,5 @@ def _tensors_of(handle: FlatParamHandle) -> Iterable[tuple[str, Tensor, list[tup
     own = [(name, each.offset, each.offset + each.numel) for name, each in intervals if each is not None]
     yield "the shard", vector, own
     gradient = handle.flat_param.grad
-    if gradient is not None:
+    if type(gradient) is Tensor:  # and not what stands for one that is missing
         yield "the gradient of the shard", gradient, own

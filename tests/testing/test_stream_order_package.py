@@ -101,3 +101,118 @@ def _train(options: str) -> None:
     train(model)
     if "half" not in options:
         assert_equal_to_plain(model)
+
+
+@pytest.mark.parametrize("options", ["original", "rows", "both_on_host", "grads_on_host", "rows_on_host"])
+def test_gradients_that_accumulate_are_in_order(ranks: RankPool, options: str) -> None:
+    ranks(2).run(checked, _accumulate, "by_torch", options)
+
+
+def _accumulate(options: str) -> None:
+    model = build(OPTIONS[options])
+    train(model, accumulated=3)
+    assert_equal_to_plain(model, accumulated=3)
+
+
+@every_way
+@pytest.mark.parametrize("options", ["rows", "rows_on_host"])
+def test_replicas_are_in_order(ranks: RankPool, way: str, options: str) -> None:
+    ranks(4).run(checked, _replicate, way, options)
+
+
+def _replicate(options: str) -> None:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for how in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+        model = build(partial(OPTIONS[options], **how))  # type: ignore[arg-type]
+        train(model)
+        assert_equal_to_plain(model)
+
+
+@every_way
+@pytest.mark.parametrize("options", ["flat", "original", "rows", "both_on_host", "rows_on_host"])
+def test_saving_in_the_background_is_in_order(ranks: RankPool, tmp_path: Path, way: str, options: str) -> None:
+    ranks(2).run(checked, _save, way, options, tmp_path)
+
+
+def _save(options: str, folder: Path) -> None:
+    model = build(OPTIONS[options])
+    optimizer = train(model)
+    fsdp.save(folder / "now", model, optimizer)
+    saver = fsdp.checkpoint.Saver()
+    saver.save(folder / "later", model, optimizer)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    saver.wait()
+    for name in ("now", "later"):
+        again = build(OPTIONS[options], seed=1)
+        fsdp.load(folder / name, again, torch.optim.AdamW(again.parameters()))
+        assert_equal_to_plain(again)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_staging_is_in_order(ranks: RankPool, pin_memory: bool) -> None:
+    ranks(1).run(checked, _stage, "by_torch", pin_memory)
+
+
+def _stage(pin_memory: bool) -> None:
+    stager = fsdp.state_dict_utils.StateDictStager(pin_memory=pin_memory)
+    tree = {"large": torch.ones(1 << 21, device=DEVICE), "small": [torch.ones(3, device=DEVICE)]}
+    for _ in range(2):
+        pending = stager.stage(tree, non_blocking=True)
+        pending.protect()
+        tree["small"][0].add_(1)
+        copied = pending.wait()
+        assert copied["large"].device.type == "cpu"
+        copied["large"].sum().item()
+        restored = fsdp.state_dict_utils.restore(copied)
+        assert restored["large"].device.type == DEVICE
+        restored["large"].add_(1)
+        del pending, copied, restored
+    blocking = stager.stage(tree)
+    tree["large"].zero_()
+    assert blocking["large"].eq(1).all()
+
+
+@every_way
+@pytest.mark.parametrize("options", ["original", "rows", "both_on_host", "grads_on_host"])
+def test_what_is_done_between_steps_is_in_order(ranks: RankPool, way: str, options: str) -> None:
+    ranks(2).run(checked, _look_and_change, way, options)
+
+
+def _look_and_change(options: str) -> None:
+    model = build(OPTIONS[options])
+    ema = fsdp.EMA(model, 0.5)
+    optimizer = train(model)
+    ema.update_parameters(model)
+    with ema.applied_to(model), torch.no_grad():
+        model(torch.ones(2, 6, device=DEVICE))
+    if isinstance(model, fsdp.FullyShardedDataParallel):
+        full = fsdp.optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+        fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, full)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    model(torch.ones(2, 6, device=DEVICE)).sum().backward()
+    if not isinstance(model, fsdp.FullyShardedDataParallel):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    else:
+        model.clip_grad_norm_(0.5)
+        with model.summon_full_params(with_grads=True), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+                if param.grad is not None:
+                    param.grad.mul_(2)
+    optimizer.step()
+
+
+def test_steps_are_in_order_where_ranks_have_more_batches(ranks: RankPool) -> None:
+    ranks(2).run(checked, _train_unevenly, "by_torch")
+
+
+def _train_unevenly() -> None:
+    model = build(OPTIONS["original"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp.join(model, optimizer):
+        for _ in range(1 + dist.get_rank()):
+            model(torch.ones(2, 6, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
