@@ -22,8 +22,7 @@ from tests.helpers.ranks import RankPool
 
 DEVICE = "cuda"
 Wrap = Callable[[nn.Module], Any]
-WAYS = {"through_host": False, "by_torch": True}
-every_way = pytest.mark.parametrize("way", WAYS)
+BY_TORCH, THROUGH_HOST = "by torch", "through the host"
 
 
 def flat(module: nn.Module, **options: Any) -> Any:
@@ -72,8 +71,14 @@ def train(model: Any, steps: int = 2, accumulated: int = 1, *, device: str = DEV
     return optimizer
 
 
+def each_way(options: str, through_host: str = "") -> Any:
+    """Parametrize with options, which go by torch's collectives, and some of them through the host as well."""
+    rows = [(BY_TORCH, each) for each in options.split()] + [(THROUGH_HOST, each) for each in through_host.split()]
+    return pytest.mark.parametrize(("way", "options"), rows)
+
+
 def checked(body: Callable[..., None], way: str, *args: Any) -> None:
-    fsdp.use_torch_collectives(WAYS[way])
+    fsdp.use_torch_collectives(way == BY_TORCH)
     try:
         with check_streams():
             body(*args)
@@ -90,8 +95,7 @@ def assert_equal_to_plain(model: Any, **how: int) -> None:
         torch.testing.assert_close(whole.float().cpu(), value, rtol=1e-4, atol=1e-5)
 
 
-@every_way
-@pytest.mark.parametrize("options", OPTIONS)
+@each_way(" ".join(OPTIONS), "original both_on_host rows_on_host half_on_host")
 def test_training_is_in_order(ranks: RankPool, way: str, options: str) -> None:
     ranks(2).run(checked, _train, way, options)
 
@@ -103,9 +107,9 @@ def _train(options: str) -> None:
         assert_equal_to_plain(model)
 
 
-@pytest.mark.parametrize("options", ["original", "rows", "both_on_host", "grads_on_host", "rows_on_host"])
-def test_gradients_that_accumulate_are_in_order(ranks: RankPool, options: str) -> None:
-    ranks(2).run(checked, _accumulate, "by_torch", options)
+@each_way("rows grads_on_host", "rows_on_host")
+def test_gradients_that_accumulate_are_in_order(ranks: RankPool, way: str, options: str) -> None:
+    ranks(2).run(checked, _accumulate, way, options)
 
 
 def _accumulate(options: str) -> None:
@@ -114,8 +118,7 @@ def _accumulate(options: str) -> None:
     assert_equal_to_plain(model, accumulated=3)
 
 
-@every_way
-@pytest.mark.parametrize("options", ["rows", "rows_on_host"])
+@each_way("rows_on_host", "rows")
 def test_replicas_are_in_order(ranks: RankPool, way: str, options: str) -> None:
     ranks(4).run(checked, _replicate, way, options)
 
@@ -128,8 +131,7 @@ def _replicate(options: str) -> None:
         assert_equal_to_plain(model)
 
 
-@every_way
-@pytest.mark.parametrize("options", ["flat", "original", "rows", "both_on_host", "rows_on_host"])
+@each_way("original rows_on_host", "both_on_host")
 def test_saving_in_the_background_is_in_order(ranks: RankPool, tmp_path: Path, way: str, options: str) -> None:
     ranks(2).run(checked, _save, way, options, tmp_path)
 
@@ -152,7 +154,7 @@ def _save(options: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_staging_is_in_order(ranks: RankPool, pin_memory: bool) -> None:
-    ranks(1).run(checked, _stage, "by_torch", pin_memory)
+    ranks(1).run(checked, _stage, BY_TORCH, pin_memory)
 
 
 def _stage(pin_memory: bool) -> None:
@@ -174,8 +176,7 @@ def _stage(pin_memory: bool) -> None:
     assert blocking["large"].eq(1).all()
 
 
-@every_way
-@pytest.mark.parametrize("options", ["original", "rows", "both_on_host", "grads_on_host"])
+@each_way("original rows grads_on_host", "both_on_host")
 def test_what_is_done_between_steps_is_in_order(ranks: RankPool, way: str, options: str) -> None:
     ranks(2).run(checked, _look_and_change, way, options)
 
@@ -205,7 +206,7 @@ def _look_and_change(options: str) -> None:
 
 
 def test_steps_are_in_order_where_ranks_have_more_batches(ranks: RankPool) -> None:
-    ranks(2).run(checked, _train_unevenly, "by_torch")
+    ranks(2).run(checked, _train_unevenly, BY_TORCH)
 
 
 def _train_unevenly() -> None:
