@@ -271,9 +271,6 @@ def _owner(held: Held, span: Span) -> str:
 
 
 def _tensors_of(handle: FlatParamHandle) -> Iterable[tuple[str, Tensor, list[tuple[str, int, int]]]]:
-    whole = [(slot.name, slot.start, slot.stop) for slot in handle.layout.slots]
-    for unsharded in handle.forms.values():
-        yield "the unsharded parameters", unsharded.full, whole
     rank, vector = handle.comm.rank, handle.flat_param.vector
     intervals = [(slot.name, handle.layout.interval(number, rank)) for number, slot in enumerate(handle.layout.slots)]
     own = [(name, each.offset, each.offset + each.numel) for name, each in intervals if each is not None]
@@ -281,3 +278,6 @@ def _tensors_of(handle: FlatParamHandle) -> Iterable[tuple[str, Tensor, list[tup
     gradient = handle.flat_param.grad
     if type(gradient) is Tensor:  # and not what stands for one that is missing
         yield "the gradient of the shard", gradient, own
+    whole = [(slot.name, slot.start, slot.stop) for slot in handle.layout.slots]
+    for unsharded in handle.forms.values():
+        yield "the unsharded parameters", unsharded.full, whole
