@@ -1,4 +1,4 @@
-"""What users test sharded training with, on one machine and without accelerators."""
+"""Tools with which users test sharded training, on one machine and without accelerators."""
 
 from fsdp.testing.stream_order import Report, StreamOrderError
 from fsdp.testing.streams import check_streams

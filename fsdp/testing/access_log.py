@@ -1,4 +1,4 @@
-"""Who has read and written which bytes of memory, and what of it is in order.
+"""A log of who has read and written which bytes of memory, and of what is in order.
 
 A `Timeline` is whatever does one thing after the other: the host, a stream, the stream of a backend's collectives, one
 message. Each has a clock that counts what it does, and knows how far the others were when it last waited for them, in
@@ -20,7 +20,7 @@ _MANY_RUNS = 1024
 
 
 class Timeline:
-    """What happens one after the other, and what it knows of other timelines."""
+    """A `Timeline` is what happens one after the other, and knows of others how far they were when it waited."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -124,8 +124,8 @@ class Memory:
 def spans_of(tensor: Tensor) -> Iterable[Span]:
     """Return the bytes of a tensor's storage that it looks at: of each run, or from first to last if there are many."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length != 1)
+    start = int(tensor.storage_offset()) * size
+    dims = sorted((int(step), int(length)) for step, length in zip(tensor.stride(), tensor.shape, strict=True))
     if any(length == 0 for _, length in dims):
         return []
     run = 1

@@ -53,7 +53,7 @@ class Accelerator:
 
     @property
     def target(self) -> tuple[torch.device, bool] | None:
-        """Where what this thread makes is said to be, and whether it is pinned; None: where its operands are."""
+        """The device that what this thread makes is said to be on, and whether it is pinned; None: its operands'."""
         return getattr(self._local, "target", None)
 
     @property
@@ -133,9 +133,8 @@ class NoteOperators(TorchDispatchMode):
         if not on_device:
             return
         if name in _COPIES:
-            ends = {order.held(each.untyped_storage()): each for each in [*tensors_in(result), *(o.tensor for o in operands)]}
-            on_host = [(each, tensor) for each, tensor in ends.items() if is_host(each.device)]
-            waits = any(not (non_blocking and self._is_pinned(*each)) for each in on_host)
+            ends = [*tensors_in(result), *(operand.tensor for operand in operands)]
+            waits = any(not (non_blocking and self._may_go_on(each)) for each in ends)
         else:
             gives_numbers = bool(func._schema.returns) and not any(True for _ in tensors_in(result))
             waits = gives_numbers or not _SYNCHRONISING.isdisjoint(func.tags)
@@ -155,8 +154,11 @@ class NoteOperators(TorchDispatchMode):
                     found[storage] = each, *(self._accelerator.target or (home, False))
         return list(found.values())
 
-    def _is_pinned(self, held: Held, tensor: Tensor) -> bool:
-        return held.is_pinned or (not self._accelerator.simulated and tensor.is_pinned())
+    def _may_go_on(self, end: Tensor) -> bool:
+        """Return whether the host need not wait for a copy from or to a tensor."""
+        held = self._order.held(end.untyped_storage())
+        is_observed = not self._accelerator.simulated
+        return not is_host(held.device) or held.is_pinned or (is_observed and end.is_pinned())
 
     def _note_collective(
         self, func: Any, operands: list[Operand], held: list[Held], result: Any, group: str | None
@@ -224,7 +226,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def real_device(tensor: Tensor) -> torch.device:
     """Return where a tensor is, whatever a simulation says."""
     with torch._C.DisableTorchFunctionSubclass():
-        return torch._C.TensorBase.device.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+        return torch._C.TensorBase.device.__get__(tensor)
 
 
 def _is_non_blocking(func: Any, args: Any, kwargs: Any) -> bool:

@@ -19,11 +19,10 @@ from fsdp.testing.stream_order import StreamOrder
 
 Names = Iterator[tuple[Any, dict[str, Any]]]  # modules and classes of torch, and what stands there meanwhile
 
-_MAKING = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand rand_like "
-    "randint randint_like randn randn_like randperm scalar_tensor tensor zeros zeros_like"
-).split()
-_MAKING_LIKE = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
+_MAKING = ["arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"]
+_MAKING += ["randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros", *_LIKE]
+_MAKING_NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 
 def reading_names(order: StreamOrder, accelerator: Accelerator) -> Names:
@@ -56,7 +55,7 @@ def reading_names(order: StreamOrder, accelerator: Accelerator) -> Names:
 
 
 class SimulatedTensors:
-    """What stands in the place of torch's names where no accelerator is."""
+    """The names of torch by which tensors of the CPU are said to be on an accelerator."""
 
     def __init__(self, order: StreamOrder, accelerator: Accelerator) -> None:
         self._order, self._accelerator = order, accelerator
@@ -64,28 +63,32 @@ class SimulatedTensors:
     def names(self) -> Names:
         """Yield modules and classes of torch, and what stands there meanwhile."""
         yield torch, {name: self._making(getattr(torch, name)) for name in _MAKING}
-        yield Tensor, {name: self._making(getattr(Tensor, name)) for name in _MAKING_LIKE}
-        yield Tensor, {
-            "device": property(self._device_of),
-            "is_cpu": property(lambda tensor: is_host(self._device_of(tensor))),
-            "is_cuda": property(lambda tensor: self._device_of(tensor).type == "cuda"),
-            "get_device": lambda tensor: -1 if is_host(self._device_of(tensor)) else 0,
-            "is_pinned": lambda tensor, *_, **__: self._is_pinned(tensor),
-            "pin_memory": lambda tensor, *_, **__: self._pin_memory(tensor),
-            "to": lambda tensor, *args, **kwargs: self._to(tensor, *args, **kwargs),
-            "cpu": lambda tensor, *_, **__: self._moved(tensor, HOST, None, False, False),
-            "cuda": lambda tensor, device=None, non_blocking=False, **_: self._moved(
-                tensor, self._accelerator.device, None, non_blocking, False
-            ),
-        }
-        wrap = Tensor._make_wrapper_subclass
+        yield Tensor, {name: self._making(getattr(Tensor, name)) for name in _MAKING_NEW}
+        yield (
+            Tensor,
+            {
+                "device": property(self._device_of),
+                "is_cpu": property(lambda tensor: is_host(self._device_of(tensor))),
+                "is_cuda": property(lambda tensor: self._device_of(tensor).type == "cuda"),
+                "get_device": lambda tensor: -1 if is_host(self._device_of(tensor)) else 0,
+                "is_pinned": lambda tensor, *_, **__: self._is_pinned(tensor),
+                "pin_memory": lambda tensor, *_, **__: self._pin_memory(tensor),
+                "to": lambda tensor, *args, **kwargs: self._to(tensor, *args, **kwargs),
+                "cpu": lambda tensor, *_, **__: self._moved(tensor, HOST, None, False, False),
+                "cuda": lambda tensor, device=None, non_blocking=False, **_: self._moved(
+                    tensor, self._accelerator.device, None, non_blocking, False
+                ),
+            },
+        )
+        wrap: Any = Tensor._make_wrapper_subclass
 
         def wrapped(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:  # autograd compares the real devices
             is_ours = device is not None and self._whole(device) == self._accelerator.device
-            return wrap(*args, device=HOST if is_ours else device, **kwargs)
+            made: Tensor = wrap(*args, device=HOST if is_ours else device, **kwargs)
+            return made
 
         yield Tensor, {"_make_wrapper_subclass": staticmethod(wrapped)}
-        make = UntypedStorage.__new__
+        make: Any = UntypedStorage.__new__
 
         def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> UntypedStorage:
             wanted = None if device is None else self._whole(device)
@@ -155,7 +158,8 @@ class SimulatedTensors:
 
     def copied(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
         """Return a copy of a tensor that is said to be on another device."""
-        with self._accelerator.making_on(device):
+        # As torch does it: what the host does not wait for goes to pinned memory.
+        with self._accelerator.making_on(device, pinned=non_blocking and is_host(device)):
             copied: Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, non_blocking=non_blocking)
             return copied
 
@@ -172,7 +176,7 @@ class _Moved(torch.autograd.Function):
         return to.copied(tensor, *how)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         to, source, dtype = ctx.back
         return to.copied(gradient, source, dtype, False), *(None,) * 5
 

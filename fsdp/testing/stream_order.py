@@ -34,7 +34,7 @@ class Report:
     """Two operators that use the same memory in no order.
 
     Attributes:
-        first, second: the names of the operators, in the order in which the host called them.
+        first, second: names of the operators, in the order in which the host called them.
         first_stream, second_stream: what they run on: a stream, the host, a backend's collectives, or a message.
         first_place, second_place: where they were called: file, line and function.
         memory: which bytes of what; with unit and parameters where they belong to a sharded model.
@@ -75,7 +75,7 @@ class StreamOrderError(RuntimeError):
 
 
 class Held:
-    """What is known of a storage.
+    """A `Held` is what is known of a storage.
 
     Attributes:
         device: where it is, or is said to be.
@@ -106,7 +106,7 @@ class StreamOrder:
 
     @property
     def reports(self) -> list[Report]:
-        """What was found until now."""
+        """The pairs that were found until now."""
         return list(self._reports.values())
 
     def timeline(self, key: Hashable, name: str) -> Timeline:
@@ -144,7 +144,8 @@ class StreamOrder:
             return
         for memory in self._freed.pop(owner, []):
             for late in memory.not_before(owner):
-                self._report(late, access, f"{memory.nbytes} bytes that were freed", "still uses", "may be given memory that")
+                what = f"{memory.nbytes} bytes on {held.device}, which were freed"
+                self._report(late, access, what, "still uses", "may be given memory that")
         # What its stream did with the memory before may still run, when others begin with it.
         held.memory.note(access, (0, nbytes), True)
 
@@ -189,12 +190,9 @@ class StreamOrder:
 
     def _report(self, first: Access, second: Access, memory: str, has: str, does: str) -> None:
         key = first.operator, second.operator, first.places, second.places
-        report = Report(
-            *(first.operator, second.operator, first.happened_on, second.happened_on),
-            *(" in ".join(places) or "a thread of torch" for places in (first.places, second.places)),
-            memory,
-            (has, does),
-        )
+        places = [" in ".join(each.places) or "a thread of torch" for each in (first, second)]
+        ends = first.operator, second.operator, first.happened_on, second.happened_on
+        report = Report(*ends, places[0], places[1], memory, (has, does))
         self._reports.setdefault(key, report)
 
     # --- what waits for what ----------------------------------------------------------------------------------------
@@ -262,10 +260,9 @@ def _owner(held: Held, span: Span) -> str:
         for what, tensor, starts in _tensors_of(handle):
             storage = tensor.untyped_storage()
             if getattr(storage, _HELD, None) is held:
-                size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-                names = [
-                    name for name, start, stop in starts if first + start * size < span[1] and first + stop * size > span[0]
-                ]
+                size, first = tensor.element_size(), tensor.storage_offset()
+                ranges = [(name, (first + start) * size, (first + stop) * size) for name, start, stop in starts]
+                names = [name for name, start, stop in ranges if start < span[1] and stop > span[0]]
                 return f": {what} of {handle.name}" + (f", {', '.join(names)}" if names else "")
     return ""
 

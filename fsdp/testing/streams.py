@@ -29,7 +29,7 @@ from fsdp.testing.stream_order import StreamOrder, StreamOrderError
 
 
 @contextmanager
-def check_streams(device: str = "cuda") -> Iterator[StreamOrder]:
+def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
     """Check that operators which use the same memory on several streams are in order; an error at the end if not.
 
     Every operator is noted with its stream and the bytes that it reads and writes, and every wait: of streams, events
@@ -44,7 +44,8 @@ def check_streams(device: str = "cuda") -> Iterator[StreamOrder]:
     models, optimizers and streams are used inside has to be made inside. Not collective.
 
     Args:
-        device: the type of the accelerator to simulate if there is none.
+        device: the type of the accelerator to simulate if there is none; None: messages between ranks on the CPU
+            are checked alone.
 
     Yields:
         What was found until now is in its `reports`.
@@ -56,7 +57,10 @@ def check_streams(device: str = "cuda") -> Iterator[StreamOrder]:
     """
     found = devices.accelerator()
     order = StreamOrder()
-    places = _Observed(order, found) if found is not None else _Simulated(order, torch.device(device, 0))
+    if found is not None:
+        places = _Observed(order, found)
+    else:
+        places = _HostAlone(order, HOST) if device is None else _Simulated(order, torch.device(device, 0))
     with places.replaced():
         try:
             yield order
@@ -76,11 +80,11 @@ class _Observed:
         self._real_stream = torch.accelerator.current_stream
         self._accelerator = Accelerator(device, self.simulated, self.timeline)
 
-    def _classes(self, stream: Any, event: Any, new_event: Callable[[Any, torch.device], Any]) -> tuple[type, type]:
+    def _classes(self, stream: Any, event: Any, new_event: Callable[[Any, torch.device], Any]) -> tuple[Any, Any]:
         """Return subclasses of a class of streams and one of events; `new_event` makes one of the latter."""
         places, order = self, self._order
 
-        class Event(event):  # type: ignore[misc]
+        class Event(event):
             moment: Moment = {}  # noqa: RUF012 - never changed
 
             def record(self, stream: Any = None) -> None:
@@ -101,7 +105,7 @@ class _Observed:
                     order.wait(order.host, self.moment)
                 return is_over
 
-        class Stream(stream):  # type: ignore[misc]
+        class Stream(stream):
             def wait_event(self, event: Any) -> None:
                 super().wait_event(event)
                 order.wait(places.timeline(self), getattr(event, "moment", {}))
@@ -219,8 +223,18 @@ def _forget_streams() -> None:
         cached.cache_clear()
 
 
+class _HostAlone(_Observed):
+    """A machine without an accelerator, on which only messages go beside what is computed."""
+
+    def timeline(self, stream: Any = None) -> Timeline:
+        return self._order.host
+
+    def names(self) -> Names:
+        return iter(())
+
+
 class _Simulated(_Observed):
-    """An accelerator that there is not: its memory is the host's, and its streams and events only tell what is asked."""
+    """An accelerator that is not there: memory is the host's, and streams and events only tell what is asked."""
 
     simulated = True
 
@@ -249,7 +263,7 @@ class _Simulated(_Observed):
             self.set_stream(before)
 
     def names(self) -> Names:
-        kind, device = self._device.type, self._device
+        kind = self._device.type
         real = getattr(torch, kind, None)
         module: Any = ModuleType(f"torch.{kind}")
         module.__dict__.update({} if real is None else vars(real))
