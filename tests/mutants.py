@@ -202,7 +202,7 @@ ORDERED = {
     "wrap/checkpoint_wrapper": "wrap/checkpoint_wrapper_memory",
 }
 # The package under the checker of stream order, which needs no luck.
-CHECKED = "testing/stream_order_package"
+CHECKED = "testing/stream_order_messages testing/stream_order_package"
 # Methods that wait, or say what is to be awaited; and functions that do.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record", "settle", "_settle", "protect"}
 WAITING = {"finish", "finish_queued", "run_after"}
@@ -268,7 +268,9 @@ def waits_of(path: Path) -> Iterator[Mutant]:
     known = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"Generic[Tree]"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _waits(node.value):
-            yield _replaced(path, node, "pass")
+            # What is awaited may begin in the same line, and begins all the same.
+            begun = node.value.func.value if isinstance(node.value.func, ast.Attribute) else None
+            yield _replaced(path, node, ast.unparse(begun) if isinstance(begun, ast.Call) else "pass")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "after":
             if len(node.args) == 1:
                 yield _replaced(path, node, ast.unparse(node.func.value))

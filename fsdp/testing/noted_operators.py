@@ -134,7 +134,7 @@ class NoteOperators(TorchDispatchMode):
             return
         if name in _COPIES:
             ends = [*tensors_in(result), *(operand.tensor for operand in operands)]
-            waits = any(not (non_blocking and self._may_go_on(each)) for each in ends)
+            waits = not all(self._may_go_on(each, non_blocking) for each in ends)
         else:
             gives_numbers = bool(func._schema.returns) and not any(True for _ in tensors_in(result))
             waits = gives_numbers or not _SYNCHRONISING.isdisjoint(func.tags)
@@ -154,11 +154,11 @@ class NoteOperators(TorchDispatchMode):
                     found[storage] = each, *(self._accelerator.target or (home, False))
         return list(found.values())
 
-    def _may_go_on(self, end: Tensor) -> bool:
+    def _may_go_on(self, end: Tensor, non_blocking: bool) -> bool:
         """Return whether the host need not wait for a copy from or to a tensor."""
         held = self._order.held(end.untyped_storage())
         is_observed = not self._accelerator.simulated
-        return not is_host(held.device) or held.is_pinned or (is_observed and end.is_pinned())
+        return not is_host(held.device) or (non_blocking and (held.is_pinned or (is_observed and end.is_pinned())))
 
     def _note_collective(
         self, func: Any, operands: list[Operand], held: list[Held], result: Any, group: str | None

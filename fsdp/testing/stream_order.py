@@ -81,13 +81,24 @@ class Held:
         device: where it is, or is said to be.
         is_pinned: whether copies between it and an accelerator need not be done when the host goes on.
         memory: its present block.
+        address: of the block.
+        within: what is known of another storage that the block lies in (a buffer of Python's, say); it owns the memory.
     """
 
-    def __init__(self, order: StreamOrder, device: torch.device, is_pinned: bool, memory: Memory) -> None:
+    within: Held | None = None
+
+    def __init__(self, order: StreamOrder, device: torch.device, is_pinned: bool, memory: Memory, address: int) -> None:
         self.order, self.device, self.is_pinned, self.memory = order, device, is_pinned, memory
+        self.address = address
+
+    def surrounds(self, other: Held) -> bool:
+        """Return whether the memory of another one lies in this one's, which has its own."""
+        stop = self.address + self.memory.nbytes
+        return self.within is None and self.address <= other.address and other.address + other.memory.nbytes <= stop
 
     def __del__(self) -> None:
-        self.order.gone.append(self.memory)
+        if self.within is None:
+            self.order.gone.append(self.memory)
 
 
 class StreamOrder:
@@ -99,6 +110,7 @@ class StreamOrder:
         self.is_active = True
         self.page_locked: dict[int, int] = {}  # by address, the bytes of host memory that was pinned there
         self.gone: deque[Memory] = deque()  # freed since the last look, by any thread
+        self._on_host: weakref.WeakSet[Held] = weakref.WeakSet()
         self._streams: dict[Hashable, Timeline] = {}
         self._freed: dict[Timeline, list[Memory]] = {}
         self._works: weakref.WeakKeyDictionary[Any, tuple[Timeline, Any, list[Access]]] = weakref.WeakKeyDictionary()
@@ -119,10 +131,14 @@ class StreamOrder:
         """Return what is known of a storage; of one that is older than this, where it is."""
         found = getattr(storage, _HELD, None)
         if found is None or found.order is not self:
-            locked = storage.data_ptr() in self.page_locked  # the host's memory is anybody's when it is freed
+            address = storage.data_ptr()
+            locked = address in self.page_locked  # the host's memory is anybody's when it is freed
             memory = Memory(self.host if locked else None, storage.nbytes())
-            found = Held(self, device or _real_device(storage), locked, memory)
+            found = Held(self, device or _real_device(storage), locked, memory, address)
             setattr(storage, _HELD, found)
+            if is_host(found.device):
+                found.within = next((each for each in self._on_host if each.surrounds(found)), None)
+                self._on_host.add(found)
         return found
 
     def is_known(self, storage: UntypedStorage) -> bool:
@@ -132,7 +148,7 @@ class StreamOrder:
     def allocate(self, storage: UntypedStorage, device: torch.device, pinned: bool, access: Access) -> None:
         """Note that a storage has a new block of memory."""
         held = self.held(storage, device)
-        held.device, held.is_pinned = device, pinned
+        held.device, held.is_pinned, held.address, held.within = device, pinned, storage.data_ptr(), None
         self.renew(held, storage.nbytes(), access)
 
     def renew(self, held: Held, nbytes: int, access: Access) -> None:
@@ -181,6 +197,9 @@ class StreamOrder:
 
     def note_span(self, access: Access, held: Held, span: Span, writes: bool) -> None:
         """Note that an operator uses bytes of a storage."""
+        if held.within is not None:
+            offset = held.address - held.within.address
+            held, span = held.within, (span[0] + offset, span[1] + offset)
         found = held.memory.note(access, span, writes)
         if found is not None:
             first, has_written = found

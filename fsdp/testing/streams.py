@@ -51,23 +51,30 @@ def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
         What was found until now is in its `reports`.
 
     Raises:
+        RuntimeError: inside of another one, on any thread.
         StreamOrderError: at the end, with every pair of operators that is in no order: their names, streams and places
             in the source, and the memory, by unit and parameter if it is a sharded model's. Another error inside comes
             before it.
     """
-    found = devices.accelerator()
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError("check_streams() inside of another one: check the whole of it at once")
     order = StreamOrder()
-    if found is not None:
-        places = _Observed(order, found)
-    else:
-        places = _HostAlone(order, HOST) if device is None else _Simulated(order, torch.device(device, 0))
-    with places.replaced():
-        try:
+    try:
+        found = devices.accelerator()
+        if found is not None:
+            places = _Observed(order, found)
+        else:
+            places = _HostAlone(order, HOST) if device is None else _Simulated(order, torch.device(device, 0))
+        with places.replaced():
             yield order
-        finally:
-            order.is_active = False
+    finally:
+        order.is_active = False
+        _one_at_a_time.release()
     if order.reports:
         raise StreamOrderError(order.reports)
+
+
+_one_at_a_time = threading.Lock()
 
 
 class _Observed:
@@ -307,19 +314,16 @@ class _SimulatedEvent:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    wait = record
-
-    def synchronize(self) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end: Any) -> float:
         return 0.0
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    wait = synchronize = record
 
 
 class _SimulatedStream:
@@ -333,19 +337,16 @@ class _SimulatedStream:
         self.device, self.stream_id = self.of_device, next(self.numbers)
         self._entered: list[Any] = []
 
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    wait_stream = wait_event
-
-    def synchronize(self) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
     def is_capturing(self) -> bool:
         return False
+
+    def wait_event(self, event: Any = None) -> None:
+        pass
+
+    wait_stream = synchronize = wait_event
 
     def __enter__(self) -> Any:
         self._entered.append(type(self).entered(self))

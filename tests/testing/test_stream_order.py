@@ -280,6 +280,18 @@ def test_other_threads() -> None:
     assert pairs(body) == [("copy_", "sum")]
 
 
+def test_memory_that_several_storages_look_at() -> None:
+    def body() -> None:
+        host = torch.zeros(8, pin_memory=True)
+        again = torch.frombuffer(host.numpy().data[4:], dtype=torch.float32)
+        host.copy_(ones(), non_blocking=True)
+        again.sum()
+
+    (report,) = reports(body)
+    assert (report.first, report.second) == ("copy_", "sum")
+    assert "bytes 16 to 32 of 32" in report.memory
+
+
 # Collectives
 
 
@@ -397,6 +409,14 @@ def test_a_wait_that_is_taken_out_of_a_script_is_found_at_its_line(
         runpy.run_path(str(file))
     line = 1 + next(number for number, text in enumerate(SCRIPT.split("\n")) if late in text)
     assert f"{file}:{line} (main)" in str(raised.value)
+
+
+def test_one_at_a_time() -> None:
+    with check_streams():
+        with pytest.raises(RuntimeError, match="inside of another one"):
+            check_streams().__enter__()
+        assert torch.cuda.is_available()
+    assert not torch.cuda.is_available()
 
 
 def test_another_error_comes_first_and_names_are_put_back() -> None:

@@ -57,10 +57,10 @@ def test_parts_that_are_sent_to_the_rank_that_writes_them(ranks: RankPool, tmp_p
 
 
 def _save_apart(folder: Path, name: str) -> None:
-    with way(name), check_streams(device=None), folder_of_its_own(folder / f"{dist.get_rank()}"):
-        model = build()
-        fsdp.save("run", model, step(model))
-        write(model.parameters())
+    with way(name), check_streams(), folder_of_its_own(folder / f"{dist.get_rank()}"):
+        # In several blocks, which the host brings from the device one after the other.
+        model = fsdp.FullyShardedDataParallel(nn.Linear(1500, 1500, bias=False).to("cuda"))
+        fsdp.save("run", model)
 
 
 def test_values_of_the_first_rank_that_replicas_get(ranks: RankPool) -> None:
@@ -138,7 +138,7 @@ def _give_up(folder: Path) -> None:
     assert group is not None
     with check_streams(device=None):  # what is received in vain has memory until then
         give_up(group)
-    with pytest.raises(RuntimeError, match="clos"):
+    with pytest.raises(RuntimeError, match=r"clos|reset by peer"):
         group.recv([torch.empty(1)], 1 - dist.get_rank(), 7).wait(timedelta(seconds=20))
 
 
