@@ -118,7 +118,7 @@ def _accumulate(options: str) -> None:
     assert_equal_to_plain(model, accumulated=3)
 
 
-@each_way("rows_on_host", "rows")
+@each_way("rows_on_host")
 def test_replicas_are_in_order(ranks: RankPool, way: str, options: str) -> None:
     ranks(4).run(checked, _replicate, way, options)
 
