@@ -99,7 +99,8 @@ class NoteOperators(TorchDispatchMode):
             # Wrappers, whose insides come next.
             return NotImplemented
         operands = list(_operands(func, args, kwargs))
-        held = [self._order.held(each.tensor.untyped_storage()) for each in operands]
+        with self._order.lock:
+            held = [self._order.held(each.tensor.untyped_storage()) for each in operands]
         result = func(*args, **kwargs)
         is_collective = func.namespace in ("c10d", "_c10d_functional")
         if is_collective and self._accelerator.simulated and func._opname not in _MESSAGES:
@@ -148,7 +149,7 @@ class NoteOperators(TorchDispatchMode):
             storage = each.untyped_storage()
             if not self._order.is_known(storage):
                 if not self._accelerator.simulated:
-                    found[storage] = each, each.device, False
+                    found[storage] = each, each.device, is_host(each.device) and each.is_pinned()
                 else:
                     home = self._accelerator.device if on_device else HOST
                     found[storage] = each, *(self._accelerator.target or (home, False))

@@ -94,7 +94,12 @@ class Held:
     def surrounds(self, other: Held) -> bool:
         """Return whether the memory of another one lies in this one's, which has its own."""
         stop = self.address + self.memory.nbytes
-        return self.within is None and self.address <= other.address and other.address + other.memory.nbytes <= stop
+        return (
+            self is not other
+            and self.within is None
+            and self.address <= other.address
+            and other.address + other.memory.nbytes <= stop
+        )
 
     def __del__(self) -> None:
         if self.within is None:
@@ -127,19 +132,23 @@ class StreamOrder:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def held(self, storage: UntypedStorage, device: torch.device | None = None) -> Held:
-        """Return what is known of a storage; of one that is older than this, where it is."""
+    def held(self, storage: UntypedStorage) -> Held:
+        """Return what is known of a storage, also of one that is older than this, or that torch has not allocated."""
         found = getattr(storage, _HELD, None)
         if found is None or found.order is not self:
-            address = storage.data_ptr()
-            locked = address in self.page_locked  # the host's memory is anybody's when it is freed
+            locked = storage.data_ptr() in self.page_locked  # the host's memory is anybody's when it is freed
             memory = Memory(self.host if locked else None, storage.nbytes())
-            found = Held(self, device or _real_device(storage), locked, memory, address)
-            setattr(storage, _HELD, found)
+            found = self._hold(storage, _real_device(storage), locked, memory)
             if is_host(found.device):
                 found.within = next((each for each in self._on_host if each.surrounds(found)), None)
-                self._on_host.add(found)
         return found
+
+    def _hold(self, storage: UntypedStorage, device: torch.device, pinned: bool, memory: Memory) -> Held:
+        held = Held(self, device, pinned, memory, storage.data_ptr())
+        setattr(storage, _HELD, held)
+        if is_host(device):
+            self._on_host.add(held)
+        return held
 
     def is_known(self, storage: UntypedStorage) -> bool:
         """Return whether something is known of a storage."""
@@ -147,8 +156,7 @@ class StreamOrder:
 
     def allocate(self, storage: UntypedStorage, device: torch.device, pinned: bool, access: Access) -> None:
         """Note that a storage has a new block of memory."""
-        held = self.held(storage, device)
-        held.device, held.is_pinned, held.address, held.within = device, pinned, storage.data_ptr(), None
+        held = self._hold(storage, device, pinned, Memory(None, 0))
         self.renew(held, storage.nbytes(), access)
 
     def renew(self, held: Held, nbytes: int, access: Access) -> None:
