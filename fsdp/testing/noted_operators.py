@@ -5,6 +5,7 @@ torch hands modes on to the threads of autograd, and calls them in the optimizer
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.testing.access_log import Timeline
@@ -101,10 +103,11 @@ class NoteOperators(TorchDispatchMode):
         operands = list(_operands(func, args, kwargs))
         with self._order.lock:
             held = [self._order.held(each.tensor.untyped_storage()) for each in operands]
-        result = func(*args, **kwargs)
         is_collective = func.namespace in ("c10d", "_c10d_functional")
-        if is_collective and self._accelerator.simulated and func._opname not in _MESSAGES:
-            _finish_at_once(result)
+        if func.namespace == "c10d" and self._accelerator.simulated and func._opname not in _MESSAGES:
+            result = _done_at_once(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         with self._order.lock:
             self._order.collect()
             if is_collective:
@@ -249,8 +252,19 @@ def _work_of(result: Any) -> Any:
     return dist.Work.unbox(found) if isinstance(found, torch.ScriptObject) else None
 
 
-def _finish_at_once(result: Any) -> None:
-    """Have a collective on memory of the CPU be done when a simulated device's would only be queued."""
+def _done_at_once(func: Any, args: Any, kwargs: Any) -> Any:
+    """Have a collective be done where a device would only queue it, with a work that keeps no memory alive."""
+    result = func(*tree_map_only(Tensor, _without_owner, args), **kwargs)
     work = _work_of(result)
     if work is not None and _wait is not None:
         _wait(work)
+    return result
+
+
+def _without_owner(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    if not tensor.numel() or real_device(tensor).type == "meta":
+        return tensor
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    alias = torch.frombuffer(memory, dtype=tensor.dtype, count=storage.nbytes() // tensor.element_size())
+    return alias.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
