@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
+from fsdp.distributed.dtensor import local_part
 from fsdp.testing import check_streams
 from tests.helpers.offload import BOTH, GRADS, PARAMS
+from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
 from tests.helpers.ranks import RankPool
 
 DEVICE = "cuda"
@@ -217,3 +219,29 @@ def _train_unevenly() -> None:
             model(torch.ones(2, 6, device=DEVICE)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_functions_of_users_are_in_order(ranks: RankPool) -> None:
+    ranks(2).run(checked, _use_own_functions, BY_TORCH)
+
+
+def _use_own_functions() -> None:
+    model = build(OPTIONS["rows"])
+    own = (OwnAllGather(), OwnReduceScatter())
+    for layer in model:
+        layer.set_custom_all_gather(own[0])
+        layer.set_custom_reduce_scatter(own[1])
+        layer.set_all_reduce_hook(lambda gradient: gradient.mul_(2), stream=torch.Stream(DEVICE))
+    seen: list[Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(local_part(param.grad).clone()))
+    beside, present = torch.Stream(DEVICE), torch.accelerator.current_stream()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 6, device=DEVICE)).square().mean().backward()
+        beside.wait_stream(present)
+        with beside:
+            optimizer.step()
+        model.set_post_optim_event(beside.record_event())
+        optimizer.zero_grad()
+    assert seen
