@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp.testing import Report, StreamOrderError, check_streams
+from fsdp.testing.pytest_plugin import stream_order as stream_order
+from fsdp.testing.stream_order import StreamOrder
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
@@ -409,6 +411,14 @@ def test_a_wait_that_is_taken_out_of_a_script_is_found_at_its_line(
         runpy.run_path(str(file))
     line = 1 + next(number for number, text in enumerate(SCRIPT.split("\n")) if late in text)
     assert f"{file}:{line} (main)" in str(raised.value)
+
+
+def test_the_fixture_checks_a_test(stream_order: StreamOrder) -> None:
+    value = ones()
+    with torch.Stream(DEVICE):
+        value.sum()
+    assert [(report.first, report.second) for report in stream_order.reports] == [("ones", "sum")]
+    stream_order._reports.clear()  # or this would fail
 
 
 def test_one_at_a_time() -> None:
