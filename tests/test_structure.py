@@ -288,8 +288,13 @@ def test_names_of_accelerators_are_found() -> None:
     assert accelerators(ast.parse('"""CUDA queues."""\ndevice = "cpu"')) == []
 
 
+def may_name_accelerators(path: Path) -> bool:
+    """The seam, and what stands in the place of torch's own names in tests of users."""
+    return name_of(path) == "distributed.devices" or path.parent.name == "testing"
+
+
 def test_one_module_names_accelerators() -> None:
-    used = {shown(path): accelerators(parse(path)) for path in sources() if name_of(path) != "distributed.devices"}
+    used = {shown(path): accelerators(parse(path)) for path in sources() if not may_name_accelerators(path)}
     wrong = {path: names for path, names in used.items() if names}
     assert not wrong, f"ask fsdp.distributed.devices: {wrong}"
 

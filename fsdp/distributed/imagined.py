@@ -136,8 +136,8 @@ class _ImaginedCollectives(TorchCollectives):
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         self._note("reduce-scatter", what, tag, self._ring * full.nbytes)
-        out = full.new_empty(full.numel() // self.world_size)
-        return Pending(what, (), lambda: after_use_of(full, out).to(dtype or full.dtype))
+        out, kind = full.new_empty(full.numel() // self.world_size), dtype or full.dtype
+        return Pending(what, (), lambda: after_use_of(full, out).to(kind))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         if op == "sum":

@@ -31,7 +31,9 @@ def merge_written(handle: FlatParamHandle) -> None:
     what = f"values that the forward of {handle.unit.name} wrote to its parameters"
     merged.exchange(comm, dealt, what, handle.tag)
     merged.exchange(replicas, [merged.values] * replicas.world_size, what, handle.replica_tag)
-    clashes = merged.clashes((comm, replicas))  # which come when all have got the shards and these values
+    clashes = merged.clashes((comm, replicas))
+    for ranks in (comm, replicas):
+        ranks.settle()  # what was sent of the shards, and of these values, has arrived
     if clashes:
         names = ", ".join(layout.slots[slots[number]].name for number in clashes)
         raise RuntimeError(

@@ -82,6 +82,7 @@ class Gathering:
     def _put_together(self, local: Tensor, part: MeshPart) -> Tensor | None:
         """Gather over one mesh dimension after the other, from the innermost, which was sharded last."""
         full: Tensor | None = local
+        own = local
         for left, sharding in reversed(list(enumerate(part.shardings))):
             group = part.mesh.get_group(sharding.mesh_dim)
             comm = communicator(group, local.device)
@@ -94,7 +95,7 @@ class Gathering:
             self._used.add(comm)
             piece = local.resolve_conj().resolve_neg().contiguous()
             full = _joined(comm, sharding, piece, _places(part, sharding, ranks), wants)
-            if left > 0 or piece is not local:
+            if piece is not own:
                 comm.settle()  # what is only made to be sent should not pile up
             local = local if full is None else full
         return full

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.distributed import watchdog
-from fsdp.distributed.collectives import DirectExchange
+from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.communicator import CollectiveError, communicators_among, finish
 from fsdp.distributed.messages import Sending
 from tests.helpers.ranks import RankPool
@@ -229,16 +229,20 @@ def _recover_from_a_lost_message(folder: Path) -> None:
     rank = start(folder, 2)
     training = Training("")
     training.step(0)
-    (way,) = communicators_among([0, 1])
-    assert isinstance(way, DirectExchange)
-    for _ in range(2):
-        way._sent.append(Sending([LostWork()], "all-gather of 1 in backward"))
+    communicator(dist.new_group([0, 1]), torch.device("cpu"))  # which the model does not use
+    ways = communicators_among([0, 1])
+    assert len(ways) == 2
+    for way in ways:
+        assert isinstance(way, DirectExchange)
+        for _ in range(2):
+            way._sent.append(Sending([LostWork()], "all-gather of 1 in backward"))
     if rank == 1:
         assert not fsdp.recover(training.model)
     else:
         with pytest.raises(CollectiveError, match=r"rank 1 has called fsdp\.recover"):
             training.step(1)
         assert not fsdp.recover(training.model)
+    assert not any(way._sent for way in ways)
     training.step(1)
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from fsdp import (
     enable_wrap,
     module_wrap_policy,
 )
+from fsdp.distributed.collectives import communicator
+from fsdp.distributed.imagined import META, ImaginedGroup
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.runtime import runtimes
 from fsdp.engine.summary import size_text
@@ -266,6 +269,25 @@ def test_collectives_of_a_backend_receive_less_than_messages() -> None:
     assert by_messages.bytes_sent == by_collectives.bytes_sent
     assert by_messages.collectives == by_collectives.collectives
     assert by_messages.peak > by_collectives.peak
+
+
+@pytest.mark.parametrize("sends_pieces", [True, False])
+def test_what_is_sent_lives_until_it_is_awaited(sends_pieces: bool) -> None:
+    group = ImaginedGroup(0, 2, sends_pieces)
+    with group.reachable():
+        way, full = communicator(group, META), torch.empty(8, device=META)
+        shard = torch.empty(4, device=META)
+        gathering, is_there = way.all_gather(full, shard, "", ""), weakref.ref(shard)
+        del shard
+        assert is_there() is not None
+        gathering.wait()
+        is_there = weakref.ref(full)
+        if not sends_pieces:
+            reducing = way.reduce_scatter(full, "", "")
+            del full, gathering
+            assert is_there() is not None
+            reducing.wait()
+            assert is_there() is None
 
 
 def test_the_model_stays_as_it_is() -> None:

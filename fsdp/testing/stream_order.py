@@ -1,0 +1,307 @@
+"""`StreamOrder` keeps what is known of memory and of streams, and reports what is in no order.
+
+Memory is followed by its storage. What is known of a storage is an attribute of it, which dies with it; that tells when
+memory is freed. The rule of torch's caching allocators is that freed memory is given at once to the next that asks on
+the stream that it was allocated on, whatever others still do with it, unless `Tensor.record_stream` has named them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from fsdp.distributed.devices import is_host
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.testing.access_log import Access, Memory, Moment, Span, Timeline, spans_of
+
+_HELD = "_fsdp_stream_order"
+_TORCH, _OURS = (os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, sys.modules["fsdp"]))
+_STANDARD, _TESTING = os.path.dirname(os.__file__), os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Two operators that use the same memory in no order.
+
+    Attributes:
+        first, second: names of the operators, in the order in which the host called them.
+        first_stream, second_stream: what they run on: a stream, the host, a backend's collectives, or a message.
+        first_place, second_place: where they were called: file, line and function.
+        memory: which bytes of what; with unit and parameters where they belong to a sharded model.
+    """
+
+    first: str
+    second: str
+    first_stream: str
+    second_stream: str
+    first_place: str
+    second_place: str
+    memory: str
+    _did: tuple[str, str]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.second} on {self.second_stream} {self._did[1]} {self.first} on {self.first_stream} "
+            f"{self._did[0]}, and does not wait for it\n"
+            f"  first:  {self.first_place}\n  second: {self.second_place}\n  memory: {self.memory}"
+        )
+
+
+class StreamOrderError(RuntimeError):
+    """Operators on several streams use the same memory in no order.
+
+    Attributes:
+        reports: one for each pair of places, in the order in which they were found.
+    """
+
+    def __init__(self, reports: list[Report]) -> None:
+        self.reports = reports
+        listed = "\n".join(f"{number}. {report}" for number, report in enumerate(reports, 1))
+        super().__init__(
+            f"{len(reports)} {'pair' if len(reports) == 1 else 'pairs'} of operators in no order, with results that "
+            f"depend on which is faster:\n{listed}\nHave the second one's stream wait for the first one's "
+            "(stream.wait_stream, event.wait, work.wait), or the host (synchronize), or keep the memory that long."
+        )
+
+
+class Held:
+    """A `Held` is what is known of a storage.
+
+    Attributes:
+        device: where it is, or is said to be.
+        is_pinned: whether copies between it and an accelerator need not be done when the host goes on.
+        memory: its present block.
+        address: of the block.
+        within: what is known of another storage that the block lies in (a buffer of Python's, say); it owns the memory.
+    """
+
+    within: Held | None = None
+
+    def __init__(self, order: StreamOrder, device: torch.device, is_pinned: bool, memory: Memory, address: int) -> None:
+        self.order, self.device, self.is_pinned, self.memory = order, device, is_pinned, memory
+        self.address = address
+
+    def surrounds(self, other: Held) -> bool:
+        """Return whether the memory of another one lies in this one's, which has its own."""
+        stop = self.address + self.memory.nbytes
+        return (
+            self is not other
+            and self.within is None
+            and self.address <= other.address
+            and other.address + other.memory.nbytes <= stop
+        )
+
+    def __del__(self) -> None:
+        if self.within is None:
+            self.order.gone.append(self.memory)
+
+
+class StreamOrder:
+    """The clocks of all timelines, and the memory that they use."""
+
+    def __init__(self) -> None:
+        self.host = Timeline("the host")
+        self.lock = threading.RLock()
+        self.is_active = True
+        self.page_locked: dict[int, int] = {}  # by address, the bytes of host memory that was pinned there
+        self.gone: deque[Memory] = deque()  # freed since the last look, by any thread
+        self._on_host: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._streams: dict[Hashable, Timeline] = {}
+        self._freed: dict[Timeline, list[Memory]] = {}
+        self._works: weakref.WeakKeyDictionary[Any, tuple[Timeline, Any, list[Access]]] = weakref.WeakKeyDictionary()
+        self._reports: dict[Hashable, Report] = {}
+
+    @property
+    def reports(self) -> list[Report]:
+        """The pairs that were found until now."""
+        return list(self._reports.values())
+
+    def timeline(self, key: Hashable, name: str) -> Timeline:
+        """Return that of a stream or backend."""
+        return self._streams.setdefault(key, Timeline(name))
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def held(self, storage: UntypedStorage) -> Held:
+        """Return what is known of a storage, also of one that is older than this, or that torch has not allocated."""
+        found = getattr(storage, _HELD, None)
+        if found is None or found.order is not self:
+            locked = storage.data_ptr() in self.page_locked  # the host's memory is anybody's when it is freed
+            memory = Memory(self.host if locked else None, storage.nbytes())
+            found = self._hold(storage, _real_device(storage), locked, memory)
+            if is_host(found.device):
+                found.within = next((each for each in self._on_host if each.surrounds(found)), None)
+        return found
+
+    def _hold(self, storage: UntypedStorage, device: torch.device, pinned: bool, memory: Memory) -> Held:
+        held = Held(self, device, pinned, memory, storage.data_ptr())
+        setattr(storage, _HELD, held)
+        if is_host(device):
+            self._on_host.add(held)
+        return held
+
+    def is_known(self, storage: UntypedStorage) -> bool:
+        """Return whether something is known of a storage."""
+        return getattr(getattr(storage, _HELD, None), "order", None) is self
+
+    def allocate(self, storage: UntypedStorage, device: torch.device, pinned: bool, access: Access) -> None:
+        """Note that a storage has a new block of memory."""
+        held = self._hold(storage, device, pinned, Memory(None, 0))
+        self.renew(held, storage.nbytes(), access)
+
+    def renew(self, held: Held, nbytes: int, access: Access) -> None:
+        """Note that a storage has another block than before, or none any more."""
+        self.collect(held.memory)
+        owner = None if held.is_pinned else self.host if is_host(held.device) else access.timeline
+        held.memory = Memory(owner, nbytes)
+        if owner is None or owner is self.host or not nbytes:
+            return
+        for memory in self._freed.pop(owner, []):
+            for late in memory.not_before(owner):
+                what = f"{memory.nbytes} bytes on {held.device}, which were freed"
+                self._report(late, access, what, "still uses", "may be given memory that")
+        # What its stream did with the memory before may still run, when others begin with it.
+        held.memory.note(access, (0, nbytes), True)
+
+    def collect(self, *freed: Memory) -> None:
+        """Take back memory that was freed; the host's is anybody's at once."""
+        pending = list(freed)
+        while self.gone:
+            pending.append(self.gone.popleft())
+        for memory in pending:
+            if memory.owner is self.host:
+                for late in memory.not_before(self.host):
+                    now = Access("free", self.host, self.host.tick(), _places())
+                    self._report(late, now, f"{memory.nbytes} bytes on the host", "still uses", "gives to others what")
+            elif memory.owner is not None and any(memory.not_before(memory.owner)):
+                self._freed.setdefault(memory.owner, []).append(memory)
+
+    # --- accesses ---------------------------------------------------------------------------------------------------
+
+    def access(self, operator: str, timeline: Timeline) -> Access:
+        """Return a new access, which comes after all that the host has waited for."""
+        if timeline is not self.host:
+            timeline.wait(self.host.moment())
+        return Access(operator, timeline, timeline.tick(), _places())
+
+    def note(self, access: Access, tensor: Tensor, writes: bool) -> None:
+        """Note that an operator uses a tensor."""
+        storage = tensor.untyped_storage()
+        held = self.held(storage)
+        if held.memory.nbytes < storage.nbytes():
+            self.renew(held, storage.nbytes(), access)
+        for span in spans_of(tensor):
+            self.note_span(access, held, span, writes)
+
+    def note_span(self, access: Access, held: Held, span: Span, writes: bool) -> None:
+        """Note that an operator uses bytes of a storage."""
+        if held.within is not None:
+            offset = held.address - held.within.address
+            held, span = held.within, (span[0] + offset, span[1] + offset)
+        found = held.memory.note(access, span, writes)
+        if found is not None:
+            first, has_written = found
+            what = f"bytes {span[0]} to {span[1]} of {held.memory.nbytes} on {held.device}{_owner(held, span)}"
+            did = "writes what" if writes else "reads what"
+            self._report(first, access, what, "has written" if has_written else "reads", did)
+
+    def _report(self, first: Access, second: Access, memory: str, has: str, does: str) -> None:
+        key = first.operator, second.operator, first.places, second.places
+        places = [" in ".join(each.places) or "a thread of torch" for each in (first, second)]
+        ends = first.operator, second.operator, first.happened_on, second.happened_on
+        report = Report(*ends, places[0], places[1], memory, (has, does))
+        self._reports.setdefault(key, report)
+
+    # --- what waits for what ----------------------------------------------------------------------------------------
+
+    def wait(self, timeline: Timeline, moment: Moment) -> None:
+        """Note that a timeline waits for a moment of another."""
+        with self.lock:
+            self.collect()
+            timeline.wait(moment)
+
+    def wait_for_all(self) -> None:
+        """Note that the host waits for all streams."""
+        for timeline in list(self._streams.values()):
+            self.wait(self.host, timeline.moment())
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def begin(self, work: Any, timeline: Timeline, accesses: list[Access]) -> None:
+        """Note what is in flight until `work` is awaited."""
+        self._works[work] = timeline, timeline.moment(), accesses
+
+    def finish(self, work: Any, waiting: Timeline, *, on_host: bool = False) -> None:
+        """Note that `waiting` waits for a work, or the host if it is a message or if `on_host`."""
+        found = None if work is None else self._works.pop(work, None)
+        if found is None:  # of several collectives together, say
+            for each in list(self._streams.values()):
+                if each.name.startswith("collectives"):
+                    self.wait(waiting, each.moment())
+            return
+        timeline, moment, accesses = found
+        if timeline in self._streams.values():
+            self.wait(self.host if on_host else waiting, moment)
+            return
+        with self.lock:  # a message is over, and what it did is the host's
+            self.collect()
+            for access in accesses:
+                access.timeline, access.time = self.host, self.host.tick()
+
+
+def _real_device(storage: UntypedStorage) -> torch.device:
+    return torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined] # a simulation says otherwise
+
+
+def _places() -> tuple[str, ...]:
+    """Return where a user's code is, and before it, where ours is if it is ours that was called."""
+    found: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        is_standard = file.startswith(_STANDARD) and "site-packages" not in file
+        if not (is_standard or file.startswith((_TORCH, _TESTING, "<"))):
+            is_ours = file.startswith(_OURS)
+            if not is_ours or not found:
+                found.append(f"{file}:{frame.f_lineno} ({code.co_name})")
+            if not is_ours:
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def _owner(held: Held, span: Span) -> str:
+    """Return the unit and the parameters that bytes of a storage belong to, for a message; empty if to none."""
+    for handle in [each for each in gc.get_objects() if issubclass(type(each), FlatParamHandle)]:
+        for what, tensor, starts in _tensors_of(handle):
+            storage = tensor.untyped_storage()
+            if getattr(storage, _HELD, None) is held:
+                size, first = tensor.element_size(), tensor.storage_offset()
+                ranges = [(name, (first + start) * size, (first + stop) * size) for name, start, stop in starts]
+                names = [name for name, start, stop in ranges if start < span[1] and stop > span[0]]
+                return f": {what} of {handle.name}" + (f", {', '.join(names)}" if names else "")
+    return ""
+
+
+def _tensors_of(handle: FlatParamHandle) -> Iterable[tuple[str, Tensor, list[tuple[str, int, int]]]]:
+    rank, vector = handle.comm.rank, handle.flat_param.vector
+    intervals = [(slot.name, handle.layout.interval(number, rank)) for number, slot in enumerate(handle.layout.slots)]
+    own = [(name, each.offset, each.offset + each.numel) for name, each in intervals if each is not None]
+    yield "the shard", vector, own
+    gradient = handle.flat_param.grad
+    if type(gradient) is Tensor:  # and not what stands for one that is missing
+        yield "the gradient of the shard", gradient, own
+    whole = [(slot.name, slot.start, slot.stop) for slot in handle.layout.slots]
+    for unsharded in handle.forms.values():
+        yield "the unsharded parameters", unsharded.full, whole

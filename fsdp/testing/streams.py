@@ -1,0 +1,371 @@
+"""`check_streams`: whatever is queued inside on streams, or sent to other ranks, is checked for its order.
+
+Where there is an accelerator, its streams and events are replaced by subclasses of theirs that tell the `StreamOrder`
+what waits for what. Where there is none, one is simulated: tensors are the CPU's, in program order, and only said to be
+on a device; its streams and events do nothing but tell. So a wait that is missing is found from what was called, and
+not by chance from wrong numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import UntypedStorage
+
+from fsdp.distributed import devices
+from fsdp.distributed.devices import HOST, is_host
+from fsdp.testing.access_log import Moment, Timeline
+from fsdp.testing.noted_operators import Accelerator, NoteOperators
+from fsdp.testing.simulated_tensors import Names, SimulatedTensors, reading_names
+from fsdp.testing.stream_order import StreamOrder, StreamOrderError
+
+
+@contextmanager
+def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
+    """Check that operators which use the same memory on several streams are in order; an error at the end if not.
+
+    Every operator is noted with its stream and the bytes that it reads and writes, and every wait: of streams, events
+    and the host, and of the works of collectives. Reported are two operators, one of which writes, that use the same
+    bytes with no order between them; memory that is freed, and may be given to others, while another stream still uses
+    it; pinned memory of the host that is read before a copy to it has arrived, or written while a copy reads it; what a
+    collective gathers or reduces, if it is used before the collective was awaited.
+
+    Where there is an accelerator with streams, it is observed. Where there is none, one is simulated on the CPU: what
+    is made on `device` or moved to it is the CPU's, and only said to be there, with ``torch.accelerator``,
+    ``torch.Stream``, ``torch.Event`` and torch's module for the type (``torch.cuda``) as the device has them. What
+    models, optimizers and streams are used inside has to be made inside. Not collective.
+
+    Args:
+        device: the type of the accelerator to simulate if there is none; None: messages between ranks on the CPU
+            are checked alone.
+
+    Yields:
+        What was found until now is in its `reports`.
+
+    Raises:
+        RuntimeError: inside of another one, on any thread.
+        StreamOrderError: at the end, with every pair of operators that is in no order: their names, streams and places
+            in the source, and the memory, by unit and parameter if it is a sharded model's. Another error inside comes
+            before it.
+    """
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError("check_streams() inside of another one: check the whole of it at once")
+    order = StreamOrder()
+    try:
+        found = devices.accelerator()
+        if found is not None:
+            places = _Observed(order, found)
+        else:
+            places = _HostAlone(order, HOST) if device is None else _Simulated(order, torch.device(device, 0))
+        with places.replaced():
+            yield order
+    finally:
+        order.is_active = False
+        _one_at_a_time.release()
+    if order.reports:
+        raise StreamOrderError(order.reports)
+
+
+_one_at_a_time = threading.Lock()
+
+
+class _Observed:
+    """An accelerator whose names in torch are replaced by such as tell what waits for what."""
+
+    simulated = False
+
+    def __init__(self, order: StreamOrder, device: torch.device) -> None:
+        self._order, self._device = order, device
+        self._real_stream = torch.accelerator.current_stream
+        self._accelerator = Accelerator(device, self.simulated, self.timeline)
+
+    def _classes(self, stream: Any, event: Any, new_event: Callable[[Any, torch.device], Any]) -> tuple[Any, Any]:
+        """Return subclasses of a class of streams and one of events; `new_event` makes one of the latter."""
+        places, order = self, self._order
+
+        class Event(event):
+            moment: Moment = {}  # noqa: RUF012 - never changed
+
+            def record(self, stream: Any = None) -> None:
+                super().record(*(() if stream is None else (stream,)))
+                self.moment = places.timeline(stream).moment()
+
+            def wait(self, stream: Any = None) -> None:
+                super().wait(*(() if stream is None else (stream,)))
+                order.wait(places.timeline(stream), self.moment)
+
+            def synchronize(self) -> None:
+                super().synchronize()
+                order.wait(order.host, self.moment)
+
+            def query(self) -> bool:
+                is_over: bool = super().query()
+                if is_over:
+                    order.wait(order.host, self.moment)
+                return is_over
+
+        class Stream(stream):
+            def wait_event(self, event: Any) -> None:
+                super().wait_event(event)
+                order.wait(places.timeline(self), getattr(event, "moment", {}))
+
+            def wait_stream(self, stream: Any) -> None:
+                super().wait_stream(stream)
+                order.wait(places.timeline(self), places.timeline(stream).moment())
+
+            def record_event(self, event: Any = None) -> Any:
+                event = event or new_event(Event, self.device)
+                event.record(self)
+                return event
+
+            def synchronize(self) -> None:
+                super().synchronize()
+                order.wait(order.host, places.timeline(self).moment())
+
+            def query(self) -> bool:
+                is_over: bool = super().query()
+                if is_over:
+                    order.wait(order.host, places.timeline(self).moment())
+                return is_over
+
+        return Stream, Event
+
+    def timeline(self, stream: Any = None) -> Timeline:
+        """Return that of a stream; of the current one if none is given."""
+        found = self.current_stream() if stream is None else stream
+        name = f"stream {found.stream_id}" if found.stream_id else "the default stream"
+        return self._order.timeline((found.device, found.stream_id), f"{name} of {found.device}")
+
+    def current_stream(self) -> Any:
+        """Return the stream that is current on this thread."""
+        return self._real_stream()
+
+    def names(self) -> Names:
+        """Yield modules and classes of torch, and what stands there meanwhile."""
+        Stream, Event = self._classes(torch.Stream, torch.Event, lambda kind, device: kind(device))  # noqa: N806
+
+        def current_stream(device: Any = None) -> Any:
+            found = self._real_stream(*(() if device is None else (device,)))
+            kind = found.device_type
+            return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=kind)
+
+        synchronize = torch.accelerator.synchronize
+        yield torch, {"Stream": Stream, "Event": Event}
+        yield torch.accelerator, {"current_stream": current_stream, "synchronize": self._noting_all(synchronize)}
+        module = torch.get_device_module(self._device)
+        if isinstance(module.Stream, type) and module.Stream is not torch.Stream:
+            own = self._classes(module.Stream, module.Event, lambda kind, device: kind())
+            yield module, dict(zip(("Stream", "Event"), own, strict=True))
+        yield module, {"synchronize": self._noting_all(module.synchronize)}
+
+    def _noting_all(self, synchronize: Callable[..., None]) -> Callable[..., None]:
+        def noting(*args: Any, **kwargs: Any) -> None:
+            synchronize(*args, **kwargs)
+            self._order.wait_for_all()
+
+        return noting
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Have torch's names tell the order what they are asked for, on this thread and on those that it starts."""
+        run = threading.Thread.run
+
+        def run_noted(thread: threading.Thread) -> None:
+            with NoteOperators(self._order, self._accelerator):
+                run(thread)
+
+        with ExitStack() as stack:
+            stack.callback(_forget_streams)
+            for owner, replaced in [*self.names(), *self._common_names(), (threading.Thread, {"run": run_noted})]:
+                for name, value in replaced.items():
+                    stack.enter_context(mock.patch.object(owner, name, value, create=True))
+            _forget_streams()
+            with NoteOperators(self._order, self._accelerator):
+                yield
+
+    def _common_names(self) -> Names:
+        yield from reading_names(self._order, self._accelerator)
+        resize = UntypedStorage.resize_
+
+        def resize_(storage: UntypedStorage, nbytes: int) -> Any:
+            resized = resize(storage, nbytes)
+            held = self._order.held(storage)
+            timeline = self._order.host if is_host(held.device) else self.timeline()
+            with self._order.lock:
+                self._order.renew(held, nbytes, self._order.access("resize_", timeline))
+            return resized
+
+        yield UntypedStorage, {"resize_": resize_}
+        if dist.is_available():
+            yield dist.Work, {name: self._noting_work(name) for name in _WAITS}
+
+    def _noting_work(self, name: str) -> Callable[..., Any]:
+        real, has_come = getattr(dist.Work, name), name == "is_completed"
+
+        def noting(work: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._accelerator.unnoted():
+                result = real(work, *args, **kwargs)
+            if result or not has_come:
+                self._order.finish(work, self.timeline(), on_host=has_come)
+            return result
+
+        return noting
+
+
+# Methods of a collective's work after which the current stream comes after it (of a message, the host).
+_WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "is_completed")
+
+
+def _forget_streams() -> None:
+    """Have the seam ask torch for its streams again, which are others now."""
+    for cached in (devices.has_streams, devices._side_stream, torch.get_device_module):
+        cached.cache_clear()
+
+
+class _HostAlone(_Observed):
+    """A machine without an accelerator, on which only messages go beside what is computed."""
+
+    def timeline(self, stream: Any = None) -> Timeline:
+        return self._order.host
+
+    def names(self) -> Names:
+        return iter(())
+
+
+class _Simulated(_Observed):
+    """An accelerator that is not there: memory is the host's, and streams and events only tell what is asked."""
+
+    simulated = True
+
+    def __init__(self, order: StreamOrder, device: torch.device) -> None:
+        super().__init__(order, device)
+        self._local = threading.local()
+        self.Stream, self.Event = self._classes(_SimulatedStream, _SimulatedEvent, lambda kind, device: kind())
+        self.Stream.of_device, self.Stream.numbers = device, itertools.count()
+        self._default = self.Stream()
+
+    def current_stream(self, device: Any = None) -> Any:
+        return getattr(self._local, "stream", self._default)
+
+    def set_stream(self, stream: Any) -> None:
+        """Make a stream the current one of this thread."""
+        self._local.stream = stream
+
+    @contextmanager
+    def entered(self, stream: Any) -> Iterator[Any]:
+        """Have a stream be current inside; None changes nothing."""
+        before = self.current_stream()
+        self.set_stream(stream or before)
+        try:
+            yield stream
+        finally:
+            self.set_stream(before)
+
+    def names(self) -> Names:
+        kind = self._device.type
+        real = getattr(torch, kind, None)
+        module: Any = ModuleType(f"torch.{kind}")
+        module.__dict__.update({} if real is None else vars(real))
+        both: dict[str, Any] = {
+            "current_stream": self.current_stream,
+            "device_count": lambda: 1,
+            "empty_cache": lambda: None,
+            "is_available": lambda: True,
+            "set_stream": self.set_stream,
+            "synchronize": self._noting_all(lambda device=None: None),
+        }
+        module.__dict__.update(
+            both,
+            Stream=self.Stream,
+            Event=self.Event,
+            cudart=lambda: _PageLocks(self._order.page_locked),
+            current_device=lambda: 0,
+            default_generators=(torch.Generator(),),
+            default_stream=lambda device=None: self._default,
+            device=lambda index: nullcontext(),
+            get_rng_state=lambda device=None: torch.get_rng_state(),
+            init=lambda: None,
+            is_initialized=lambda: True,
+            manual_seed=lambda seed: None,
+            manual_seed_all=lambda seed: None,
+            set_device=lambda device: None,
+            set_rng_state=lambda state, device=None: None,
+            stream=self.entered,
+        )
+        self.Stream.entered = self.entered
+        yield torch, {"Stream": self.Stream, "Event": self.Event, kind: module}
+        accelerator = {"current_accelerator": lambda check_available=False: torch.device(kind)}
+        indices = {f"{verb}_device_{noun}" for verb in ("current", "set") for noun in ("index", "idx")}
+        yield torch.accelerator, both | accelerator | {name: lambda device=None: 0 for name in indices}
+        yield from SimulatedTensors(self._order, self._accelerator).names()
+
+
+class _SimulatedEvent:
+    """Has happened as soon as it is asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    wait = synchronize = record
+
+
+class _SimulatedStream:
+    """Runs what it is given at once."""
+
+    of_device: torch.device
+    entered: Callable[[Any], Any]
+    numbers: Iterator[int]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.stream_id = self.of_device, next(self.numbers)
+        self._entered: list[Any] = []
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_event(self, event: Any = None) -> None:
+        pass
+
+    wait_stream = synchronize = wait_event
+
+    def __enter__(self) -> Any:
+        self._entered.append(type(self).entered(self))
+        return self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+class _PageLocks:
+    """Stands for CUDA's runtime where host memory is pinned by its address."""
+
+    def __init__(self, locked: dict[int, int]) -> None:
+        self._locked = locked
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
+        self._locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 (CUDA's name)
+        del self._locked[address]
+        return 0
