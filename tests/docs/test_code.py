@@ -1,7 +1,7 @@
 """The code on the pages and in docstrings runs, page by page, on two ranks.
 
-The blocks of a page run in order, in one namespace that begins with what `tests.docs.setting` has. Comments of two kinds
-in the source of a page, which readers do not see, belong to them:
+The blocks of a page run in order, in one namespace that begins with what `tests.docs.setting` has. Two kinds of
+comments in the source of a page, which readers do not see, belong to them:
 
     <!-- run: code -->          is run as well, at its place: what the next block takes for granted, or is to be shown
     <!-- not run: reason -->    leaves the next block out
