@@ -138,8 +138,7 @@ class Trainer:
         if newest is None:
             return False
         loaded = fsdp.load(newest, self.model, self.optimizer)
-        assert loaded.step is not None
-        self.first, self.first_loss = loaded.step + 1, loaded.values["first loss"]
+        self.first, self.first_loss = 1 + (loaded.step or 0), loaded.values["first loss"]
         if self.place.rank == 0:
             print(f"resumed after step {loaded.step}, on {self.place.world_size} ranks", flush=True)
         return True
