@@ -202,7 +202,13 @@ def test_kubernetes_starts_it(tmp_path: Path) -> None:
         assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"]
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])  # free when this is left
-    operators = {"NNODES": "1", "NPROC_PER_NODE": "1", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    operators = {
+        "NNODES": "1",
+        "NPROC_PER_NODE": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     printed = torchrun(container["command"], tmp_path, **{f"PET_{name}": value for name, value in operators.items()})
     assert "machine 0: 1 of 1 ranks\n" in printed
 
