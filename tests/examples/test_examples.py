@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import resource
@@ -134,7 +135,7 @@ def _train_by_trainer(folder: Path, steps: int, **options: bool) -> list[float]:
     return losses
 
 
-@needs("ray")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray: not installed (pip install 'ray[train]')")
 def test_ray_starts_again_what_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "with_ray" / "train.py")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -157,7 +158,7 @@ def torchrun(command: list[str], folder: Path, **environment: str) -> str:
         command, cwd=ROOT, env={**given, **here, "PATH": path}, text=True, capture_output=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
-    assert float(re.findall(r"step 99: loss ([\d.]+)\n", done.stdout)[0]) < 0.2
+    assert float(re.findall(r"step 99: loss ([\d.]+)", done.stdout)[0]) < 0.2
     assert fsdp.checkpoint.newest(folder / "checkpoints") == folder / "checkpoints" / "step-00000099"
     return done.stdout
 
@@ -169,8 +170,8 @@ def test_two_machines_train(tmp_path: Path) -> None:
     except NotAllowedError as reason:
         pytest.skip(f"this system makes no two machines: {reason}")
     printed = torchrun(["bash", "examples/two_machines/here.sh"], tmp_path, RANKS="1")
-    assert "machine 0: 1 of 2 ranks\n" in printed
-    assert "machine 1: 1 of 2 ranks\n" in printed
+    assert "machine 0: 1 of 2 ranks" in printed  # their ends of lines may come after each other
+    assert "machine 1: 1 of 2 ranks" in printed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Slurm is for Linux")
