@@ -20,9 +20,9 @@ def read_version() -> str:
 
 
 def read_description() -> str:
-    """Read the README for a place where its neighbours are not: a link to one of them becomes that file's path."""
+    """Read the README for a place where its neighbours are not: a link to one of them, or a picture, becomes text."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
+    return re.sub(r"!?\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
 
 
 setup(

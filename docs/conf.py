@@ -24,6 +24,7 @@ html_theme = "furo"
 html_title = f"fsdp {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["errors.js"]
 html_copy_source = False
 html_use_index = html_domain_indices = False  # there is the reference, and the search
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp
@@ -38,7 +39,8 @@ class Trainer(_PlainTrainer):
     Raises:
         TypeError: without a model, or with a `model_init`.
         ValueError: for a model that is not sharded, or only in part; for arguments that shard, wrap or compile the
-            model once more (``fsdp``, ``deepspeed``, ``auto_find_batch_size``, ``torch_compile``).
+            model once more (``fsdp``, ``deepspeed``, ``auto_find_batch_size``, ``torch_compile``); for arguments that
+            know of another number of ranks than there are, as without ``use_cpu=True`` on CPU.
     """
 
     def __init__(self, model: nn.Module | None = None, args: Any = None, *others: Any, **options: Any) -> None:
@@ -55,6 +57,12 @@ class Trainer(_PlainTrainer):
         plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
         super().__init__(plain, args, *others, **options)
         self.model_wrapped = model
+        # What the environment says is overruled by some arguments, and all ranks would get the same batches.
+        if dist.is_initialized() and self.args.world_size != dist.get_world_size():
+            raise ValueError(
+                f"TrainingArguments knows of {self.args.world_size} rank(s), and there are {dist.get_world_size()}: "
+                "pass use_cpu=True on CPU, and start the ranks with torchrun"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -6,6 +6,7 @@ What is wrong with the arguments is said here, once and in one line, before any 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,8 @@ def main() -> int:
     # What an earlier run left must not be taken for this one's.
     for name in ("model.pt", "report.json"):
         (options.out / name).unlink(missing_ok=True)
+    if not options.resume:
+        shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     status = run_module([*torchrun, "-m", "examples.gpt.train", *to_arguments(options)])
     if status:

@@ -23,6 +23,8 @@ class Options:
     size: str
     steps: int
     max_seconds: float
+    save_every: int
+    resume: bool
     batch: int
     learning_rate: float
     max_bytes: int
@@ -67,6 +69,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         default=120.0,
         help="fewer steps where they would take longer [%(default)s]",
     )
+    add("--save-every", type=count, default=100, help="steps between two checkpoints, in OUT/checkpoints [%(default)s]")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, on any number of ranks")
     add("--batch", type=count, default=8, help="sequences per rank and step [%(default)s]")
     add("--learning-rate", type=amount, default=3e-3, help="at its highest [%(default)s]")
     add("--max-bytes", type=count, default=16_000_000, help="how much text to read [%(default)s]")
@@ -78,5 +82,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 
 def to_arguments(options: Options) -> list[str]:
     """The command line that `parse_options` reads back as `options`."""
-    given = {name.replace("_", "-"): value for name, value in vars(options).items() if value is not None}
-    return [f"--{name}={value}" for name, value in given.items()]
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items()}
+    flags = [name for name, value in given.items() if value is True]
+    return flags + [f"{name}={value}" for name, value in given.items() if not isinstance(value, bool | None)]

@@ -56,6 +56,7 @@ class Report:
         first_loss, last_loss: validation loss of the sharded model before and after training.
         digest: of the text; data and max_bytes say how to read it again.
         batch, max_batches: how the validation windows are put together.
+        steps, seconds: of this run; those before it was resumed are not counted.
     """
 
     config: GPTConfig

@@ -5,6 +5,7 @@
 
     OUT/model.pt     the consolidated weights under the plain model's names
     OUT/report.json  what was trained and measured (`Report`)
+    OUT/checkpoints  the two newest checkpoints, from which any number of ranks goes on
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import fsdp
 from examples.gpt.model import GPT, SIZES, Block, next_byte_loss
 from examples.gpt.options import Options, parse_options
 from examples.gpt.report import HeldBytes, Report, measure_held_bytes, write_whole
@@ -123,10 +125,23 @@ class Trainer:
         # Made after wrapping: what it sees is one flat shard per unit.
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.held_bytes: HeldBytes | None = None  # known after the first step
+        self.first = 0  # the step to begin with
+        self.first_loss = 0.0  # on other data, before anything was trained
 
     @property
     def tokens_per_step(self) -> int:
         return self.place.world_size * self.options.batch * SIZES[self.options.size].context
+
+    def resume(self) -> bool:
+        """Take model, optimizer and step of the newest checkpoint, if there is one and it is asked for."""
+        newest = fsdp.checkpoint.newest(self.options.out / "checkpoints") if self.options.resume else None
+        if newest is None:
+            return False
+        loaded = fsdp.load(newest, self.model, self.optimizer)
+        self.first, self.first_loss = 1 + (loaded.step or 0), loaded.values["first loss"]
+        if self.place.rank == 0:
+            print(f"resumed after step {loaded.step}, on {self.place.world_size} ranks", flush=True)
+        return True
 
     def run(self, batches: Iterator[Tensor]) -> float:
         """Train, and return the seconds that it took."""
@@ -134,16 +149,19 @@ class Trainer:
         # Into a file rather than onto a terminal, a line now and then is enough.
         quiet = self.place.rank != 0
         interval = 0.5 if sys.stderr.isatty() else 15.0
-        with tqdm(total=self.steps, desc="training", unit="step", disable=quiet, mininterval=interval) as bar:
-            step = 0
+        shown = {"desc": "training", "unit": "step", "disable": quiet, "mininterval": interval}
+        with tqdm(initial=self.first, total=self.steps, **shown) as bar:
+            step = self.first
             while step < self.steps:
                 loss = self._step(next(batches).to(self.place.device), step)
+                if (step + 1) % self.options.save_every == 0:
+                    self._save(step)
                 step += 1
                 if step % STEPS_BETWEEN_LOGS == 0 or step == self.steps:
                     seconds = self.place.max(time.perf_counter() - start)
                     self.steps = self._affordable_steps(step, seconds)
                     bar.total = self.steps
-                    bar.set_postfix(self._figures(loss, step / seconds), refresh=False)
+                    bar.set_postfix(self._figures(loss, (step - self.first) / seconds), refresh=False)
                 bar.update()
         return time.perf_counter() - start
 
@@ -159,10 +177,14 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def _save(self, step: int) -> None:
+        values = {"first loss": self.first_loss}
+        fsdp.save(self.options.out / "checkpoints", self.model, self.optimizer, step=step, values=values, keep=2)
+
     def _affordable_steps(self, step: int, seconds: float) -> int:
         # A slow machine gets a shorter run with the whole schedule in it, not a broken one; where there is
         # time enough the run depends on nothing but its options. All ranks see the same seconds.
-        affordable = int(self.options.max_seconds * step / seconds)
+        affordable = self.first + int(self.options.max_seconds * (step - self.first) / seconds)
         return max(step, min(self.options.steps, affordable))
 
     def _figures(self, loss: Tensor, steps_per_second: float) -> dict[str, str]:
@@ -199,8 +221,10 @@ def train(options: Options, place: Place, corpus: Corpus) -> Report:
     windows = {"batch": options.batch, "context": config.context}
     held_out = validation_batches(corpus.validation, **windows, max_batches=MAX_VALIDATION_BATCHES)
 
-    first_loss = validation_loss(trainer.model, held_out, place)
-    seed = options.seed * place.world_size + place.rank
+    if not trainer.resume():
+        trainer.first_loss = validation_loss(trainer.model, held_out, place)
+    # Text that was not seen before the interruption, and other text on each rank.
+    seed = (options.seed + trainer.first) * place.world_size + place.rank
     seconds = trainer.run(training_batches(corpus.train, **windows, seed=seed))
     last_loss = validation_loss(trainer.model, held_out, place)
     save_weights(trainer.model, options, place)
@@ -208,7 +232,7 @@ def train(options: Options, place: Place, corpus: Corpus) -> Report:
         config=config,
         unit_numels=unit_numels,
         held_bytes=gather_held_bytes(trainer.held_bytes, place.world_size),
-        first_loss=first_loss,
+        first_loss=trainer.first_loss,
         last_loss=last_loss,
         data=options.data,
         max_bytes=options.max_bytes,
@@ -216,9 +240,9 @@ def train(options: Options, place: Place, corpus: Corpus) -> Report:
         batch=options.batch,
         max_batches=MAX_VALIDATION_BATCHES,
         device=place.device.type,
-        steps=trainer.steps,
+        steps=trainer.steps - trainer.first,
         seconds=seconds,
-        tokens_per_second=trainer.steps * trainer.tokens_per_step / seconds,
+        tokens_per_second=(trainer.steps - trainer.first) * trainer.tokens_per_step / seconds,
         learning_rate=options.learning_rate,
         seed=options.seed,
         torch=torch.__version__,

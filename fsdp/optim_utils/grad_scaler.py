@@ -25,7 +25,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     sees its own shards only, the ranks tell each other, in one reduction for each optimizer and step. ::
 
         scaler = ShardedGradScaler()
-        ...
+        loss = loss_of(model(inputs), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # if gradients are clipped
         model.clip_grad_norm_(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,13 @@ def _execute(program: str, **known: Any) -> None:
         patch.setattr(dist, "init_process_group", lambda: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         exec(program, known)
+
+
+def test_the_picture_of_what_was_measured_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "pictures")
+    measured = importlib.import_module("measured")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert measured.figures(readme)[0][0] == "17M parameters, float32"
+    measured.draw(readme, tmp_path / "drawn.svg")
+    picture = ROOT / "docs" / "pictures" / "measured.svg"
+    assert (tmp_path / "drawn.svg").read_text() == picture.read_text(), "run docs/pictures/measured.py"

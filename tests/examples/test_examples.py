@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import re
 import resource
+import socket
+import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
+from benchmarks._machines import NotAllowedError, two_machines
 from tests.conftest import LitRanks
 from tests.helpers.hugging_face import PATIENCE, needs
 from tests.helpers.paths import ROOT
@@ -37,12 +43,17 @@ def program(name: str, before: str = "", after: str = "") -> Any:
 
 def test_each_has_a_readme_with_its_command_and_is_in_the_list() -> None:
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
-    for folder in sorted((ROOT / "examples").glob("*/train.py")):
-        name = folder.parent.name
-        assert f"`examples/{name}`" in page
-        if name != "gpt":  # which `make train` starts
-            command = re.findall(r"^    (.*examples/.*/train.py)$", folder.read_text(encoding="utf-8"), re.MULTILINE)
-            assert f"\n    {command[0]}\n" in (folder.parent / "README.md").read_text(encoding="utf-8")
+    for folder in sorted((ROOT / "examples").glob("*/")):
+        if folder.name == "__pycache__":
+            continue
+        readme = (folder / "README.md").read_text(encoding="utf-8")
+        assert f"`examples/{folder.name}`" in page
+        assert "\n```\n" in readme  # what it prints
+        for file in folder.glob("train.py"):
+            for command in re.findall(
+                r"^    (.*examples/.*/\w+\.\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE
+            ):
+                assert f"\n    {command}\n" in readme
 
 
 def test_images_are_classified(ranks: RankPool, tmp_path: Path) -> None:
@@ -92,8 +103,6 @@ def test_adapters_are_trained_and_saved(ranks: RankPool, tmp_path: Path) -> None
 
 
 def _train_adapters(folder: Path) -> list[float]:
-    import warnings
-
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
@@ -107,6 +116,121 @@ def _train_adapters(folder: Path) -> list[float]:
     batch = example.sequences(12, CPU)
     assert loaded(input_ids=batch, labels=batch).loss.item() < losses[0] - 0.5
     return losses
+
+
+@needs("transformers", "peft", "accelerate")
+def test_the_trainer_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    first = ranks(2, timeout=PATIENCE).run(_train_by_trainer, tmp_path, 20)[0]
+    resumed = ranks(1, timeout=PATIENCE).run(_train_by_trainer, tmp_path, 40, resume=True)[0]
+    assert resumed[0] == first[0]  # as it was logged
+    assert resumed[1] < first[0] - 0.1
+
+
+def _train_by_trainer(folder: Path, steps: int, **options: bool) -> list[float]:
+    from tests.helpers.hugging_face import as_launched
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls what transformers has renamed
+    with as_launched():
+        losses: list[float] = program("with_trainer").train(folder, steps, **options)
+    return losses
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray: not installed (pip install 'ray[train]')")
+def test_ray_starts_again_what_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "with_ray" / "train.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"step 99: loss ([\d.]+); the last start was at step [45]0", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) < 0.2
+
+
+# Several machines
+
+
+def torchrun(command: list[str], folder: Path, **environment: str) -> str:
+    """Run what starts examples/two_machines/train.py, with checkpoints in a folder, and return what it printed."""
+    here = {"PYTHONPATH": str(ROOT), "FOLDER": str(folder / "checkpoints"), "OMP_NUM_THREADS": "1", **environment}
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**given, **here, "PATH": path}, text=True, capture_output=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"step 99: loss ([\d.]+)", done.stdout)[0]) < 0.2
+    assert fsdp.checkpoint.newest(folder / "checkpoints") == folder / "checkpoints" / "step-00000099"
+    return done.stdout
+
+
+def test_two_machines_train(tmp_path: Path) -> None:
+    try:
+        with two_machines():
+            pass
+    except NotAllowedError as reason:
+        pytest.skip(f"this system makes no two machines: {reason}")
+    printed = torchrun(["bash", "examples/two_machines/here.sh"], tmp_path, RANKS="1")
+    assert "machine 0: 1 of 2 ranks" in printed  # their ends of lines may come after each other
+    assert "machine 1: 1 of 2 ranks" in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Slurm is for Linux")
+def test_slurm_starts_it(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's programs, which know of this machine alone."""
+    for name, code in {"srun": 'shift; exec "$@"', "scontrol": "echo localhost"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
+    printed = torchrun(["bash", "examples/slurm/job.sh"], tmp_path, SLURM_GPUS_ON_NODE="1", **slurm)
+    assert "machine 0: 1 of 1 ranks\n" in printed
+
+
+@needs("yaml")
+def test_kubernetes_starts_it(tmp_path: Path) -> None:
+    """The command of each pod, with the variables that the operator would give the only one."""
+    import yaml
+
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "job.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    pods = job["spec"]["pytorchReplicaSpecs"]
+    assert pods.keys() == {"Master", "Worker"}
+    assert pods["Master"]["replicas"] == 1  # or the operator refuses it
+    for pod in pods.values():
+        spec = pod["template"]["spec"]
+        (container,) = spec["containers"]
+        assert container["name"] == "pytorch"
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"]
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])  # free when this is left
+    operators = {
+        "NNODES": "1",
+        "NPROC_PER_NODE": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+    printed = torchrun(container["command"], tmp_path, **{f"PET_{name}": value for name, value in operators.items()})
+    assert "machine 0: 1 of 1 ranks\n" in printed
+
+
+@needs("tqdm")
+def test_the_gpt_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(97, 113)) * 2000)  # soon learned
+    first = ranks(2).run(_train_gpt, tmp_path, "--steps=30")[0]
+    resumed = ranks(3).run(_train_gpt, tmp_path, "--steps=60", "--resume")[0]
+    assert (first.steps, resumed.steps) == (30, 31)  # the last checkpoint was that of step 28
+    assert resumed.first_loss == first.first_loss
+    assert resumed.last_loss < first.last_loss < first.first_loss
+
+
+def _train_gpt(folder: Path, *arguments: str) -> Any:
+    from examples.gpt import options, text, train
+
+    given = [f"--data={folder / 'text'}", f"--out={folder}", "--size=tiny", "--save-every=29", *arguments]
+    read = options.parse_options(given)
+    corpus = text.load_corpus(read.data, context=31, max_bytes=read.max_bytes)
+    return train.train(read, train.Place(dist.get_rank(), dist.get_world_size(), CPU), corpus)
 
 
 @needs("lightning")

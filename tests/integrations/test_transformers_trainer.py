@@ -253,6 +253,10 @@ def _refused(folder: Path) -> None:
         model = sharded("llama")
         with pytest.raises(ValueError, match="auto_find_batch_size, torch_compile: the model is sharded already"):
             Trainer(model, arguments(folder, auto_find_batch_size=True, torch_compile=True))
+        alone = arguments(folder)
+        alone.distributed_state = None  # as without use_cpu=True, where there is no accelerator
+        with pytest.raises(ValueError, match=r"knows of 1 rank\(s\), and there are 2: pass use_cpu=True"):
+            Trainer(model, alone)
         trainer = trainer_of(model, folder, weight_decay=0.1)
         with pytest.raises(ValueError, match=r"weight_decay spares .* use_orig_params=True"):
             trainer.train()

@@ -1,0 +1,1 @@
+"""Two machines, each of which has the whole model, divided among its ranks."""

@@ -1,0 +1,88 @@
+"""Ranks on several machines: sharded within each machine, replicated across, with checkpoints on a disk that all see.
+
+    bash examples/two_machines/here.sh
+
+`here.sh` makes two machines of this one. On real ones, torchrun is started on each with the arguments that are in the
+README. The model learns to repeat what it reads.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy, auto_wrap, enable_wrap, module_wrap_policy
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
+
+
+def join() -> torch.device:
+    """Collective. Take the accelerator of this rank, if there is one, and meet the ranks of all machines."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def build(device: torch.device) -> FullyShardedDataParallel:
+    """Collective. All-gathers stay within a machine; between machines, a rank sends its shard's gradient only."""
+    torch.manual_seed(0)  # the same weights on every rank
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    plain = nn.Sequential(
+        nn.Embedding(VOCABULARY, 64), nn.TransformerEncoder(layer, num_layers=2), nn.Linear(64, VOCABULARY)
+    ).to(device)
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=hybrid):
+        auto_wrap(plain, module_wrap_policy({nn.TransformerEncoderLayer}))
+    return FullyShardedDataParallel(plain, sharding_strategy=hybrid)
+
+
+def sequences(step: int, device: torch.device) -> Tensor:
+    """This rank's part of a step's batch, [BATCH / ranks, LENGTH]."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
+    """Collective. Train, going on from the newest checkpoint if there is one, and return the losses of the steps."""
+    model = build(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = 0
+    if newest := fsdp.checkpoint.newest(folder):
+        first = 1 + (fsdp.load(newest, model, optimizer).step or 0)
+        if dist.get_rank() == 0:
+            print(f"resumed after step {first - 1}, on {dist.get_world_size()} ranks", flush=True)
+
+    losses = []
+    for step in range(first, steps):
+        tokens = sequences(step, device)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 20 == 19:
+            fsdp.save(folder, model, optimizer, step=step, keep=2)
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
+    return losses
+
+
+def main() -> None:
+    device = join()
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        machine = int(os.environ.get("GROUP_RANK", "0"))
+        print(f"machine {machine}: {os.environ['LOCAL_WORLD_SIZE']} of {dist.get_world_size()} ranks", flush=True)
+    train(device, Path(os.environ.get("FOLDER", "runs/two_machines")))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

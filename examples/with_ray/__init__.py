@@ -1,0 +1,1 @@
+"""A sharded model on workers that Ray starts."""

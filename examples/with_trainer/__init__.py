@@ -1,0 +1,1 @@
+"""Adapters on a sharded transformers model, trained by transformers' Trainer."""

@@ -1,0 +1,95 @@
+"""Adapters of peft on a sharded transformers model, trained by the Trainer, which resumes on any number of ranks.
+
+    torchrun --nproc-per-node 2 examples/with_trainer/train.py
+
+The base is a small Llama with random weights; yours comes from `AutoModelForCausalLM.from_pretrained`. The task is to
+continue sequences that count upwards. With `--resume` it goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp.transformers import Trainer
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 48  # of all ranks together
+
+
+def join() -> None:
+    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+
+
+def build() -> FullyShardedDataParallel:
+    """Collective. The base is frozen; only the adapters are trained, and have gradients and optimizer state."""
+    torch.manual_seed(0)  # the same weights on every rank
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
+    )
+    adapters = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = get_peft_model(base, adapters)
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
+        plain.to(accelerator)
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
+        auto_wrap(plain, module_wrap_policy({LlamaDecoderLayer}))
+    return FullyShardedDataParallel(plain, use_orig_params=True)
+
+
+def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
+    """Numbers that count up from anywhere."""
+    first = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in (first + torch.arange(LENGTH)) % VOCABULARY]
+
+
+def train(folder: Path, steps: int = 60, resume: bool = False, **options: Any) -> list[float]:
+    """Collective. Train, going on from the newest checkpoint if asked to, and return the losses on other data."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=1e-2,
+        per_device_train_batch_size=BATCH // dist.get_world_size(),
+        eval_strategy="steps",
+        eval_steps=20,
+        save_steps=20,
+        save_total_limit=2,
+        use_cpu=not torch.accelerator.is_available(),
+        logging_strategy="no",
+        disable_tqdm=True,
+        report_to="none",
+        **options,
+    )
+    trainer = Trainer(build(), arguments, train_dataset=sequences(960, seed=1), eval_dataset=sequences(96, seed=2))
+    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.save_model(str(folder / "adapters"))  # for PeftModel.from_pretrained(base, folder / "adapters")
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def main() -> None:
+    join()
+    losses = train(Path("runs/with_trainer"), resume="--resume" in sys.argv)
+    if dist.get_rank() == 0:
+        print("losses on other data:", ", ".join(f"{loss:.3f}" for loss in losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
