@@ -36,7 +36,7 @@ class MemoryGroup(dist.ProcessGroup):
     """The ranks of one group, as one of them sees it.
 
     torch makes it where it would make gloo's (`fsdp.testing.world`), with gloo's arguments. Its methods are those that
-    torch calls, under the names of torch 2.13 and 2.11; each that returns a work is collective, and not blocking.
+    torch calls, under the names of torch 2.13 and before; each that returns a work is collective, and not blocking.
     """
 
     def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None) -> None:
