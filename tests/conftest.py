@@ -1,4 +1,4 @@
-"""The fixtures `ranks`, `world` and `accelerator_ranks`, and what the markers do. docs/testing.md is the manual."""
+"""The fixtures `ranks` and `accelerator_ranks`, and what the markers do. docs/testing.md is the manual."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tests.helpers import sessions  # noqa: E402
 from tests.helpers.accelerator import IS_SIMULATED, AcceleratorRanks, has_accelerator  # noqa: E402
 from tests.helpers.ranks import RankPool, Ranks  # noqa: E402
 from tests.helpers.sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
-from tests.helpers.world import FreshWorld  # noqa: E402
 
 LitRanks = Callable[[int], Ranks]
 POOL = pytest.StashKey[RankPool]()
@@ -91,12 +90,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     request.config.stash[POOL] = pool
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def world() -> type[FreshWorld]:
-    """`world(n).run(body, *args)` runs a function on n ranks in this process, with gloo's numbers."""
-    return FreshWorld
 
 
 @pytest.fixture(scope="session")

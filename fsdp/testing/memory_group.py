@@ -36,7 +36,7 @@ class MemoryGroup(dist.ProcessGroup):
     """The ranks of one group, as one of them sees it.
 
     torch makes it where it would make gloo's (`fsdp.testing.world`), with gloo's arguments. Its methods are those that
-    torch calls, under the names of torch 2.13 and 2.11; each that returns a work is collective, and not blocking.
+    torch calls, under the names of torch 2.13 and before; each that returns a work is collective, and not blocking.
     """
 
     def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None) -> None:
@@ -153,12 +153,12 @@ class MemoryGroup(dist.ProcessGroup):
         operation = _operation(opts)
 
         def end(parts: list[Any]) -> None:
-            for each in zip(*(wanted for _, wanted in parts), strict=True):
-                total = reduced(each, operation)
-                for tensor in each:
-                    _write(total, tensor)
+            for number in range(len(tensors)):
+                total = reduced([given[number] for given, _ in parts], operation)
+                for _, wanted in parts:
+                    _write(total, wanted[number])
 
-        return self._meet(f"all_reduce{_shapes(tensors)} {operation}", (), tensors, end)
+        return self._meet(f"all_reduce{_shapes(tensors)} {operation}", tensors, tensors, end)
 
     allreduce_coalesced = allreduce
 
@@ -166,21 +166,20 @@ class MemoryGroup(dist.ProcessGroup):
         operation, root = _operation(opts), opts.rootRank
 
         def end(parts: list[Any]) -> None:
-            for each in zip(*(wanted for _, wanted in parts), strict=True):
-                _write(reduced(each, operation), each[root])
+            _write(reduced([given[0] for given, _ in parts], operation), parts[root][1][0])
 
-        return self._meet(f"reduce{_shapes(tensors)} {operation} to {root}", (), tensors, end)
+        return self._meet(f"reduce{_shapes(tensors)} {operation} to {root}", tensors, tensors, end)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         root = opts.rootRank
 
         def end(parts: list[Any]) -> None:
             for rank, (_, wanted) in enumerate(parts):
-                for source, target in zip(parts[root][1], wanted, strict=True):
+                for source, target in zip(parts[root][0], wanted, strict=True):
                     if rank != root:
                         _write(source, target)
 
-        return self._meet(f"broadcast{_shapes(tensors)} from {root}", (), tensors, end)
+        return self._meet(f"broadcast{_shapes(tensors)} from {root}", tensors, tensors, end)
 
     def _gather(self, what: str, given: list[Tensor], wanted: list[list[Tensor]]) -> Work:
         """Gather each given tensor into a list of tensors by rank."""

@@ -60,6 +60,10 @@ class World:
         faults: what befalls messages, see `Fault`.
         timeout: seconds that ranks may run without coming to a collective, before `run` gives up.
 
+    Attributes:
+        world_size: the number of ranks.
+        order: the ranks in the order in which they had their turns, of the last run.
+
     Raises:
         ValueError: if there is no rank, or a fault or `late` names one that is not there.
     """
@@ -125,7 +129,7 @@ _one_runs = threading.Lock()
 class _RankWorlds:
     """Stands in the place of torch's record of process groups, and is that of the rank whose thread asks.
 
-    Private in torch, whose own comment calls it a point to override (seen in torch 2.11 and 2.13).
+    Private in torch, whose own comment calls it a point to override (tried on torch 2.13).
     """
 
     def __init__(self, usual: Any) -> None:
@@ -241,7 +245,7 @@ class _Run:
 
         isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
         with ExitStack() as stack:
-            # All private, seen in torch 2.11 and 2.13: where groups are recorded, what makes those of gloo, and that
+            # All private, tried on torch 2.13: where groups are recorded, what makes those of gloo, and that
             # threads have names of their own for groups.
             stack.enter_context(patch.object(c10d, "_world", _RankWorlds(c10d._world)))
             stack.enter_context(patch.object(c10d, "ProcessGroupGloo", ProcessGroupGloo))

@@ -40,7 +40,6 @@ from tests.helpers.twins import (
     toolbox,
     two_forwards_then_backwards,
 )
-from tests.helpers.world import FreshWorld
 
 # Modules that hold their weights in other ways
 
@@ -90,9 +89,9 @@ def weight_normed() -> nn.Module:
 
 
 @parametrize_pairs(options=OPTIONS, tool=[Recurrent, Listed, Attending, Tied, weight_normed])
-def test_a_unit_of_this_kind(world: type[FreshWorld], tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=tool)
-    world(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
+    ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
 
 
 # Frozen parameters, and several dtypes, in one unit
@@ -166,17 +165,17 @@ GROUPED = [adapted_layers, frozen_below, frozen_above, frozen_layers, two_dtypes
 
 @parametrize_pairs(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
 def test_several_groups_of_parameters_in_a_unit(
-    world: type[FreshWorld], tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
+    ranks: RankPool, tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
 ) -> None:
-    world(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
+    ranks(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
 
 
 @parametrize_pairs(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
 def test_checkpointing_around_several_groups_of_parameters(
-    world: type[FreshWorld], tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
+    ranks: RankPool, tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
 ) -> None:
     make = partial(toolbox, tool=tool, order=order, recompute=reentrant)
-    world(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=options)
+    ranks(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=options)
 
 
 def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options: dict[str, Any]) -> None:
@@ -225,9 +224,9 @@ def frozen_between(wrap: Wrap) -> nn.Module:
 
 
 @every_option
-def test_a_frozen_layer_above_an_inner_unit(world: type[FreshWorld], options: dict[str, Any]) -> None:
+def test_a_frozen_layer_above_an_inner_unit(ranks: RankPool, options: dict[str, Any]) -> None:
     for step in (once, backward_twice, two_forwards_then_backwards):
-        world(2).run(assert_trains_like_plain, frozen_between, step, options=options)
+        ranks(2).run(assert_trains_like_plain, frozen_between, step, options=options)
 
 
 class Holder:
@@ -260,8 +259,8 @@ def gives_holder(wrap: Wrap) -> nn.Module:
     return wrap(nn.Sequential(nn.Linear(5, 5), GivesHolder(wrap)))
 
 
-def test_a_partly_frozen_unit_takes_its_inputs_in_any_object(world: type[FreshWorld]) -> None:
-    world(2).run(assert_trains_like_plain, gives_holder, once, two_forwards_then_backwards)
+def test_a_partly_frozen_unit_takes_its_inputs_in_any_object(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, gives_holder, once, two_forwards_then_backwards)
 
 
 def inplace_toolbox(wrap: Wrap) -> nn.Module:
@@ -275,9 +274,9 @@ def test_a_frozen_unit_may_change_its_inputs_in_place(ranks: RankPool) -> None:
 
 @every_option
 def test_partly_frozen_units_are_freed_one_by_one_in_a_recomputing_backward(
-    world: type[FreshWorld], options: dict[str, Any]
+    ranks: RankPool, options: dict[str, Any]
 ) -> None:
-    world(2).run(_watch_frozen_units, options)
+    ranks(2).run(_watch_frozen_units, options)
 
 
 def _watch_frozen_units(options: dict[str, Any]) -> None:
@@ -307,8 +306,8 @@ def _watch_frozen_units(options: dict[str, Any]) -> None:
 
 
 @every_option
-def test_a_unit_may_be_frozen_in_the_middle_of_a_training(world: type[FreshWorld], options: dict[str, Any]) -> None:
-    world(2).run(_freeze_half_way, options)
+def test_a_unit_may_be_frozen_in_the_middle_of_a_training(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_freeze_half_way, options)
 
 
 def _freeze_half_way(options: dict[str, Any]) -> None:
@@ -331,8 +330,8 @@ class Whole(nn.Module):
         return inputs[:, 0].abs().long().clamp_max(6)
 
 
-def test_sparse_gradients_are_refused_by_name(world: type[FreshWorld]) -> None:
-    world(2).run(_train_sparsely)
+def test_sparse_gradients_are_refused_by_name(ranks: RankPool) -> None:
+    ranks(2).run(_train_sparsely)
 
 
 def _train_sparsely() -> None:
@@ -454,8 +453,8 @@ def unpacking(wrap: Wrap, packing: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("packing", list(PACKINGS))
-def test_outputs_in_any_packing(world: type[FreshWorld], packing: str) -> None:
-    world(2).run(assert_trains_like_plain, partial(unpacking, packing=packing), once, in_eval_mode)
+def test_outputs_in_any_packing(ranks: RankPool, packing: str) -> None:
+    ranks(2).run(assert_trains_like_plain, partial(unpacking, packing=packing), once, in_eval_mode)
 
 
 class Silent(nn.Module):
@@ -490,8 +489,8 @@ def listening(wrap: Wrap) -> nn.Module:
     return wrap(Listening(wrap))
 
 
-def test_a_unit_may_return_none(world: type[FreshWorld]) -> None:
-    world(2).run(assert_trains_like_plain, listening, once)
+def test_a_unit_may_return_none(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, listening, once)
 
 
 class PassesOn(nn.Module):
@@ -511,8 +510,8 @@ def passing_on(wrap: Wrap) -> nn.Module:
 
 
 @every_option
-def test_an_input_leaf_may_be_returned(world: type[FreshWorld], options: dict[str, Any]) -> None:
-    world(2).run(assert_trains_like_plain, passing_on, use_leaf, use_both, options=options)
+def test_an_input_leaf_may_be_returned(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(assert_trains_like_plain, passing_on, use_leaf, use_both, options=options)
 
 
 def use_leaf(model: nn.Module, inputs: Tensor) -> None:
@@ -560,14 +559,14 @@ class Positioned(nn.Module):
 
 @every_option
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
-def test_a_unit_may_return_its_parameter(world: type[FreshWorld], whole: bool, options: dict[str, Any]) -> None:
+def test_a_unit_may_return_its_parameter(ranks: RankPool, whole: bool, options: dict[str, Any]) -> None:
     make = partial(positioned, whole=whole)
-    world(2).run(assert_trains_like_plain, make, once, eval_first, inference_mode_first, options=options)
+    ranks(2).run(assert_trains_like_plain, make, once, eval_first, inference_mode_first, options=options)
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_a_parameter_that_the_root_returned_is_still_there(world: type[FreshWorld], mode: Callable[[], Any]) -> None:
-    world(2).run(_return_a_parameter, mode)
+def test_a_parameter_that_the_root_returned_is_still_there(ranks: RankPool, mode: Callable[[], Any]) -> None:
+    ranks(2).run(_return_a_parameter, mode)
 
 
 def _return_a_parameter(mode: Callable[[], Any]) -> None:
@@ -581,8 +580,8 @@ def _return_a_parameter(mode: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_that_is_only_used_outside_of_its_units_forward(world: type[FreshWorld], world_size: int) -> None:
-    world(world_size).run(_use_outside)
+def test_a_parameter_that_is_only_used_outside_of_its_units_forward(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_use_outside)
 
 
 class Beside(nn.Module):

@@ -95,6 +95,19 @@ def _all_functions() -> dict[str, Any]:
     return got
 
 
+def test_a_rank_of_a_real_job_can_run_a_world(ranks: RankPool) -> None:
+    assert ranks(2).run(_run_a_world_between_steps) == [2.0, 2.0]
+
+
+def _run_a_world_between_steps() -> float:
+    model = FullyShardedDataParallel(nn.Linear(5, 3))
+    model(torch.ones(2, 5)).sum().backward()
+    assert World(3).run(dist.get_world_size) == [3, 3, 3]
+    model(torch.ones(2, 5)).sum().backward()
+    dist.all_reduce(total := torch.ones(1))
+    return float(total)
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +182,13 @@ def _train(way: str, steps: int) -> tuple[list[float], list[float], dict[str, Te
         losses.append(float(loss.detach()))
     state = {name: getattr(value, "full_tensor", value.clone)() for name, value in model.state_dict().items()}
     return losses, norms, state
+
+
+@pytest.mark.parametrize("way", ["wrapper", "rows"])
+def test_the_order_of_ranks_makes_no_difference(way: str) -> None:
+    first, *others = (World(3, seed=seed, late=[seed] if seed < 3 else []).run(_train, way, 2) for seed in range(5))
+    for other in others:
+        assert_same(other, first)
 
 
 @pytest.mark.parametrize(("world_size", "by_torch"), [(16, False), (64, True)])  # 4,032 messages are slower than one

@@ -169,6 +169,22 @@ def test_flipped_bits_are_found_by_checksums_alone() -> None:
     assert isinstance(caught.value.errors[0], DamagedMessageError)
 
 
+def test_collectives_of_torch_are_messages_too() -> None:
+    assert World(2).run(_sum) == [3.0, 3.0]
+    (found, same) = World(2, faults=[Fault(1, 0, "flip")]).run(_sum)
+    assert found == same != 3.0
+    with pytest.raises(WorldError, match=r"ranks 0-1: waiting for all_reduce\(\[1\] float32\)"):
+        World(2, faults=[Fault(1, 0, "lose")]).run(_sum)
+    with pytest.raises(WorldError, match="rank 1 is gone"):
+        World(2, faults=[Fault(1, 0, "die")]).run(_sum)
+
+
+def _sum() -> float:
+    value = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(value)
+    return float(value)
+
+
 def test_a_fault_that_nobody_has_come_to_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"Fault\(rank=1, at=1000.*never befell: rank 1 sent \d+ messages"):
         World(2, faults=[Fault(1, 1000, "lose")]).run(_train)

@@ -21,7 +21,6 @@ from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideB
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adam, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
-from tests.helpers.world import FreshWorld
 
 NORM_TYPES = [2.0, math.inf, 1.0]
 
@@ -84,7 +83,7 @@ def clip_both(pair: SideBySide, max_norm: float, norm_type: float) -> tuple[Tens
     max_norm=[0.05, 100.0],
 )
 def test_pain_point_07_clipped_steps_equal_the_unsharded_model(
-    world: type[FreshWorld],
+    ranks: RankPool,
     norm_type: float,
     options: dict[str, Any],
     units: Units,
@@ -92,7 +91,7 @@ def test_pain_point_07_clipped_steps_equal_the_unsharded_model(
     make_optimizer: MakeOptimizer,
     max_norm: float,
 ) -> None:
-    world(world_size).run(_train_clipped, options, units, make_optimizer, max_norm, norm_type)
+    ranks(world_size).run(_train_clipped, options, units, make_optimizer, max_norm, norm_type)
 
 
 def _train_clipped(
@@ -120,9 +119,9 @@ def held_gradients(model: nn.Module) -> list[Tensor]:
 
 @parametrize_pairs(norm_type=NORM_TYPES, options=FORMS, units=[whole, auto_wrapped, each_in_another_form])
 def test_pain_point_07_no_dtype_is_narrowed_for_the_norm(
-    world: type[FreshWorld], norm_type: float, options: dict[str, Any], units: Units
+    ranks: RankPool, norm_type: float, options: dict[str, Any], units: Units
 ) -> None:
-    world(2).run(_norm_in_many_dtypes, options, units, norm_type)
+    ranks(2).run(_norm_in_many_dtypes, options, units, norm_type)
 
 
 def _norm_in_many_dtypes(options: dict[str, Any], units: Units, norm_type: float) -> None:
@@ -141,8 +140,8 @@ def _norm_in_many_dtypes(options: dict[str, Any], units: Units, norm_type: float
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=0.0)
 
 
-def test_pain_point_07_float64_beside_complex64_is_summed_in_float64(world: type[FreshWorld]) -> None:
-    world(2).run(_norm_of_two_wide_dtypes)
+def test_pain_point_07_float64_beside_complex64_is_summed_in_float64(ranks: RankPool) -> None:
+    ranks(2).run(_norm_of_two_wide_dtypes)
 
 
 def _norm_of_two_wide_dtypes() -> None:
@@ -172,9 +171,9 @@ def _norm_of_two_wide_dtypes() -> None:
     world_size=[3, 2],
 )
 def test_pain_point_07_error_if_nonfinite_changes_nothing_on_any_rank(
-    world: type[FreshWorld], value: float, norm_type: float, options: dict[str, Any], units: Units, world_size: int
+    ranks: RankPool, value: float, norm_type: float, options: dict[str, Any], units: Units, world_size: int
 ) -> None:
-    world(world_size).run(_refuse_nonfinite, options, units, value, norm_type)
+    ranks(world_size).run(_refuse_nonfinite, options, units, value, norm_type)
 
 
 def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank(ranks: RankPool) -> None:
@@ -235,14 +234,14 @@ class RealKinds(nn.Module):
     clip_value=[1e-3, 100.0],
 )
 def test_pain_point_07_clipping_by_value_equals_torchs(
-    world: type[FreshWorld],
+    ranks: RankPool,
     options: dict[str, Any],
     units: Units,
     world_size: int,
     make_optimizer: MakeOptimizer,
     clip_value: float,
 ) -> None:
-    world(world_size).run(_clip_values, options, units, make_optimizer, clip_value)
+    ranks(world_size).run(_clip_values, options, units, make_optimizer, clip_value)
 
 
 def _clip_values(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, clip_value: float) -> None:

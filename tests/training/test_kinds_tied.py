@@ -31,7 +31,6 @@ from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, once
-from tests.helpers.world import FreshWorld
 
 
 class Block(nn.Module):
@@ -101,7 +100,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
     reshard_after_forward=[True, False],
 )
 def test_pain_point_03_tied_parameters_train_as_on_one_process(
-    world: type[FreshWorld],
+    ranks: RankPool,
     options: dict[str, Any],
     units: Units,
     world_size: int,
@@ -109,7 +108,7 @@ def test_pain_point_03_tied_parameters_train_as_on_one_process(
     reshard_after_forward: bool,
 ) -> None:
     options = {**options, "reshard_after_forward": reshard_after_forward}
-    world(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
+    ranks(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
 
 
 # Where they live
@@ -130,10 +129,8 @@ def _count_elements(options: dict[str, Any], units: Units) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(
-    world: type[FreshWorld], options: dict[str, Any]
-) -> None:
-    world(2).run(_find_owners, options, by_hand)
+def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_find_owners, options, by_hand)
 
 
 def _find_owners(options: dict[str, Any], units: Units) -> None:
@@ -152,10 +149,8 @@ def _find_owners(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_saved_under_every_name_and_once(
-    world: type[FreshWorld], options: dict[str, Any], units: Units
-) -> None:
-    world(2).run(_save, options, units)
+def test_pain_point_03_saved_under_every_name_and_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
+    ranks(2).run(_save, options, units)
 
 
 def _save(options: dict[str, Any], units: Units) -> None:
@@ -170,8 +165,8 @@ def _save(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_loaded_under_any_name(world: type[FreshWorld], options: dict[str, Any], units: Units) -> None:
-    world(2).run(_load, options, units)
+def test_pain_point_03_loaded_under_any_name(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
+    ranks(2).run(_load, options, units)
 
 
 def _load(options: dict[str, Any], units: Units) -> None:
@@ -187,8 +182,8 @@ def _load(options: dict[str, Any], units: Units) -> None:
     pair.assert_close()
 
 
-def test_pain_point_03_a_later_name_wins_as_without_sharding(world: type[FreshWorld]) -> None:
-    world(2).run(_load_different_values)
+def test_pain_point_03_a_later_name_wins_as_without_sharding(ranks: RankPool) -> None:
+    ranks(2).run(_load_different_values)
 
 
 def _load_different_values() -> None:
@@ -212,9 +207,9 @@ def two_blocks() -> nn.Module:
 
 @pytest.mark.parametrize("options", [FLAT, ORIGINAL], ids=str)  # for unflattened ones see test_append_shared_param
 def test_pain_point_03_a_tie_that_cannot_be_kept_is_an_error_that_names_both(
-    world: type[FreshWorld], options: dict[str, Any]
+    ranks: RankPool, options: dict[str, Any]
 ) -> None:
-    world(2).run(_cut_a_tie, options)
+    ranks(2).run(_cut_a_tie, options)
 
 
 def _cut_a_tie(options: dict[str, Any]) -> None:
@@ -236,9 +231,9 @@ def shared_module() -> nn.Module:
 
 @parametrize_pairs(options=FORMS, world_size=[1, 2])
 def test_pain_point_03_a_shared_module_cannot_be_in_two_units(
-    world: type[FreshWorld], world_size: int, options: dict[str, Any]
+    ranks: RankPool, world_size: int, options: dict[str, Any]
 ) -> None:
-    world(world_size).run(_share_a_module, options)
+    ranks(world_size).run(_share_a_module, options)
 
 
 def _share_a_module(options: dict[str, Any]) -> None:
@@ -266,9 +261,9 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
     make_optimizer=[sgd_with_momentum, adamw],
 )
 def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(
-    world: type[FreshWorld], options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
+    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
 ) -> None:
-    world(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
+    ranks(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
 
 
 def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:
