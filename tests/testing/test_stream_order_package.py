@@ -178,7 +178,7 @@ def _stage(pin_memory: bool) -> None:
     assert blocking["large"].eq(1).all()
 
 
-@each_way("original rows grads_on_host", "both_on_host")
+@each_way("original rows grads_on_host both_on_host", "both_on_host")
 def test_what_is_done_between_steps_is_in_order(ranks: RankPool, way: str, options: str) -> None:
     ranks(2).run(checked, _look_and_change, way, options)
 
@@ -205,6 +205,11 @@ def _look_and_change(options: str) -> None:
                 if param.grad is not None:
                     param.grad.mul_(2)
     optimizer.step()
+
+
+@pytest.mark.parametrize("options", ["both_on_host", "half_on_host", "rows_on_host"])
+def test_a_world_of_one_is_in_order(ranks: RankPool, options: str) -> None:
+    ranks(1).run(checked, _look_and_change, BY_TORCH, options)
 
 
 def test_steps_are_in_order_where_ranks_have_more_batches(ranks: RankPool) -> None:
