@@ -57,6 +57,7 @@ from fsdp.wrap.checkpoint_wrapper import (
     patch_batchnorm,
 )
 from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
+from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -75,6 +76,7 @@ __all__ = [
     "Plan",
     "PlannedPhase",
     "PlannedUnit",
+    "PlannedWrapping",
     "ProcessGroupName",
     "ShardedGradScaler",
     "ShardingStrategy",
@@ -107,6 +109,7 @@ __all__ = [
     "optim_utils",
     "patch_batchnorm",
     "plan",
+    "plan_wrapping",
     "recover",
     "register_fsdp_forward_method",
     "save",

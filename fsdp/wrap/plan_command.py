@@ -68,7 +68,8 @@ def _run(args: argparse.Namespace, choices: Any) -> int:
         mixed_precision=precision,
     )
     if args.json:
-        computed = {"peak": planned.peak, "seconds_of_communication": planned.seconds_of_communication}
+        also = ("peak", "host_peak", "seconds_of_communication")
+        computed = {name: getattr(planned, name) for name in also}
         print(json.dumps({**asdict(planned), **computed}, indent=1))
     else:
         print(planned)
