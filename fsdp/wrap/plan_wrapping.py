@@ -119,8 +119,8 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
         world_size: how many ranks there are.
         memory_budget: the most bytes that `Plan.peak` may be. Leave room for what `plan` does not see, such as the
             rounding and the gaps of the device's allocator. Without a `sample` activations are not counted.
-        **arguments: all others of `plan`, as `sample`, `loss`, `optimizer`, `replicas` and `backend`, and the options of
-            `FullyShardedDataParallel` that the model will be wrapped with.
+        **arguments: all others of `plan`, as `sample`, `loss`, `optimizer`, `replicas` and `backend`, and options of
+            `FullyShardedDataParallel`: those that the model will be wrapped with.
 
     Raises:
         TypeError: for `auto_wrap_policy` and `reshard_after_forward`, which are what is chosen.
