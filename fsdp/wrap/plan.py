@@ -29,7 +29,7 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import HostStorage
 from fsdp.engine.runtime import runtime_of
-from fsdp.engine.summary import size_text
+from fsdp.engine.summary import aligned, size_text
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -208,7 +208,7 @@ def plan(
             model = _sharded(copied, auto_wrap_policy, settings)
         training = _Training(model, live, optimizer, (shard_group, replica_group))
         call = _listed_order(training.units) if sample is None else partial(_call, sample=_on_meta(sample, live))
-        with _fused_attention(), _fused_optimizers():
+        with _fused_attention():
             training.run(call, loss or _sum_of)
         return training.plan(world_size, replicas, sample is not None, bandwidth)
 
@@ -356,11 +356,14 @@ def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _fused_optimizers() -> Iterator[None]:
-    """Let optimizers with ``fused=True`` step on the meta device, where torch has their kernels and refuses them."""
+def _optimizers_on_meta() -> Iterator[None]:
+    """Let all optimizers step on the meta device: with ``fused=True``, which torch refuses there, and by values."""
     name = "_get_fused_kernels_supported_devices"  # private (torch 2.11 and 2.13)
     supported = getattr(optimizer_module, name)()
-    with mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]):
+    with (
+        mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]),
+        mock.patch.object(Tensor, "item", lambda tensor: 1.0),  # of steps, and rates that are computed from norms
+    ):
         yield
 
 
@@ -480,7 +483,7 @@ class _Training:
         self._gradient_bytes = sum(grad.nbytes for grad in grads if grad is not None)
         self._step = [message for group in self._groups for message in group.sent]
         if self._optimizer is not None:
-            with self._live.allocating(self._optimizer_kind):
+            with self._live.allocating(self._optimizer_kind), _optimizers_on_meta():
                 self._live.forget_peak()
                 self._optimizer.step()
             self._note(STEP)
@@ -558,14 +561,14 @@ def _described(plan: Plan) -> Iterator[str]:
         row = (f"{unit.parameters:,}", str(unit.padding), *sizes, str(unit.all_gathers))
         alike.setdefault(row, []).append(unit.name)
     named = [(names[0] if len(names) == 1 else f"{len(names)} x {names[0]}", *row) for row, names in alike.items()]
-    yield from table(("unit", "parameters", "padding", "shard", "unsharded", "all-gathers"), named)
+    yield from aligned([("unit", "parameters", "padding", "shard", "unsharded", "all-gathers"), *named])
     yield ""
     kinds = list(dict.fromkeys(kind for phase in plan.phases for kind in phase.by_kind))
     rows = [[kind, *(size_text(phase.by_kind.get(kind, 0)) for phase in plan.phases)] for kind in kinds]
     rows.append(["peak", *(size_text(phase.peak) for phase in plan.phases)])
     if plan.host_peak:
         rows.append(["and on the host", *(size_text(phase.host_peak) for phase in plan.phases)])
-    yield from table(("bytes at the peak of", *(phase.name for phase in plan.phases)), rows)
+    yield from aligned([("bytes at the peak of", *(phase.name for phase in plan.phases)), *rows])
     if not plan.has_activations:
         yield "Activations are not counted: give a sample of what the model is called with."
     yield ""
@@ -573,11 +576,3 @@ def _described(plan: Plan) -> Iterator[str]:
     yield f"sent: {size_text(plan.bytes_sent)} ({sent})"
     if plan.seconds_of_communication is not None and plan.bandwidth is not None:
         yield f"      {plan.seconds_of_communication:.3g} s at {plan.bandwidth / 1e9:g} GB/s"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines with aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()

@@ -19,10 +19,10 @@ from torch import nn
 
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.summary import size_text
+from fsdp.engine.summary import aligned, size_text
 from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes, is_callable_module
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
-from fsdp.wrap.plan import Plan, copy_on_meta, plan, table
+from fsdp.wrap.plan import Plan, copy_on_meta, plan
 
 # Of units: the coarsest have at most this part of the model, so that one is gathered while another computes; the finest
 # have at least that part of what the coarsest have; and what has less than that part of a unit goes to the outermost.
@@ -268,11 +268,14 @@ def _described(wrapping: PlannedWrapping) -> Iterator[str]:
     yield f"Nothing fits into {budget} on each rank."
     yield f"The closest misses it by {size_text(wrapping.missing)}: {what}."
     yield ""
-    rows = [("as it is", *map(size_text, (plan.peak, plan.host_peak, plan.bytes_sent)), "")]
+    rows = [
+        ("", "peak", "on the host", "sent", ""),
+        ("as it is", *map(size_text, (plan.peak, plan.host_peak, plan.bytes_sent)), ""),
+    ]
     for remedy, one in wrapping.remedies.items():
         more = one.peak - wrapping.memory_budget
         verdict = f"misses it by {size_text(more)}" if more > 0 else "fits"
         rows.append((remedy, size_text(one.peak), size_text(one.host_peak), size_text(one.bytes_sent), verdict))
-    yield from table(("", "peak", "on the host", "sent", ""), rows)
+    yield from aligned(rows)
     yield ""
     yield from (f"{remedy}: {how}" for remedy, how in _HOW.items() if remedy in wrapping.remedies)

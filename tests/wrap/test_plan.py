@@ -324,6 +324,20 @@ def test_collectives_of_a_backend_receive_less_than_messages() -> None:
     assert by_messages.peak > by_collectives.peak
 
 
+@pytest.mark.parametrize(
+    "name", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
+)
+def test_the_state_of_every_optimizer_of_torch_is_planned(name: str) -> None:
+    make: Any = getattr(torch.optim, name)
+    plan = fsdp.plan(nn.Linear(7, 6, bias=False), 2, optimizer=make, sample=torch.zeros(2, 7))
+    shard = nn.Parameter(torch.ones(21))
+    shard.grad = torch.ones(21)
+    optimizer = make([shard])
+    optimizer.step()
+    state = [each for each in optimizer.state[shard].values() if isinstance(each, Tensor)]
+    assert plan.optimizer_bytes == sum(each.nbytes for each in state) > 0
+
+
 def test_the_model_stays_as_it_is() -> None:
     model = gpt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
