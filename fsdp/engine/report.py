@@ -49,7 +49,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """What ranks have done with one unit in the steps that were traced.
+    """A unit of a `Report`: what ranks have done with it in the steps that were traced.
 
     Attributes:
         name: of its module in the model; of the last one "all else", which is no unit: collectives of no unit in
@@ -76,7 +76,7 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a trace has shown of each unit; see `Trace.report`. ``str(report)`` is a table.
+    """A report on what a trace has shown of each unit; see `Trace.report`. ``str(report)`` is a table.
 
     Attributes:
         steps: forwards of the outermost unit that were recorded.

@@ -91,7 +91,7 @@ class PlannedWrapping:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget is met."""
+        """True if the budget is met."""
         return not self.missing
 
     def __call__(self, **asked: Any) -> bool | Mapping[str, Any]:
