@@ -60,6 +60,7 @@ from fsdp.wrap.checkpoint_wrapper import (
     patch_batchnorm,
 )
 from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
+from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -78,6 +79,7 @@ __all__ = [
     "Plan",
     "PlannedPhase",
     "PlannedUnit",
+    "PlannedWrapping",
     "ProcessGroupName",
     "SameBits",
     "ShardedGradScaler",
@@ -112,6 +114,7 @@ __all__ = [
     "optim_utils",
     "patch_batchnorm",
     "plan",
+    "plan_wrapping",
     "record_fingerprints",
     "recover",
     "register_fsdp_forward_method",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,13 @@ from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
     from fsdp.engine.dtensor_params import DataParallelSpread
 
-Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
+    _Base = nn.Module  # which it is always mixed with
+else:
+    _Base = object
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,22 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
+class _Arguments(TypedDict, total=False):
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: Any
+    offload_policy: Any
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: Any
+
+
+@overload
+def fully_shard(module: nn.Module, **arguments: Unpack[_Arguments]) -> FSDPModule: ...
+@overload
+def fully_shard(module: Sequence[nn.Module], **arguments: Unpack[_Arguments]) -> list[FSDPModule]: ...
 def fully_shard(
-    module: Modules,
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -126,7 +143,7 @@ def fully_shard(
     offload_policy: Any = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Modules:
+) -> Any:
     """Shard the parameters of a module that no module inside has sharded: each becomes a `DTensor`.
 
     Call it on inner modules first, then on those around them; one module's parameters, and the next one's, are
@@ -206,9 +223,7 @@ def fully_shard(
         own.policy.part_of = unit
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
-    for inner in dict.fromkeys(
-        place.module for handle in unit.visible_handles for used in handle.places for place in used
-    ):
+    for inner in dict.fromkeys(place.module for each in unit.visible_handles for used in each.places for place in used):
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
         each.register_load_state_dict_pre_hook(partial(_settle_ties, unit))
@@ -439,7 +454,7 @@ class UnshardHandle:
         self._unit.wait_for_unshard()
 
 
-class FSDPModule:
+class FSDPModule(_Base):
     """The class, mixed into ``FSDP<Class>``, of modules whose parameters are sharded by `fully_shard`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -462,12 +477,12 @@ class FSDPModule:
                 with suppress(RuntimeError):  # which the next forward raises
                     _take_in(unit)
         shown = _unsharded_in(self)
-        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+        for name, param in super().named_parameters(*args, **kwargs):
             yield name, shown.get(param, param)
 
     def extra_repr(self) -> str:
         """Return the module's line of ``print(model)``, with its parameters and how much of them this rank holds."""
-        own, sharded = super().extra_repr(), summary(unit_of(self))  # type: ignore[misc, arg-type]
+        own, sharded = super().extra_repr(), summary(unit_of(self))
         return ", ".join(filter(None, [own, sharded and f"sharded: {sharded}"]))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -699,7 +714,7 @@ class FSDPModule:
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as the module does by itself; of unsharded tensors each rank keeps its shard."""
         try:
-            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+            return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
             explain(error, self, state_dict)
             raise
@@ -724,8 +739,6 @@ class FSDPModule:
 
 
 # Functions, and no methods: a user's module may have those names.
-
-
 def _of(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:

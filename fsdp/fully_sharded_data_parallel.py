@@ -32,6 +32,7 @@ from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.registration import Forwarding
+from fsdp.engine.report import Reporting
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 _ENTRIES = ("_parameters", "_buffers")
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Reporting, nn.Module):
     """Train a module whose parameters, gradients and optimizer state are sharded over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of

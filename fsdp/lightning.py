@@ -59,7 +59,7 @@ except ImportError as error:
     raise ImportError(f"fsdp.lightning needs lightning: pip install 'fsdp[lightning]' ({error})") from error
 
 _Result = TypeVar("_Result")
-AutoWrapPolicy = Callable[..., bool]
+AutoWrapPolicy = Callable[..., bool | Mapping[str, Any]]
 # What refuses float32 inputs with 16-bit parameters there; on CUDA, autocast casts them.
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NOT_MIXED_ON_CPU = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_INSTANCE_NORMS, nn.Bilinear)

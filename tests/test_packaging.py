@@ -117,3 +117,28 @@ def test_the_installed_command_runs(built: Distributions, tmp_path: Path) -> Non
     command = [str(tmp_path / "bin" / "fsdp"), "inspect", "--help"]
     said = subprocess.run(command, cwd=tmp_path, env=outside, text=True, capture_output=True, check=True)
     assert said.stdout.startswith("usage: fsdp inspect ")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy: not installed")
+def test_types_are_known_to_users(built: Distributions, tmp_path: Path) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        wheel.extractall(tmp_path)
+    # Torch's own types are read once, and kept: that takes most of the time.
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        f"--cache-dir={ROOT / '.mypy_cache' / 'user'}",
+    ]
+    outside = dict(os.environ, MYPYPATH=str(tmp_path))
+    script = tmp_path / "typed_user.py"
+    text = (ROOT / "tests" / "data" / "typed_user.py").read_text(encoding="utf-8")
+    script.write_text(f"{text}\nfsdp.trace(3)\n", encoding="utf-8")
+    done = subprocess.run(
+        [*command, str(script)], cwd=tmp_path, env=outside, text=True, capture_output=True, check=False
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("typed_user.py") and "error:" in line]
+    assert len(found) == 1, done.stdout + done.stderr
+    assert 'Argument 1 to "trace" has incompatible type "int"' in found[0]

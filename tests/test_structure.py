@@ -388,7 +388,8 @@ def public_names() -> dict[str, str]:
 def definition(name: str, module: str) -> ast.stmt | ast.Module | None:
     """The statement that defines a name, through re-exports, or the module of that name."""
     place = PACKAGE / module.replace(".", "/")
-    for node in parse(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).body:
+    body = parse(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).body
+    for node in reversed(body):  # the last one of overloads is the function itself
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:

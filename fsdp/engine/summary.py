@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fsdp.engine.handle import FlatParamHandle
@@ -39,3 +41,14 @@ def size_text(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def milliseconds(nanoseconds: int) -> str:
+    """Return a time as people read it: ``1.5 ms``."""
+    return f"{nanoseconds / 1e6:,.1f} ms"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

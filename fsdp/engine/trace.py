@@ -17,51 +17,25 @@ from contextlib import ExitStack
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp.distributed.communicator import Pending, during, is_aside, own_rank
+from fsdp.distributed.communicator import Communicator, Pending, during, is_aside, own_rank
 from fsdp.distributed.consensus import from_everyone
 from fsdp.engine.followed import followed, replaced
+from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Report, Span, keep, report_on
 from fsdp.engine.runtime import Runtime, runtime_of_root
+from fsdp.engine.steps import Steps
+from fsdp.engine.summary import aligned, milliseconds
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper
 
-FORWARD, BACKWARD, WAIT, STEP = "forward", "backward", "wait", "optimizer step"
 _COLORS = {FORWARD: "#4c78a8", BACKWARD: "#54a24b", WAIT: "#e45756", STEP: "#b279a2"}
 _ROUNDS = 8  # of messages by which the ranks compare their clocks
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 44, 70, 50  # of the picture, in pixels
 _ROWS = 30  # of the table
-
-
-class Span(NamedTuple):
-    """A span is what a rank did for a while.
-
-    Attributes:
-        kind: "forward", "backward", "wait" (for a collective) or "optimizer step".
-        name: of the unit, the collective, or the optimizer.
-        begin, end: in nanoseconds, on the first rank's clock.
-    """
-
-    kind: str
-    name: str
-    begin: int
-    end: int
-
-
-class Record(NamedTuple):
-    """A record is what one rank has noted; times are in nanoseconds, on the first rank's clock.
-
-    Attributes:
-        rank: among all.
-        spans: in the order of their ends; each lies within others or beside them.
-        memory: times, and how many bytes of shards, unsharded parameters and gradients there were then.
-    """
-
-    rank: int
-    spans: list[Span]
-    memory: list[tuple[int, int]]
+_NOT_YET = "nothing is recorded yet: run a step inside of `with fsdp.trace(model) as trace:`"
 
 
 class Trace:
@@ -70,12 +44,15 @@ class Trace:
     ``str(trace)`` is a table of where the time went.
 
     Attributes:
-        records: what each rank has noted, by ranks; the same on every rank, and empty until the block has ended.
+        records: what each rank has noted, by ranks; the same on every rank, and empty until recording has ended.
     """
 
-    def __init__(self, runtime: Runtime, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, runtime: Runtime, path: str | os.PathLike[str] | None, steps: int | None) -> None:
         self.records: list[Record] = []
-        self._runtime, self._path = runtime, path
+        self._runtime: Runtime | None = runtime  # until it has ended: a trace keeps no model alive
+        self._path, self._steps = path, steps
+        self._counted: torch.optim.Optimizer | None = None  # the one whose steps are
+        self._report: Report | None = None
         self._spans: list[Span] = []
         self._memory: list[tuple[int, int]] = []
         self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
@@ -84,35 +61,66 @@ class Trace:
     # --- recording ----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Trace:
-        if self._memory:
+        if self._steps is None:
+            self.begin()
+        return self  # else it has begun
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.end()
+        else:
+            self._stop()  # others may not come to this point
+
+    def begin(self) -> None:
+        """Collective. Record from now on."""
+        if self._runtime is None or self._memory:
             raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
-        self._clock = _Clock(self._runtime)
+        root = self._runtime.root
+        self._clock = _Clock(root.everyone)
         follow = partial(followed, self._undo, self._runtime)
         follow(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
         follow(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
-        follow(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(unit))
-        follow(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(unit))
+        follow(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(root, unit))
+        follow(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(root, unit))
         follow(Runtime, "finish_backward", after=lambda: self._end_backwards())
-        follow(Unit, "wait_for_unshard", after=lambda: self._note_memory())
-        follow(Unit, "reshard", after=lambda: self._note_memory())
+        follow(Unit, "wait_for_unshard", after=self._note_memory)
+        follow(Unit, "reshard", after=self._note_memory)
         self._follow_waits()
-        begun = register_optimizer_step_pre_hook(lambda one, *_: self._begin(STEP, one, type(one).__name__))
-        ended = register_optimizer_step_post_hook(lambda one, *_: self._end(STEP, one))
-        self._undo.callback(begun.remove)
-        self._undo.callback(ended.remove)
+        follow(Steps, "begin", before=lambda one, *_: self._begin(STEP, one, type(one).__name__))
+        follow(Steps, "end", after=lambda one, *_: self._end_step(one))
         self._note_memory()
-        return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._undo.close()
-        if kind is not None:
-            return  # others may not come to this point
+    def end(self) -> None:
+        """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted."""
+        runtime = self._runtime
+        if runtime is None:
+            return
+        self._stop()
         with during("fsdp.trace()"):
-            heard = from_everyone(self._runtime.root.everyone, Record(own_rank(), self._spans, self._memory))
+            heard = from_everyone(runtime.root.everyone, Record(own_rank(), self._spans, self._memory))
             offsets = self._clock.offsets()
+        del self._clock
         self.records = sorted(map(_on_common_clock, heard, offsets), key=lambda one: one.rank)
+        self._report = report_on(runtime.units, self.records)
+        keep(runtime.root, self._report)
         if self._path is not None and own_rank() == self.records[0].rank:
             self.save(self._path)
+
+    def _stop(self) -> None:
+        self._undo.close()
+        self._runtime = self._counted = None
+        self._open.clear()
+
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._end(STEP, optimizer)
+        if self._steps is None or any(kind == STEP for kind, _ in self._open):  # one steps by means of others
+            return
+        if self._counted is None:
+            self._counted = optimizer
+        if optimizer is self._counted:
+            self._steps -= 1
+            if not self._steps:
+                self.end()
 
     def _follow_waits(self) -> None:
         original = Pending.wait
@@ -134,15 +142,14 @@ class Trace:
         if begun is not None:
             self._spans.append(Span(kind, *begun, time.monotonic_ns()))
 
-    def _begin_backward(self, unit: Unit) -> None:
-        root = self._runtime.root
+    def _begin_backward(self, root: Unit, unit: Unit) -> None:
         self._begin(BACKWARD, root, root.name)
         if (BACKWARD, unit) not in self._open:
             self._end_backwards(but=root)  # of the unit before, which still waits for gradients of its weights
             self._begin(BACKWARD, unit, unit.name)
 
-    def _end_if_complete(self, unit: Unit) -> None:
-        if unit is not self._runtime.root and not unit.backward.missing:
+    def _end_if_complete(self, root: Unit, unit: Unit) -> None:
+        if unit is not root and not unit.backward.missing:
             self._end(BACKWARD, unit)
 
     def _end_backwards(self, but: Unit | None = None) -> None:
@@ -152,7 +159,7 @@ class Trace:
 
     def _note_memory(self) -> None:
         nbytes = 0
-        for handle in self._runtime.handles:
+        for handle in () if self._runtime is None else self._runtime.handles:
             gradients, shard = handle.gradients, handle.flat_param
             nbytes += shard.nbytes + (0 if shard.grad is None else shard.grad.nbytes)
             if not handle.unsharded.is_shard:
@@ -162,6 +169,16 @@ class Trace:
         self._memory.append((time.monotonic_ns(), nbytes))
 
     # --- what it shows ------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return for each unit how long ranks waited for it, its bytes and padding, and how far ranks were apart.
+
+        Raises:
+            RuntimeError: before recording has ended.
+        """
+        if self._report is None:
+            raise RuntimeError(_NOT_YET)
+        return self._report
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace for Perfetto (ui.perfetto.dev) or ``chrome://tracing``. In one process.
@@ -216,13 +233,13 @@ class Trace:
                 lines.append(
                     f'<rect x="{x:.2f}" y="{top + inset}" width="{width:.2f}" height="{_ROW - 8 - inset}" '
                     f'fill="{_COLORS[span.kind]}" fill-opacity="{opacity}">'
-                    f"<title>{escape(_title(span.kind, span.name))}, {_milliseconds(span.end - span.begin)}</title>"
+                    f"<title>{escape(_title(span.kind, span.name))}, {milliseconds(span.end - span.begin)}</title>"
                     "</rect>"
                 )
         for part in range(6):
             x, when = _LEFT + (_WIDTH - _LEFT - 10) * part / 5, (stop - start) * part // 5
             anchor = ("start", "middle", "end")[(part > 0) + (part == 5)]
-            lines.append(f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}">{_milliseconds(when)}</text>')
+            lines.append(f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}">{milliseconds(when)}</text>')
         Path(path).write_text("\n".join([*lines, "</svg>\n"]), encoding="utf-8")
 
     def __str__(self) -> str:
@@ -236,16 +253,16 @@ class Trace:
                 times[span.kind] += own
             waited[record.rank] = times[WAIT]
             most = max(nbytes for _, nbytes in record.memory)
-            rows.append((f"rank {record.rank}", *(_milliseconds(times[kind]) for kind in _COLORS), f"{most:,}"))
-        lines = _aligned(rows)
+            rows.append((f"rank {record.rank}", *(milliseconds(times[kind]) for kind in _COLORS), f"{most:,}"))
+        lines = aligned(rows)
         least = min(waited, key=lambda rank: waited[rank])
         others = [nanoseconds for rank, nanoseconds in waited.items() if rank != least]
         if others:
             lines.append(
-                f"Rank {least} waits least, for {_milliseconds(waited[least])}; each of the others "
-                f"for {_milliseconds(sum(others) // len(others))} on average."
+                f"Rank {least} waits least, for {milliseconds(waited[least])}; each of the others "
+                f"for {milliseconds(sum(others) // len(others))} on average."
             )
-        return "\n".join([*lines, "", *_aligned(self._by_name())])
+        return "\n".join([*lines, "", *aligned(self._by_name())])
 
     def _by_name(self) -> list[tuple[str, ...]]:
         """Return the rows of a table of what took longest, without what lies within it."""
@@ -257,8 +274,8 @@ class Trace:
         rows: list[tuple[str, ...]] = [("", "on average", "least", "most")]
         for name, times in longest[:_ROWS]:
             least, most = (choose(times, key=lambda rank: times[rank]) for choose in (min, max))
-            mean = _milliseconds(sum(times.values()) // len(times))
-            rows.append((name, mean, *(f"{_milliseconds(times[rank])} (rank {rank})" for rank in (least, most))))
+            mean = milliseconds(sum(times.values()) // len(times))
+            rows.append((name, mean, *(f"{milliseconds(times[rank])} (rank {rank})" for rank in (least, most))))
         if len(longest) > _ROWS:
             rows.append((f"and {len(longest) - _ROWS} more", "", "", ""))
         return rows
@@ -267,11 +284,11 @@ class Trace:
     def _start(self) -> int:
         starts = [span.begin for record in self.records for span in record.spans]
         if not starts:
-            raise RuntimeError("nothing is recorded yet: run a step inside of `with fsdp.trace(model) as trace:`")
+            raise RuntimeError(_NOT_YET)
         return min(starts)
 
 
-def trace(model: nn.Module, path: str | os.PathLike[str] | None = None) -> Trace:
+def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps: int | None = None) -> Trace:
     """Collective. Record what all ranks do in some steps, to see where the time goes and who waits for whom. ::
 
         with fsdp.trace(model, "trace.json") as trace:
@@ -281,22 +298,33 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None) -> Trace
             print(trace)
             trace.save_picture("trace.svg")
 
+    Or the next three steps of a training loop, from this call on, without a block::
+
+        trace = fsdp.trace(model, "trace.json", steps=3)
+
     Times are those of the host, with the clocks of all ranks compared at the beginning: exact to the time that a
     message takes.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        path: where the first rank writes the trace for Perfetto (ui.perfetto.dev) when the block has ended, which is
+        path: where the first rank writes the trace for Perfetto (ui.perfetto.dev) when recording has ended, which is
             collective, too.
+        steps: record from this call on, and end by itself after so many steps of the optimizer (of several for this
+            model, of the one that steps first), or when the block ends, or by ``trace.end()``. None: the block.
 
     Raises:
         RuntimeError: if another module around this one is sharded and runs it.
-        ValueError: if `model` is not sharded.
+        ValueError: if `model` is not sharded, or for less than one step.
     """
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
     unit = unit_of_wrapper(model) or unit_of(model)
     if unit is None:
         raise ValueError(f"fsdp.trace() needs a sharded model, got a {type(model).__name__} that is no unit")
-    return Trace(runtime_of_root(unit, "fsdp.trace()", "module"), path)
+    made = Trace(runtime_of_root(unit, "fsdp.trace()", "module"), path, steps)
+    if steps is not None:
+        made.begin()
+    return made
 
 
 class _Clock:
@@ -306,8 +334,8 @@ class _Clock:
     other one has ended it, whatever their clocks show, and that bounds how far these are apart, from both sides.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._everyone = runtime.root.everyone
+    def __init__(self, everyone: tuple[Communicator, Communicator]) -> None:
+        self._everyone = everyone
         self._rounds = []
         with during("fsdp.trace()"):
             for _ in range(_ROUNDS):
@@ -361,12 +389,3 @@ def _own_times(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 def _title(kind: str, name: str) -> str:
     return f"{kind}: {name}" if kind in (WAIT, STEP) else f"{kind} of {name}"
-
-
-def _milliseconds(nanoseconds: int) -> str:
-    return f"{nanoseconds / 1e6:,.1f} ms"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

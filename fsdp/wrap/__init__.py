@@ -34,8 +34,9 @@ from fsdp.engine.names import join
 
 _log = logging.getLogger("fsdp.wrap")
 
-# Called with the keywords module, recurse, unwrapped_params, module_is_root.
-AutoWrapPolicy = Callable[..., bool]
+# Called with the keywords module, recurse, unwrapped_params, module_is_root. A dict that is not empty says yes, and has
+# keywords for this module's wrapper.
+AutoWrapPolicy = Callable[..., bool | Mapping[str, Any]]
 
 
 def default_auto_wrap_policy(
@@ -72,10 +73,10 @@ def default_auto_wrap_policy(
     """
     large_enough = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
     if recurse:
-        never = _force_leaf_classes() if force_leaf_modules is None else tuple(force_leaf_modules)
+        never = force_leaf_classes() if force_leaf_modules is None else tuple(force_leaf_modules)
     else:
         never = _exclude_wrap_classes() if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
-        large_enough = large_enough and _is_callable_module(module)
+        large_enough = large_enough and is_callable_module(module)
     return large_enough and not isinstance(module, never)
 
 
@@ -84,7 +85,8 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: i
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
-def _force_leaf_classes() -> tuple[type[nn.Module], ...]:
+def force_leaf_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes that nobody looks into."""
     return tuple(default_auto_wrap_policy.FORCE_LEAF_MODULES)  # type: ignore[attr-defined]
 
 
@@ -148,7 +150,7 @@ def _module_classes(argument: str, classes: Iterable[type[nn.Module]]) -> tuple[
     return found
 
 
-def lambda_wrap_policy(predicate: Callable[[nn.Module], bool]) -> AutoWrapPolicy:
+def lambda_wrap_policy(predicate: Callable[[nn.Module], bool | Mapping[str, Any]]) -> AutoWrapPolicy:
     """Return a policy that wraps the modules for which `predicate(module)` is true.
 
     The returned policy goes wherever a policy goes. As with `module_wrap_policy`, containers are looked into
@@ -156,7 +158,8 @@ def lambda_wrap_policy(predicate: Callable[[nn.Module], bool]) -> AutoWrapPolicy
     `default_auto_wrap_policy.FORCE_LEAF_MODULES` is wrapped as a whole or not at all.
 
     Args:
-        predicate: called with a module of the tree before anything in it is wrapped, perhaps more than once.
+        predicate: called with a module of the tree before anything in it is wrapped, perhaps more than once. It may
+            answer with keywords for the module's wrapper, as any policy (see `auto_wrap`).
 
     Raises:
         ValueError: `predicate` can not be called.
@@ -167,25 +170,26 @@ def lambda_wrap_policy(predicate: Callable[[nn.Module], bool]) -> AutoWrapPolicy
 
 
 class _PredicatePolicy:
-    def __init__(self, predicate: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, predicate: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self._predicate = predicate
         # Answering recurse=True with no would also rule out the forced leaf itself. It is therefore entered
         # when it is to be wrapped, and what is inside of it is remembered here to be turned down.
         self._inside_leaf: WeakSet[nn.Module] = WeakSet()
 
-    def __call__(self, module: nn.Module, recurse: bool, unwrapped_params: int, **_: Any) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool, unwrapped_params: int, **_: Any) -> bool | Mapping[str, Any]:
         if not recurse:
             return module not in self._inside_leaf and self._wants(module)
-        if not isinstance(module, _force_leaf_classes()):
+        if not isinstance(module, force_leaf_classes()):
             return module not in self._inside_leaf
         self._inside_leaf.update(inner for inner in module.modules() if inner is not module)
         return module not in self._inside_leaf and self._wants(module)
 
-    def _wants(self, module: nn.Module) -> bool:
-        return _is_callable_module(module) and bool(self._predicate(module))
+    def _wants(self, module: nn.Module) -> bool | Mapping[str, Any]:
+        return is_callable_module(module) and self._predicate(module)
 
 
-def _is_callable_module(module: nn.Module) -> bool:
+def is_callable_module(module: nn.Module) -> bool:
+    """Return whether a module has a forward of its own, without which a unit never runs."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -274,8 +278,8 @@ class ConfigAutoWrap:
         graph = ModuleGraph(module, ignored)
         plan = make_plan(graph, policy, module_is_root)
         log_ties(graph, plan)
-        for unit in plan.units:
-            wrapper = wrap(unit, **kwargs)
+        for unit, its_own in plan.units.items():
+            wrapper = wrap(unit, **{**kwargs, **its_own})
             for parent, name in graph.places[unit]:
                 setattr(parent, name, wrapper)
             if unit is module:
@@ -371,7 +375,8 @@ def auto_wrap(
             the context's. It is asked with `recurse=True` from the top down whether to go into a module (no:
             neither the module nor anything in it is wrapped, also where that occurs elsewhere), then with
             `recurse=False` from the bottom up whether to wrap it. `unwrapped_params` counts the elements of
-            the parameters that are in no inner unit, each parameter once.
+            the parameters that are in no inner unit, each parameter once. Instead of True it may answer with a dict
+            of keywords for this wrapper, which win over all others: ``{"reshard_after_forward": False}``.
         keep_wrapped: leave what is wrapped already as it is, and wrap what is left: a policy that picks a module around
             it gets the rest. False refuses, as FairScale does.
         **kwargs: keywords for every wrapper made here; they win over the context's and a `wrapper_config`. What
@@ -484,18 +489,18 @@ class ModuleGraph:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    units: list[nn.Module]  # inner units before the ones around them
+    units: dict[nn.Module, Mapping[str, Any]]  # inner ones before those around them, with keywords that the policy gave
     owner: dict[nn.Parameter, nn.Module]  # the unit that takes each parameter; absent: it stays unwrapped
     turned_down: dict[nn.Parameter, list[nn.Module]]  # what each tie kept from becoming a unit
 
 
 def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) -> WrapPlan:
     """Ask the policy, from the bottom up, about the modules that it lets us look into; see `auto_wrap`."""
-    plan = WrapPlan([], {}, {})
+    plan = WrapPlan({}, {}, {})
     entered: set[nn.Module] = set()
     shut: set[nn.Module] = set()
 
-    def picks(module: nn.Module, recurse: bool, params: Iterable[nn.Parameter]) -> bool:
+    def picks(module: nn.Module, recurse: bool, params: Iterable[nn.Parameter]) -> bool | Mapping[str, Any]:
         numel, is_root = sum(p.numel() for p in params), module_is_root and module is graph.root
         return policy(module=module, recurse=recurse, unwrapped_params=numel, module_is_root=is_root)
 
@@ -515,13 +520,14 @@ def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) 
         if module not in entered or module in shut:
             continue
         left = [p for p in graph.uses[module] if p not in plan.owner]
-        if not picks(module, False, left) or not graph.uses[module]:
+        answer = picks(module, False, left)
+        if not answer or not graph.uses[module]:
             continue
         used_outside = [p for p in left if not graph.contains_every_use(module, p)]
         for parameter in used_outside:
             plan.turned_down.setdefault(parameter, []).append(module)
         if not used_outside:
-            plan.units.append(module)
+            plan.units[module] = answer if isinstance(answer, Mapping) else {}
             plan.owner.update(dict.fromkeys(left, module))
     return plan
 

@@ -31,17 +31,19 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         device: the type of device, e.g. "meta".
+        host_kind: what is of this kind stands for memory of the host.
 
     Attributes:
         kind: what is allocated from now on is for this.
         live: bytes now, by kind.
-        peak: the most bytes, of all kinds together, since `forget_peak`.
+        peak: the most bytes of all other kinds together, since `forget_peak`.
         at_peak: `live` at that time.
+        host_peak: the most bytes of `host_kind` since then.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, host_kind: str | None = None) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._host_kind = device, host_kind
         self.kind = ""
         self.live: Counter[str] = Counter()
         self._total = 0
@@ -52,6 +54,7 @@ class LiveBytes(TorchDispatchMode):
     def forget_peak(self) -> None:
         """Begin a new peak at what is alive now."""
         self.peak, self.at_peak = self._total, Counter(self.live)
+        self.host_peak = self.live[self._host_kind] if self._host_kind else 0
 
     def __enter__(self) -> Any:
         resize = torch.UntypedStorage.resize_
@@ -103,9 +106,9 @@ class LiveBytes(TorchDispatchMode):
         self._see(storage)
         key = storage._cdata
         before, nbytes = self._known[key]
-        self.live[before] -= nbytes
-        self.live[kind] += nbytes
         self._known[key] = kind, nbytes
+        self._change(before, -nbytes)
+        self._change(kind, nbytes)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -126,6 +129,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _change(self, kind: str, nbytes: int) -> None:
         self.live[kind] += nbytes
+        if kind == self._host_kind:
+            self.host_peak = max(self.host_peak, self.live[kind])
+            return
         self._total += nbytes
         if self._total > self.peak:
-            self.forget_peak()
+            self.peak, self.at_peak = self._total, Counter(self.live)

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,10 +21,15 @@ import torch
 import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
+from fsdp.distributed import devices
+from fsdp.distributed.devices import CopyStream
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
+from fsdp.engine import offload
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.offload import HostStorage
 from fsdp.engine.runtime import runtime_of
-from fsdp.engine.summary import size_text
+from fsdp.engine.summary import aligned, size_text
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -34,22 +39,20 @@ from fsdp.wrap.live_bytes import LiveBytes
 PARAMETERS, UNSHARDED, BUFFERS, INPUTS = "parameters", "unsharded parameters", "buffers", "inputs"
 GRADIENTS, GRAD_BUFFERS, MESSAGES = "gradients", "gradient buffers", "messages"
 OPTIMIZER, ACTIVATIONS = "optimizer state", "activations"
+ON_HOST = "on the host"
 BUILT, FORWARD, BACKWARD, STEP, BETWEEN = "after construction", "forward", "backward", "optimizer step", "between steps"
 
-# Two steps until the order of units is settled, one with the optimizer's state, and one that is counted.
-_STEPS = 4
+# Two steps until the order of units is settled, and one that is counted.
+_STEPS = 3
 
 _NOT_MODELLED = {
     "process_group": "say how many ranks there are: world_size and replicas",
     "process_group_reduce_scatter": "leave it out",
     "compute_device": "leave it out: what is planned does not depend on it",
     "state_dict_device": "leave it out",
-    "offload": "leave it out: plan() counts everything as on one device",
-    "offload_folder": "leave it out",
+    "offload_folder": "plan offload='cpu', which has as much on the host as on disk",
     "keep_offload_files": "leave it out",
-    "move_params_to_cpu": "leave it out: plan() counts everything as on one device",
-    "move_grads_to_cpu": "leave it out: plan() counts everything as on one device",
-    "cpu_offload": "leave it out: plan() counts everything as on one device",
+    "move_grads_to_cpu": "plan offload='cpu', which moves parameters and gradients",
     "sync_module_states": "leave it out: it changes how training begins, and no step",
     "param_init_fn": "leave it out: it changes how training begins, and no step",
 }
@@ -86,13 +89,15 @@ class PlannedPhase:
 
     Attributes:
         name: "after construction", "forward", "backward", "optimizer step" or "between steps".
-        peak: in bytes.
+        peak: in bytes, without those on the host if parameters are offloaded.
         by_kind: what they are for at that time.
+        host_peak: the most bytes that are on the host at any time of the phase, if parameters are offloaded.
     """
 
     name: str
     peak: int
     by_kind: Mapping[str, int]
+    host_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Plan:
 
     Attributes:
         world_size, replicas: how many ranks there are, and how many of them hold the same shard.
-        units: the units, the outermost first.
+        units: the units, in the order in which they are all-gathered, the outermost first.
         parameter_bytes, gradient_bytes, optimizer_bytes: of this rank's shards, their gradients after a backward, and
             the optimizer's state for them. Without padding they add up over the ranks to those of the unsharded model.
         phases: of training, in order.
@@ -125,8 +130,13 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are alive at any time."""
+        """The most bytes that are alive at any time, without those on the host if parameters are offloaded."""
         return max(phase.peak for phase in self.phases)
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes of offloaded parameters, gradients and optimizer state that are on the host at any time."""
+        return max(phase.host_peak for phase in self.phases)
 
     @property
     def seconds_of_communication(self) -> float | None:
@@ -174,7 +184,8 @@ def plan(
         backend: with "gloo" ranks communicate by messages, which take other memory than the collectives of backends
             such as "nccl".
         bandwidth: bytes per second in which one rank sends.
-        **options: of `FullyShardedDataParallel`, the same for every unit.
+        **options: of `FullyShardedDataParallel`, for every unit. With ``offload="cpu"`` the device and the host are
+            counted apart.
 
     Raises:
         TypeError: for an option that `FullyShardedDataParallel` does not have.
@@ -187,9 +198,9 @@ def plan(
     shard_group = ImaginedGroup(rank % count, count, backend == "gloo")
     replica_group = ImaginedGroup(rank // count, replicas, backend == "gloo")
     over = shard_group if replicas == 1 else (shard_group, replica_group)
-    copied, ignored = _copy_on_meta(module, options)
-    live = LiveBytes(META.type)
-    with shard_group.reachable(), replica_group.reachable(), _without_warnings(), live:
+    copied, ignored = copy_on_meta(module, options)
+    live = LiveBytes(META.type, ON_HOST)
+    with shard_group.reachable(), replica_group.reachable(), _imagined_host(live), _without_warnings(), live:
         for buffer in copied.buffers():
             live.assign(buffer, BUFFERS)
         settings = {**options, **ignored, "process_group": over, "compute_device": META}
@@ -197,7 +208,7 @@ def plan(
             model = _sharded(copied, auto_wrap_policy, settings)
         training = _Training(model, live, optimizer, (shard_group, replica_group))
         call = _listed_order(training.units) if sample is None else partial(_call, sample=_on_meta(sample, live))
-        with _fused_attention(), _fused_optimizers():
+        with _fused_attention():
             training.run(call, loss or _sum_of)
         return training.plan(world_size, replicas, sample is not None, bandwidth)
 
@@ -218,7 +229,7 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
             )
 
 
-def _copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return a copy of a module on the meta device, and the options that name parts of it, of the copy."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
@@ -230,6 +241,54 @@ def _copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Mod
         inner.register_forward_pre_hook(_refuse_autocast)
     named = {name: options[name] for name in ("ignored_modules", "ignored_parameters") if options.get(name)}
     return copied, {name: [memo[id(part)] for part in parts] for name, parts in named.items()}
+
+
+class _HostCopies(CopyStream):
+    """Copies to the imagined host: what is copied lives until the next copy, as on an accelerator."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._leaving: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        self._last_source: Tensor | None = None
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        with self._live.allocating(ON_HOST):
+            self._leaving.append((source.clone(), use))
+        self._last_source = source
+
+    def settle(self) -> None:
+        while self._leaving:
+            host, use = self._leaving.pop(0)
+            use(host)
+        self._last_source = None
+
+
+class _ImaginedHostStorage(HostStorage):
+    """Memory of a host that is a part of the meta device, too, and is told by its kind."""
+
+    def __init__(self, live: LiveBytes, *where: Any) -> None:
+        super().__init__(*where)
+        self._live = live
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._live.allocating(ON_HOST):
+            return torch.zeros(numel, dtype=dtype, device=META)
+
+    def adopt(self, flat_param: FlatParameter) -> None:
+        """It is there."""
+
+    def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
+        return flat_param.vector.clone().to(dtype)
+
+
+@contextmanager
+def _imagined_host(live: LiveBytes) -> Iterator[None]:
+    """Have what is offloaded inside kept on a host without memory."""
+    with (
+        mock.patch.object(offload, "HostStorage", partial(_ImaginedHostStorage, live)),
+        mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # which is that of the meta device
+    ):
+        yield
 
 
 @contextmanager
@@ -297,11 +356,14 @@ def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _fused_optimizers() -> Iterator[None]:
-    """Let optimizers with ``fused=True`` step on the meta device, where torch has their kernels and refuses them."""
+def _optimizers_on_meta() -> Iterator[None]:
+    """Let all optimizers step on the meta device: with ``fused=True``, which torch refuses there, and by values."""
     name = "_get_fused_kernels_supported_devices"  # private (torch 2.11 and 2.13)
     supported = getattr(optimizer_module, name)()
-    with mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]):
+    with (
+        mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]),
+        mock.patch.object(Tensor, "item", return_value=0.5),  # any number: a norm, or a rate that was stored
+    ):
         yield
 
 
@@ -367,10 +429,10 @@ class _Training:
             unit.awaits_values = unit.awaits_values_somewhere = False  # there are none, and none are looked at
             for handle in unit.handles:
                 self._watch(handle)
-        for param in model.parameters():
-            live.assign(param, PARAMETERS)
+        is_offloaded = any(handle.storage.is_elsewhere for unit in self.units for handle in unit.handles)
+        self._optimizer_kind = ON_HOST if is_offloaded else OPTIMIZER
         self._trained = [param for param in model.parameters() if param.requires_grad]
-        with live.allocating(OPTIMIZER):
+        with live.allocating(self._optimizer_kind):
             self._optimizer = optimizer(self._trained) if self._trained else None
         self._phases: dict[str, PlannedPhase] = {}
         self._gradient_bytes = 0
@@ -380,7 +442,9 @@ class _Training:
         live = self._live
         for slot in tuple(handle.valueless):
             handle.values.renewed(slot)
-        live.assign(handle.flat_param, PARAMETERS)
+        is_offloaded = handle.storage.is_elsewhere
+        for shard in (handle.flat_param, *handle.listed_params):
+            live.assign(shard, ON_HOST if is_offloaded else PARAMETERS)
         if not handle.unsharded.is_shard:
             live.assign(handle.unsharded.full, UNSHARDED)
         for owner, name, kind in (
@@ -394,7 +458,7 @@ class _Training:
         def accepted(reduced: Tensor) -> None:
             accept(reduced)
             if (held := handle.flat_param.held_gradient) is not None:
-                live.assign(held, GRADIENTS)
+                live.assign(held, ON_HOST if is_offloaded else GRADIENTS)
 
         handle.accept = accepted  # type: ignore[method-assign]
 
@@ -419,7 +483,7 @@ class _Training:
         self._gradient_bytes = sum(grad.nbytes for grad in grads if grad is not None)
         self._step = [message for group in self._groups for message in group.sent]
         if self._optimizer is not None:
-            with self._live.allocating(OPTIMIZER):
+            with self._live.allocating(self._optimizer_kind), _optimizers_on_meta():
                 self._live.forget_peak()
                 self._optimizer.step()
             self._note(STEP)
@@ -429,10 +493,13 @@ class _Training:
 
     def _note(self, name: str) -> None:
         """Keep the peak of a phase, if it is the highest one until now, and begin the next."""
-        kinds = {kind: nbytes for kind, nbytes in self._live.at_peak.items() if nbytes}
-        if name not in self._phases or self._live.peak > self._phases[name].peak:
-            self._phases[name] = PlannedPhase(name, self._live.peak, kinds)
-        self._live.forget_peak()
+        live, before = self._live, self._phases.get(name)
+        on_host = max(live.host_peak, before.host_peak if before else 0)
+        if before is None or live.peak > before.peak:
+            kinds = {kind: nbytes for kind, nbytes in live.at_peak.items() if nbytes and kind != ON_HOST}
+            before = PlannedPhase(name, live.peak, kinds)
+        self._phases[name] = replace(before, host_peak=on_host)
+        live.forget_peak()
 
     def plan(self, world_size: int, replicas: int, has_activations: bool, bandwidth: float | None) -> Plan:
         state = self._optimizer.state.values() if self._optimizer is not None else ()
@@ -440,7 +507,7 @@ class _Training:
         return Plan(
             world_size=world_size,
             replicas=replicas,
-            units=tuple(map(self._planned, self.units)),
+            units=tuple(map(self._planned, self._in_order())),
             parameter_bytes=sum(h.flat_param.nbytes for unit in self.units for h in unit.handles),
             gradient_bytes=self._gradient_bytes,
             optimizer_bytes=sum(tensor.nbytes for tensor in tensors),
@@ -450,6 +517,13 @@ class _Training:
             collectives=dict(Counter(message.kind for message in self._step)),
             bandwidth=bandwidth,
         )
+
+    def _in_order(self) -> list[Unit]:
+        """Return the units in the order in which they are first gathered in a step; others last, as they are listed."""
+        gathered = [_number(each) for each in self._groups[0].sent if each.kind == "all-gather"]
+        first = {number: place for place, number in reversed(list(enumerate(gathered)))}
+        last = len(first)
+        return sorted(self.units, key=lambda unit: min((first.get(one.tag, last) for one in unit.handles), default=0))
 
     def _planned(self, unit: Unit) -> PlannedUnit:
         handles = unit.handles
@@ -487,12 +561,14 @@ def _described(plan: Plan) -> Iterator[str]:
         row = (f"{unit.parameters:,}", str(unit.padding), *sizes, str(unit.all_gathers))
         alike.setdefault(row, []).append(unit.name)
     named = [(names[0] if len(names) == 1 else f"{len(names)} x {names[0]}", *row) for row, names in alike.items()]
-    yield from _table(("unit", "parameters", "padding", "shard", "unsharded", "all-gathers"), named)
+    yield from aligned([("unit", "parameters", "padding", "shard", "unsharded", "all-gathers"), *named])
     yield ""
     kinds = list(dict.fromkeys(kind for phase in plan.phases for kind in phase.by_kind))
     rows = [[kind, *(size_text(phase.by_kind.get(kind, 0)) for phase in plan.phases)] for kind in kinds]
-    total = ["peak", *(size_text(phase.peak) for phase in plan.phases)]
-    yield from _table(("bytes at the peak of", *(phase.name for phase in plan.phases)), [*rows, total])
+    rows.append(["peak", *(size_text(phase.peak) for phase in plan.phases)])
+    if plan.host_peak:
+        rows.append(["and on the host", *(size_text(phase.host_peak) for phase in plan.phases)])
+    yield from aligned([("bytes at the peak of", *(phase.name for phase in plan.phases)), *rows])
     if not plan.has_activations:
         yield "Activations are not counted: give a sample of what the model is called with."
     yield ""
@@ -500,11 +576,3 @@ def _described(plan: Plan) -> Iterator[str]:
     yield f"sent: {size_text(plan.bytes_sent)} ({sent})"
     if plan.seconds_of_communication is not None and plan.bandwidth is not None:
         yield f"      {plan.seconds_of_communication:.3g} s at {plan.bandwidth / 1e9:g} GB/s"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines with aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.checkpoint.cli import FINE, UsageError
+from fsdp.checkpoint.cli import FINE, WRONG, UsageError
 from fsdp.engine.precision import MixedPrecision
 from fsdp.wrap import lambda_wrap_policy
-from fsdp.wrap.plan import plan
+from fsdp.wrap.plan import Plan, plan
+from fsdp.wrap.plan_wrapping import plan_wrapping
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _PLAN = (
@@ -40,10 +41,17 @@ def add_plan(commands: Any) -> None:
         "--unit", action="append", default=[], metavar="CLASS", help="make the modules of this class units; repeatable"
     )
     command.add_argument("--keep", action="store_true", help="keep parameters unsharded from forward to backward")
+    command.add_argument("--offload", action="store_true", help="keep parameters and optimizer state on the host")
     command.add_argument("--dtype", choices=_DTYPES, help="compute and communicate in it")
     command.add_argument("--optimizer", default="AdamW", metavar="CLASS", help="of torch.optim; AdamW without it")
     command.add_argument("--backend", default="gloo", help="gloo, or another one, such as nccl; gloo without it")
     command.add_argument("--bandwidth", type=float, metavar="GB", help="in which a rank sends, in GB (10^9) per second")
+    command.add_argument(
+        "--budget",
+        type=float,
+        metavar="GIB",
+        help="choose units that take at most so many GiB (2^30 bytes) on each rank, with the fewest bytes on the wire",
+    )
     command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(run=_run)
 
@@ -54,25 +62,32 @@ def _run(args: argparse.Namespace, choices: Any) -> int:
     for name in args.unit:
         if name not in names:
             raise UsageError(f"--unit {name}: the model has no module of this class, but of {', '.join(sorted(names))}")
-    precision = MixedPrecision(param_dtype=getattr(torch, args.dtype)) if args.dtype else False
-    planned = plan(
-        model,
-        args.world_size,
-        auto_wrap_policy=lambda_wrap_policy(lambda module: type(module).__name__ in args.unit) if args.unit else None,
-        sample=sample,
-        optimizer=_optimizer(args.optimizer),
-        replicas=args.replicas,
-        backend=args.backend,
-        bandwidth=args.bandwidth and args.bandwidth * 1e9,
-        reshard_after_forward=not args.keep,
-        mixed_precision=precision,
-    )
-    if args.json:
-        computed = {"peak": planned.peak, "seconds_of_communication": planned.seconds_of_communication}
-        print(json.dumps({**asdict(planned), **computed}, indent=1))
-    else:
-        print(planned)
+    if args.budget is not None and (args.unit or args.keep):
+        raise UsageError("--budget chooses units and what is kept: leave out --unit and --keep")
+    options: dict[str, Any] = {
+        "sample": sample,
+        "optimizer": _optimizer(args.optimizer),
+        "replicas": args.replicas,
+        "backend": args.backend,
+        "bandwidth": args.bandwidth and args.bandwidth * 1e9,
+        "mixed_precision": MixedPrecision(param_dtype=getattr(torch, args.dtype)) if args.dtype else False,
+        "offload": "cpu" if args.offload else None,
+    }
+    if args.budget is not None:
+        wrapping = plan_wrapping(model, args.world_size, args.budget * 2**30, **options)
+        remedies = {name: _data(one) for name, one in wrapping.remedies.items()}
+        data = {"units": dict(wrapping.units), "missing": wrapping.missing, "plan": _data(wrapping.plan)}
+        print(json.dumps({**data, "remedies": remedies}, indent=1) if args.json else wrapping)
+        return FINE if wrapping.fits else WRONG
+    policy = lambda_wrap_policy(lambda module: type(module).__name__ in args.unit) if args.unit else None
+    planned = plan(model, args.world_size, auto_wrap_policy=policy, reshard_after_forward=not args.keep, **options)
+    print(json.dumps(_data(planned), indent=1) if args.json else planned)
     return FINE
+
+
+def _data(planned: Plan) -> dict[str, Any]:
+    computed = ("peak", "host_peak", "seconds_of_communication")
+    return {**asdict(planned), **{name: getattr(planned, name) for name in computed}}
 
 
 def _made(factory: str) -> tuple[nn.Module, Any]:

@@ -14,7 +14,7 @@ import fsdp
 from tests.helpers.paths import ROOT
 
 ENTRIES = re.findall(
-    r"^\.\. auto(?:class|function):: (\S+)$",
+    r"^\.\. auto(?:class|function):: ([\w.]+)(?:\(.*\))?$",
     "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/reference/*.rst"))),
     re.MULTILINE,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.communicator import Pending
 from fsdp.engine import trace as tracing
+from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Span
 from fsdp.engine.runtime import Runtime
-from fsdp.engine.trace import BACKWARD, FORWARD, STEP, WAIT, Record, Span
+from fsdp.engine.steps import Steps
 from fsdp.engine.unit import Unit
 from tests.helpers.ranks import RankPool
 
@@ -147,6 +150,78 @@ def _drawn(path: Path) -> None:
         trace.save_picture(path)
 
 
+def test_a_number_of_steps_is_recorded_without_a_block(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_trace_two_of_four, tmp_path / "trace.json")
+
+
+def _trace_two_of_four(path: Path) -> None:
+    before = vars(Unit).copy()
+    model, other = flat(), flat()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    trace = fsdp.trace(model, path, steps=2)
+    for number in range(4):
+        assert bool(trace.records) is (number >= 2)
+        for one, optimizer in zip((other, model), reversed(optimizers), strict=True):
+            train(one, optimizer)
+    for record in trace.records:
+        assert sum(span.kind == STEP for span in record.spans) == 2
+        assert sum(span == ("forward", "0", *span[2:]) for span in record.spans) == 2
+    assert vars(Unit) == before
+    dist.barrier()
+    assert json.loads(path.read_text())["traceEvents"]
+    with fsdp.trace(model, steps=5) as short:  # the block ends it sooner
+        train(model, optimizers[0])
+    assert short.report().steps == 1
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        fsdp.trace(model, steps=0)
+
+
+def test_a_report_says_which_unit_was_waited_for_and_what_it_holds(ranks: RankPool) -> None:
+    first, *others = ranks(3).run(_reported)
+    assert all(other == first for other in others)
+    report, trace = first
+    assert report == trace
+    assert report.steps == 2
+    assert [unit.name for unit in report.units] == ["root (Sequential)", "0", "1", "2", "all else"]
+    shard = 4 * 7  # bytes: a third of 20 elements, padded
+    for unit in report.units[1:-1]:
+        assert (unit.shard_bytes, unit.unsharded_bytes, unit.padding) == (shard, 3 * shard, 1)
+        assert unit.live_peak >= 3 * shard + unit.unsharded_bytes
+        assert unit.last_rank == 1
+    waited = [sum(unit.waited[rank] for unit in report.units) / 1e9 for rank in range(3)]
+    assert min(waited[0], waited[2]) > 3 * SLEEP > waited[1]
+    assert report.units[1].skew > SLEEP / 2 * 1e9
+    assert "rank 1" in str(report)
+
+
+def _reported() -> tuple[Any, Any]:
+    model: Any = flat()
+    with pytest.raises(RuntimeError, match=r"nothing is counted where no trace is recorded"):
+        model.report()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    trace = fsdp.trace(model, steps=2)
+    for _ in range(2):
+        train(model, optimizer)
+    return model.report(), trace.report()
+
+
+def test_a_trace_that_has_ended_keeps_no_model_alive(ranks: RankPool) -> None:
+    ranks(1).run(_trace_and_drop)
+
+
+def _trace_and_drop() -> None:
+    model = flat()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp.trace(model) as trace:
+        train(model, optimizer)
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert trace.records
+
+
 # --- what it leaves alone
 
 
@@ -155,7 +230,7 @@ def test_nothing_is_recorded_outside_and_nothing_changes_inside(ranks: RankPool)
 
 
 def _trace_and_compare() -> None:
-    before = {owner: dict(vars(owner)) for owner in (Runtime, Unit, Pending)}
+    before = {owner: dict(vars(owner)) for owner in (Runtime, Unit, Pending, Steps)}
     model, plain = flat(), flat()
     optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
     with fsdp.trace(model) as trace:

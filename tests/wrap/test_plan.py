@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,9 @@ from fsdp.distributed.imagined import META, ImaginedGroup
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.runtime import runtimes
 from fsdp.engine.summary import size_text
+from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
 from tests.helpers.ranks import RankPool
 
 BATCH, CONTEXT, WIDTH = 8, 64, 128
@@ -86,6 +88,17 @@ class UnevenConvolutions(nn.Module):
         return self.head(images.mean((2, 3)))
 
 
+class Layers(nn.Sequential):
+    """Linear layers whose sizes no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(33, 131), nn.ReLU(), nn.Linear(131, 33))
+
+
+def stacked_layers() -> nn.Module:
+    return nn.Sequential(Layers(), Layers(), Layers(), nn.Linear(33, 7))
+
+
 def loss_of(output: Tensor) -> Tensor:
     return output.float().sum()
 
@@ -96,19 +109,18 @@ class Case:
 
     model: Callable[[], nn.Module]
     units: type[nn.Module] = Block
-    images: bool = False
+    shape: tuple[int, ...] | None = None  # of the inputs; None: of tokens
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
     def sample(self) -> Tensor:
-        shape = (BATCH, 3, 63, 61) if self.images else (BATCH, CONTEXT)
-        return torch.zeros(shape, dtype=torch.float32 if self.images else torch.int64)
+        return torch.zeros(BATCH, CONTEXT).long() if self.shape is None else torch.zeros(self.shape)
 
     @property
     def policy(self) -> Any:
         return module_wrap_policy({self.units})
 
-    def plan(self, world_size: int) -> fsdp.Plan:
+    def plan(self, world_size: int, backend: str = "gloo", **options: Any) -> fsdp.Plan:
         with torch.device("meta"):
             model = self.model()
         return fsdp.plan(
@@ -118,7 +130,8 @@ class Case:
             sample=self.sample(),
             loss=loss_of,
             optimizer=self.optimizer,
-            **self.options,
+            backend=backend,
+            **{**self.options, **options},
         )
 
 
@@ -132,7 +145,7 @@ CASES = {
     "GPT of one unit for each parameter": Case(gpt, options={"flatten_parameters": False, "bucket_cap_mb": 0}),
     "GPT by momentum": Case(gpt, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "GPT by fused AdamW": Case(gpt, optimizer=partial(torch.optim.AdamW, fused=True)),
-    "convolutions": Case(UnevenConvolutions, nn.Sequential, images=True),
+    "convolutions": Case(UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)),
     "adapters": Case(adapted_gpt, Adapted),
     "adapters of original parameters": Case(adapted_gpt, Adapted, options={"use_orig_params": True}),
 }
@@ -144,6 +157,7 @@ class Measured:
 
     states: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
+    host_peaks: dict[str, int] = field(default_factory=dict)
     sent: int = 0
 
 
@@ -162,25 +176,32 @@ def counting(measured: Measured) -> Iterator[None]:
         yield
 
 
-def _train(name: str) -> Measured:
-    case, measured, live = CASES[name], Measured(), LiveBytes("cpu")
-    plain = case.model()
-    inputs = case.sample()
+def train(case: Case, policy: AutoWrapPolicy | None = None, device: str = "cpu") -> Measured:
+    """Train as was planned, and measure."""
+    measured, live, host = Measured(), LiveBytes(device), LiveBytes("cpu")
+    plain = case.model().to(device)
+    inputs = case.sample().to(device)
 
     def note(phase: str) -> None:
         measured.peaks[phase] = max(measured.peaks.get(phase, 0), live.peak)
-        live.forget_peak()
+        measured.host_peaks[phase] = max(measured.host_peaks.get(phase, 0), host.peak)
+        forget()
 
-    fingerprint(torch.ones(1))  # which keeps a table of 512 KiB from the first time on
-    with live, counting(measured):
+    def forget() -> None:
+        live.forget_peak()
+        host.forget_peak()
+
+    for each in (device, "cpu"):
+        fingerprint(torch.ones(1, device=each))  # which keeps a table of 512 KiB from the first time on
+    with live, host if device != "cpu" else nullcontext(), counting(measured):
         for tensor in (inputs, *plain.buffers()):
             live.assign(tensor, "")
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, **case.options):
-            inner = auto_wrap(plain, case.policy)
+            inner = auto_wrap(plain, policy or case.policy)
         model = FullyShardedDataParallel(inner, **case.options)
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = case.optimizer(trained)
-        live.forget_peak()
+        forget()
         note("after construction")
         for _ in range(4):
             measured.sent = 0
@@ -191,7 +212,7 @@ def _train(name: str) -> Measured:
             del loss
             handles = [handle for wrapper in fsdp.get_fsdp_instances(model) for handle in wrapper._unit.handles]
             grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
-            live.forget_peak()
+            forget()
             optimizer.step()
             note("optimizer step")
             state = [each for one in optimizer.state.values() for each in one.values() if isinstance(each, Tensor)]
@@ -202,9 +223,13 @@ def _train(name: str) -> Measured:
             }
             del grads, state
             optimizer.zero_grad()
-            live.forget_peak()
+            forget()
             note("between steps")
     return measured
+
+
+def _train(name: str) -> Measured:
+    return train(CASES[name])
 
 
 ON_FOUR_RANKS = (
@@ -232,6 +257,37 @@ def test_what_is_planned_is_what_training_takes(ranks: RankPool, name: str, worl
     assert plan.bytes_sent == measured.sent
     peaks = {phase.name: phase.peak for phase in plan.phases}
     assert peaks == pytest.approx(measured.peaks, rel=0.005)
+
+
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "by original parameters": {"use_orig_params": True},
+    "in bfloat16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+}
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize(("name", "world_size"), [("flat", 1), *((name, 2) for name in OFFLOADED)])
+def test_what_is_offloaded_is_counted_on_the_host(
+    accelerator_ranks: AcceleratorRanks, name: str, world_size: int
+) -> None:
+    case = offloaded(name)
+    plan = case.plan(world_size, backend="nccl")
+    measured: Measured = accelerator_ranks(world_size).run(_train_offloaded, name)[0]
+    assert {phase.name: phase.host_peak for phase in plan.phases} == measured.host_peaks
+    assert {phase.name: phase.peak for phase in plan.phases} == pytest.approx(measured.peaks, rel=0.005)
+    assert plan.host_peak > plan.parameter_bytes + plan.gradient_bytes + plan.optimizer_bytes
+    assert size_text(plan.host_peak) in str(plan)
+
+
+def offloaded(name: str) -> Case:
+    return Case(stacked_layers, Layers, (BATCH, 33), {"offload": "cpu", **OFFLOADED[name]})
+
+
+def _train_offloaded(name: str) -> Measured:
+    case = offloaded(name)
+    case.options["compute_device"] = ACCELERATOR
+    return train(case, device=ACCELERATOR)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -290,6 +346,20 @@ def test_what_is_sent_lives_until_it_is_awaited(sends_pieces: bool) -> None:
             assert is_there() is None
 
 
+@pytest.mark.parametrize(
+    "name", ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
+)
+def test_the_state_of_every_optimizer_of_torch_is_planned(name: str) -> None:
+    make: Any = getattr(torch.optim, name)
+    plan = fsdp.plan(nn.Linear(7, 6, bias=False), 2, optimizer=make, sample=torch.zeros(2, 7))
+    shard = nn.Parameter(torch.ones(21))
+    shard.grad = torch.ones(21)
+    optimizer = make([shard])
+    optimizer.step()
+    state = [each for each in optimizer.state[shard].values() if isinstance(each, Tensor)]
+    assert plan.optimizer_bytes == sum(each.nbytes for each in state) > 0
+
+
 def test_the_model_stays_as_it_is() -> None:
     model = gpt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -326,7 +396,8 @@ def test_the_table_says_what_the_data_say() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cpu_offload": True}, "does not model cpu_offload"),
+        ({"move_grads_to_cpu": True}, "does not model move_grads_to_cpu: plan offload='cpu'"),
+        ({"offload": "disk", "offload_folder": "."}, "does not model offload_folder: plan offload='cpu'"),
         ({"process_group": None}, "does not model process_group: say how many"),
         ({"world_size": 4, "replicas": 3}, "replicas must divide world_size"),
         ({"rank": 2}, "rank must be one of 0 to 1"),

@@ -75,6 +75,18 @@ def test_options_change_the_plan(factories: str, capsys: Captured) -> None:
     assert planned("--bandwidth", "1")["seconds_of_communication"] == plain["bytes_sent"] / 1e9
 
 
+def test_units_are_chosen_by_a_budget(factories: str, capsys: Captured) -> None:
+    arguments = ["plan", f"{factories}:sampled", "--world-size", "4", "--budget"]
+    assert main([*arguments, "1"]) == 0
+    assert capsys.readouterr().out.startswith("Fits into 1.0 GiB on each rank: 3 units inside of the outermost one")
+    assert main([*arguments, "1e-6", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["missing"] == data["plan"]["peak"] - 1073
+    assert data["remedies"]["offload"]["host_peak"] > 0
+    assert main(["plan", f"{factories}:sampled", "--world-size", "4", "--offload", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_peak"] > 0
+
+
 @pytest.mark.parametrize(
     ("factory", "options", "message"),
     [
@@ -83,6 +95,7 @@ def test_options_change_the_plan(factories: str, capsys: Captured) -> None:
         ("no_such_module:gone", (), "No module named 'no_such_module'"),
         ("factories_of_plans:nothing", (), "returned int: return an nn.Module"),
         ("factories_of_plans:layers", ("--unit", "Lair"), "no module of this class, but of Layer, Sequential"),
+        ("factories_of_plans:layers", ("--unit", "Layer", "--budget", "1"), "leave out --unit and --keep"),
         ("factories_of_plans:layers", ("--optimizer", "Adan"), "torch.optim has no optimizer of this name"),
     ],
 )

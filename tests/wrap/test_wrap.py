@@ -297,6 +297,14 @@ def test_keywords_of_auto_wrap_go_to_every_wrapper_and_win():
     assert [model[0].settings, model[1].settings] == [{"a": "call"}, {"a": "call", "b": "config"}]
 
 
+def test_a_policy_may_answer_with_keywords_for_a_wrapper_which_win():
+    model = nn.Sequential(linear(), nn.Sequential(linear()))
+    policy = lambda_wrap_policy(lambda module: isinstance(module, nn.Linear) and {"a": "policy"})
+    with enable_wrap(wrapper_cls=Unit, a="context", b="context"):
+        auto_wrap(model, policy, a="call")
+    assert [model[0].settings, model[1][0].settings] == 2 * [{"a": "policy", "b": "context"}]
+
+
 def test_a_policy_that_raises_leaves_the_module_untouched():
     def fails_at_the_root(module_is_root: bool, recurse: bool, **_: Any) -> bool:
         if module_is_root and not recurse:

@@ -1,0 +1,189 @@
+"""`Report` says what a trace has shown of each unit: what it holds, how long ranks waited, how far they are apart.
+
+It is computed from what the trace has recorded, when that ends. So nothing is counted in steps that are not traced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fsdp.engine.summary import aligned, milliseconds, size_text
+from fsdp.engine.unit import Unit
+
+FORWARD, BACKWARD, WAIT, STEP = "forward", "backward", "wait", "optimizer step"
+OTHERS = "all else"
+
+
+class Span(NamedTuple):
+    """A span is what a rank did for a while.
+
+    Attributes:
+        kind: "forward", "backward", "wait" (for a collective) or "optimizer step".
+        name: of the unit, the collective, or the optimizer.
+        begin, end: in nanoseconds, on the first rank's clock.
+    """
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+
+
+class Record(NamedTuple):
+    """A record is what one rank has noted; times are in nanoseconds, on the first rank's clock.
+
+    Attributes:
+        rank: among all.
+        spans: in the order of their ends; each lies within others or beside them.
+        memory: times, and how many bytes of shards, unsharded parameters and gradients there were then.
+    """
+
+    rank: int
+    spans: list[Span]
+    memory: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """A unit of a `Report`: what ranks have done with it in the steps that were traced.
+
+    Attributes:
+        name: of its module in the model; of the last one "all else", which is no unit: collectives of no unit in
+            particular, by which ranks compare what they do.
+        shard_bytes, unsharded_bytes: of its parameters, on each rank, and all-gathered.
+        padding: elements that are added, on all ranks together.
+        waited: nanoseconds in which each rank did nothing but wait for its all-gathers and reductions. What is reduced
+            together with other units' counts for the first of them.
+        live_peak: the most bytes of shards, unsharded parameters and gradients, of all units, that a rank has held
+            while it ran.
+        skew: nanoseconds by which the last rank ended its forward or backward after the first one, on average.
+        last_rank: the rank that was last most often; None for a unit that did not run.
+    """
+
+    name: str
+    shard_bytes: int
+    unsharded_bytes: int
+    padding: int
+    waited: Mapping[int, int]
+    live_peak: int
+    skew: int
+    last_rank: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report on what a trace has shown of each unit; see `Trace.report`. ``str(report)`` is a table.
+
+    Attributes:
+        steps: forwards of the outermost unit that were recorded.
+        units: the outermost one first, and last what ranks waited for besides.
+    """
+
+    steps: int
+    units: tuple[UnitReport, ...]
+
+    def __str__(self) -> str:
+        ranks = sorted(self.units[0].waited)
+        rows = [("", "shard", "unsharded", "padding", "waited on average", "most", "live peak", "ranks apart", "last")]
+        for unit in self.units:
+            most = max(ranks, key=lambda rank: unit.waited[rank])
+            rows.append(
+                (
+                    unit.name,
+                    size_text(unit.shard_bytes),
+                    size_text(unit.unsharded_bytes),
+                    str(unit.padding),
+                    milliseconds(sum(unit.waited.values()) // len(ranks)),
+                    f"{milliseconds(unit.waited[most])} (rank {most})",
+                    size_text(unit.live_peak),
+                    milliseconds(unit.skew),
+                    "" if unit.last_rank is None else f"rank {unit.last_rank}",
+                )
+            )
+        return "\n".join([f"{self.steps} steps on {len(ranks)} ranks", "", *aligned(rows)])
+
+
+def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
+    """Return what records of all ranks say of units, the outermost first."""
+    names = {unit.name for unit in units}
+    waited = {name: dict.fromkeys((record.rank for record in records), 0) for name in (*names, OTHERS)}
+    for record in records:
+        for span in record.spans:
+            if span.kind == WAIT:
+                waited[_awaited(span.name, names)][record.rank] += span.end - span.begin
+    reports = [_report(unit, records, waited[unit.name]) for unit in units]
+    reports.append(UnitReport(OTHERS, 0, 0, 0, waited[OTHERS], 0, 0, None))
+    steps = sum(span.kind == FORWARD and span.name == units[0].name for span in records[0].spans)
+    return Report(steps, tuple(reports))
+
+
+def _awaited(what: str, names: Iterable[str]) -> str:
+    """Return the unit whose collective it is, as in "all-gather of layers.3 in forward"."""
+    _, _, of = what.partition(" of ")
+    return next((name for name in names if of == name or of.startswith(f"{name} ")), OTHERS)
+
+
+def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) -> UnitReport:
+    handles = unit.handles
+    passes = [
+        [span for span in one.spans if span.kind in (FORWARD, BACKWARD) and span.name == unit.name] for one in records
+    ]
+    skews, last = [], []
+    for same in zip(*passes, strict=False):
+        ends = {record.rank: span.end for record, span in zip(records, same, strict=True)}
+        skews.append(max(ends.values()) - min(ends.values()))
+        last.append(max(ends, key=lambda rank: ends[rank]))
+    return UnitReport(
+        name=unit.name,
+        shard_bytes=sum(handle.flat_param.nbytes for handle in handles),
+        unsharded_bytes=sum(handle.layout.unsharded_numel * handle.dtype.itemsize for handle in handles),
+        padding=sum(handle.layout.padded_numel - handle.layout.numel for handle in handles),
+        waited=waited,
+        live_peak=max(
+            (_most_in(span, one.memory) for one, each in zip(records, passes, strict=True) for span in each), default=0
+        ),
+        skew=sum(skews) // max(len(skews), 1),
+        last_rank=max(sorted(set(last)), key=last.count, default=None),
+    )
+
+
+def _most_in(span: Span, memory: Sequence[tuple[int, int]]) -> int:
+    """Return the most bytes in a span, those at its begin included."""
+    times = [when for when, _ in memory]
+    first, beyond = max(bisect_right(times, span.begin) - 1, 0), bisect_right(times, span.end)
+    return max((nbytes for _, nbytes in memory[first:beyond]), default=0)
+
+
+_last: weakref.WeakKeyDictionary[Unit, Report] = weakref.WeakKeyDictionary()
+
+
+def keep(root: Unit, report: Report) -> None:
+    """Have a report be the last one of a model."""
+    _last[root] = report
+
+
+class Reporting:
+    """A model that reports of the steps of it that were traced last."""
+
+    _unit: Unit
+
+    def report(self) -> Report:
+        """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank. ::
+
+            with fsdp.trace(model):
+                train(batch)
+            print(model.report())
+
+        Raises:
+            RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
+        """
+        if self._unit not in _last:
+            raise RuntimeError(
+                f"{self._unit.name}: nothing is counted where no trace is recorded. Run a step inside of "
+                "`with fsdp.trace(model):`, with the outermost module; then report() tells of it."
+            )
+        return _last[self._unit]

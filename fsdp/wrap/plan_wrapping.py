@@ -1,0 +1,281 @@
+"""`plan_wrapping` chooses the units of a model, and which of them are resharded after forward, by a memory budget.
+
+Every candidate is judged by `plan`. What a step sends depends little on where the borders of units are: each parameter
+is gathered for forward, again for backward if it was resharded between, and each gradient is reduced. So the units are
+as large as the budget allows, and as many as possible of those that run last in forward stay unsharded until backward.
+Backward begins with these: their parameters are needed for the shortest time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp.engine.managed_params import Ignored
+from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.summary import aligned, size_text
+from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes, is_callable_module
+from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
+from fsdp.wrap.plan import Plan, copy_on_meta, plan
+
+# Of units: the coarsest have at most this part of the model, so that one is gathered while another computes; the finest
+# have at least that part of what the coarsest have; and what has less than that part of a unit goes to the outermost.
+_COARSEST, _FINEST, _LEAST = 1 / 4, 1 / 16, 1 / 10
+# Finer ones are tried while keeping one unit more would save more than this part of what is sent.
+_WORTHWHILE = 1 / 30
+
+CHECKPOINTING, PRECISION, OFFLOAD, TOGETHER = "activation checkpointing", "bfloat16", "offload", "all of these"
+_HOW = {
+    CHECKPOINTING: "fsdp.checkpoint_wrapper(module) for modules inside of the model",
+    PRECISION: "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
+    OFFLOAD: "offload='cpu'",
+}
+
+
+class _NamedPolicy:
+    """An auto-wrap policy that picks modules by their names, with what each is to have as `reshard_after_forward`."""
+
+    def __init__(self, units: Mapping[str, bool]) -> None:
+        self._units = units
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+    def __call__(
+        self, module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool = False
+    ) -> bool | Mapping[str, Any]:
+        if recurse and module_is_root:
+            names = {inner: name for name, inner in module.named_modules()}
+            absent = sorted(self._units.keys() - set(names.values()))
+            if absent:
+                raise ValueError(
+                    f"this {type(module).__name__} has no module {absent[0]!r}, which was planned to be a unit: give "
+                    "auto_wrap the module that plan_wrapping() was given, or one that is built alike"
+                )
+            self._names.update(names)
+        name = self._names.get(module, "")
+        return recurse or (name in self._units and {"reshard_after_forward": self._units[name]})
+
+
+@dataclass(frozen=True)
+class PlannedWrapping:
+    """The units that `plan_wrapping` has chosen, and an auto-wrap policy that picks them.
+
+    As a policy it picks the modules of these names in any model that has them, such as the real one where a copy on the
+    meta device was planned, each with its `reshard_after_forward`. It raises ValueError for a model that lacks one, and
+    where the budget is not met.
+
+    Attributes:
+        units: for the name of each unit, without the outermost one, whether it is resharded after forward; in the order
+            of forward.
+        plan: what training with them takes.
+        memory_budget: that was given, in bytes.
+        remedies: where nothing fits, plans with what helps: "activation checkpointing", "bfloat16", "offload" (of
+            parameters, gradients and optimizer state), and "all of these", if several do.
+    """
+
+    units: Mapping[str, bool]
+    plan: Plan
+    memory_budget: int
+    remedies: Mapping[str, Plan]
+    _policy: AutoWrapPolicy = field(repr=False, compare=False)
+
+    @property
+    def missing(self) -> int:
+        """The bytes by which the peak is above the budget; 0 if it fits."""
+        return max(0, self.plan.peak - self.memory_budget)
+
+    @property
+    def fits(self) -> bool:
+        """True if the budget is met."""
+        return not self.missing
+
+    def __call__(self, **asked: Any) -> bool | Mapping[str, Any]:
+        if not self.fits:
+            raise ValueError(str(self))
+        return self._policy(**asked)
+
+    def __str__(self) -> str:
+        return "\n".join(_described(self))
+
+
+def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **arguments: Any) -> PlannedWrapping:
+    """Choose units, and which to reshard after forward, that meet a memory budget with the fewest bytes on the wire. ::
+
+        wrapping = fsdp.plan_wrapping(model, 64, 40 * 2**30, sample=tokens, mixed_precision=policy)
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, mixed_precision=policy):
+            model = FullyShardedDataParallel(auto_wrap(model, wrapping), mixed_precision=policy)
+
+    Nothing is allocated, no process group is needed, and the model stays as it is. Candidates are judged by `plan`:
+    units of the size of blocks, and of modules in them where those are too large, with as many as possible of those
+    that run last unsharded until backward. Where none fits, the result says what is missing, and what would help.
+
+    Args:
+        module: the plain model; see `plan`.
+        world_size: how many ranks there are.
+        memory_budget: the most bytes that `Plan.peak` may be. Leave room for what `plan` does not see, such as the
+            rounding and the gaps of the device's allocator. Without a `sample` activations are not counted.
+        **arguments: all others of `plan`, as `sample`, `loss`, `optimizer`, `replicas` and `backend`, and options of
+            `FullyShardedDataParallel`: those that the model will be wrapped with.
+
+    Raises:
+        TypeError: for `auto_wrap_policy` and `reshard_after_forward`, which are what is chosen.
+        ValueError, RuntimeError: as `plan`.
+    """
+    for name in ("auto_wrap_policy", "reshard_after_forward"):
+        if name in arguments:
+            raise TypeError(f"plan_wrapping() chooses {name}: leave it out")
+    judge = partial(_judge, module, world_size, int(memory_budget), arguments)
+    ignored = Ignored.of(arguments.get("ignored_modules"), arguments.get("ignored_parameters"))
+    granularities = _granularities(ModuleGraph(module, ignored))
+    found: list[PlannedWrapping] = []
+    for names in granularities:
+        try:
+            found.append(judge(dict.fromkeys(names, True)))
+        except RuntimeError:  # weights of a layer are read by others, who do not call it, as those of an embedding
+            larger = [name for name in names if any(module.get_submodule(name).children())]
+            if larger == names:
+                raise
+            found.append(judge(dict.fromkeys(larger, True)))
+        if found[-1].fits:
+            found[-1] = _keep_most(judge, found[-1])
+            if not any(found[-1].units.values()) or _largest_share(found[-1].plan) < _WORTHWHILE:
+                break
+    best = min(found, key=lambda one: (one.missing, one.plan.bytes_sent))
+    if best.fits:
+        return best
+    return replace(best, remedies=_remedies(best, module, world_size, arguments, granularities[0]))
+
+
+def _judge(
+    module: nn.Module, world_size: int, budget: int, arguments: Mapping[str, Any], units: Mapping[str, bool]
+) -> PlannedWrapping:
+    """Return a candidate with its plan, and with the units that it has: ties keep some modules from being one."""
+    policy = _NamedPolicy(units)
+    planned = plan(module, world_size, auto_wrap_policy=policy, **arguments)
+    found = {unit.name: units[unit.name] for unit in planned.units if unit.name in units}
+    return PlannedWrapping(found, planned, budget, {}, policy)
+
+
+def _keep_most(judge: Callable[[Mapping[str, bool]], PlannedWrapping], resharding: PlannedWrapping) -> PlannedWrapping:
+    """Return the candidate in which most units stay unsharded after forward, those that run last first."""
+    names = list(resharding.units)
+
+    def keeping(count: int) -> PlannedWrapping:
+        return judge({name: place < len(names) - count for place, name in enumerate(names)})
+
+    best, fitting, beyond = resharding, 0, len(names)
+    worst = keeping(beyond) if names else best
+    if worst.fits:
+        return min(best, worst, key=lambda one: one.plan.bytes_sent)
+    guesses = True
+    while beyond - fitting > 1:
+        # The peak grows with the number that is kept, evenly if they are alike; and if not, halving it ends the search.
+        part = (best.memory_budget - best.plan.peak) / (worst.plan.peak - best.plan.peak) if guesses else 0.5
+        count = min(max(fitting + int(part * (beyond - fitting)), fitting + 1), beyond - 1)
+        tried, guesses = keeping(count), not guesses
+        if tried.fits:
+            best, fitting = tried, count
+        else:
+            worst, beyond = tried, count
+    return best
+
+
+def _largest_share(plan: Plan) -> float:
+    """Return how much of what is sent another unit that is kept saves, at most."""
+    return max((unit.unsharded_bytes for unit in plan.units[1:]), default=0) / max(plan.bytes_sent, 1)
+
+
+def _granularities(graph: ModuleGraph) -> list[list[str]]:
+    """Return names of modules that could be units together, large ones first; at least one list, perhaps empty."""
+    names = {inner: name for name, inner in graph.root.named_modules()}
+    numel = {inner: sum(param.numel() for param in graph.uses[inner]) for inner in graph.modules}
+    sizes = sorted({numel[inner] for inner in graph.modules if inner is not graph.root}, reverse=True)
+    limit = next((size for size in sizes if size <= numel[graph.root] * _COARSEST), max(sizes, default=0))
+    least = max(1, limit * _FINEST)
+    found = []
+    while limit >= least:
+        found.append([names[inner] for inner in _largest(graph, numel, limit)])
+        limit = next((size for size in sizes if size <= limit / 2), 0)
+    return [one for place, one in enumerate(found) if one not in found[:place]] or [[]]
+
+
+def _largest(graph: ModuleGraph, numel: Mapping[nn.Module, int], limit: int) -> Iterable[nn.Module]:
+    """Return the largest modules that have at most so many parameters, or nothing that would divide them."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        children = [child for _, child in graph.children(module) if numel[child]]
+        is_whole = not children or isinstance(module, force_leaf_classes())
+        if module is not graph.root and is_callable_module(module) and (is_whole or numel[module] <= limit):
+            if numel[module] >= limit * _LEAST:
+                found[module] = None
+        elif not is_whole:
+            for child in children:
+                visit(child)
+
+    visit(graph.root)
+    return found
+
+
+def _remedies(
+    closest: PlannedWrapping,
+    module: nn.Module,
+    world_size: int,
+    arguments: Mapping[str, Any],
+    blocks: Iterable[str],
+) -> dict[str, Plan]:
+    """Return plans with what makes the peak of a candidate lower."""
+
+    def planned(remedies: Collection[str]) -> Plan:
+        trained, options = module, dict(arguments)
+        if CHECKPOINTING in remedies:
+            trained, ignored = copy_on_meta(module, arguments)
+            options |= ignored
+            for name in blocks:
+                checkpoint_wrapper(trained.get_submodule(name))
+        if PRECISION in remedies:
+            options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+        if OFFLOAD in remedies:
+            options["offload"] = "cpu"
+        return plan(trained, world_size, auto_wrap_policy=closest._policy, **options)
+
+    possible = {
+        CHECKPOINTING: arguments.get("sample") is not None,
+        PRECISION: not any(map(arguments.get, ("mixed_precision", "compute_dtype"))),
+        OFFLOAD: not any(map(arguments.get, ("offload", "move_params_to_cpu", "cpu_offload"))),
+    }
+    found = {remedy: planned({remedy}) for remedy, is_possible in possible.items() if is_possible}
+    found = {remedy: one for remedy, one in found.items() if one.peak < closest.plan.peak}
+    if len(found) > 1:
+        found[TOGETHER] = planned(set(found))
+    return found
+
+
+def _described(wrapping: PlannedWrapping) -> Iterator[str]:
+    plan, budget = wrapping.plan, size_text(wrapping.memory_budget)
+    kept = sum(not reshards for reshards in wrapping.units.values())
+    what = f"{len(wrapping.units)} units inside of the outermost one, {kept} of them unsharded until backward"
+    if wrapping.fits:
+        yield f"Fits into {budget} on each rank: {what}"
+        yield ""
+        yield str(plan)
+        return
+    yield f"Nothing fits into {budget} on each rank."
+    yield f"The closest misses it by {size_text(wrapping.missing)}: {what}."
+    yield ""
+    rows = [
+        ("", "peak", "on the host", "sent", ""),
+        ("as it is", *map(size_text, (plan.peak, plan.host_peak, plan.bytes_sent)), ""),
+    ]
+    for remedy, one in wrapping.remedies.items():
+        more = one.peak - wrapping.memory_budget
+        verdict = f"misses it by {size_text(more)}" if more > 0 else "fits"
+        rows.append((remedy, size_text(one.peak), size_text(one.host_peak), size_text(one.bytes_sent), verdict))
+    yield from aligned(rows)
+    yield ""
+    yield from (f"{remedy}: {how}" for remedy, how in _HOW.items() if remedy in wrapping.remedies)
