@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap_bn
+from tests.engine.state_dict.test_state_dict import LAYER_BYTES, LAYERS, LiveBytes, at_most, keep, train, zoo
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
-from tests.state_dict.test_state_dict import LAYER_BYTES, LAYERS, LiveBytes, at_most, keep, train, zoo
 
 FORMS: list[dict[str, Any]] = [
     {},
