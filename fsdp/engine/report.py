@@ -61,7 +61,7 @@ class UnitReport:
         live_peak: the most bytes of shards, unsharded parameters and gradients, of all units, that a rank has held
             while it ran.
         skew: nanoseconds by which the last rank ended its forward or backward after the first one, on average.
-        last_rank: the rank that was last most often; None for a unit that did not run.
+        last_rank: the rank that ended these latest, on average; None for a unit that did not run.
     """
 
     name: str
@@ -132,11 +132,12 @@ def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) ->
     passes = [
         [span for span in one.spans if span.kind in (FORWARD, BACKWARD) and span.name == unit.name] for one in records
     ]
-    skews, last = [], []
+    skews, behind = [], {record.rank: 0 for record in records}
     for same in zip(*passes, strict=False):
-        ends = {record.rank: span.end for record, span in zip(records, same, strict=True)}
-        skews.append(max(ends.values()) - min(ends.values()))
-        last.append(max(ends, key=lambda rank: ends[rank]))
+        first = min(span.end for span in same)
+        skews.append(max(span.end for span in same) - first)
+        for record, span in zip(records, same, strict=True):
+            behind[record.rank] += span.end - first
     return UnitReport(
         name=unit.name,
         shard_bytes=sum(handle.flat_param.nbytes for handle in handles),
@@ -147,7 +148,7 @@ def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) ->
             (_most_in(span, one.memory) for one, each in zip(records, passes, strict=True) for span in each), default=0
         ),
         skew=sum(skews) // max(len(skews), 1),
-        last_rank=max(sorted(set(last)), key=last.count, default=None),
+        last_rank=max(behind, key=lambda rank: behind[rank]) if skews else None,
     )
 
 

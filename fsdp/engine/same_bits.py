@@ -38,7 +38,7 @@ class SameBits:
     """Train a model so that weights, losses and optimizer state have the same bits at every number of ranks. ::
 
         bits = fsdp.SameBits(model, micro_batches=24, seed=0)
-        for step in range(first, 1000):
+        for step in range(first, last):
             optimizer.zero_grad()
             losses = []
             for number in bits.step(step):  # this rank's micro-batches

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from torch import nn
 
 import fsdp
@@ -176,13 +177,18 @@ def test_two_machines_train(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Slurm is for Linux")
 def test_slurm_starts_it(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's programs, which know of this machine alone."""
-    for name, code in {"srun": 'shift; exec "$@"', "scontrol": "echo localhost"}.items():
+    """With stand-ins for Slurm's programs and torchrun, which understands what it is told."""
+    for name, code in {"srun": 'shift; exec "$@"', "scontrol": "echo first", "torchrun": 'echo "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
-    printed = torchrun(["bash", "examples/slurm/job.sh"], tmp_path, SLURM_GPUS_ON_NODE="1", **slurm)
-    assert "machine 0: 1 of 1 ranks\n" in printed
+    slurm = {"SLURM_JOB_ID": "41234", "SLURM_JOB_NODELIST": "first,second", "SLURM_NNODES": "2"}
+    given = os.environ | slurm | {"SLURM_GPUS_ON_NODE": "4", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "examples/slurm/job.sh"], cwd=ROOT, env=given, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    asked = torch.distributed.run.parse_args(done.stdout.split())
+    assert (asked.nnodes, asked.nproc_per_node, asked.rdzv_id) == ("2", "4", "41234")
+    assert (asked.rdzv_backend, asked.rdzv_endpoint) == ("c10d", "first:21234")
+    assert (ROOT / asked.training_script).is_file()
 
 
 @needs("yaml")
