@@ -285,7 +285,7 @@ class Trace:
         starts = [span.begin for record in self.records for span in record.spans]
         if not starts:
             raise RuntimeError(_NOT_YET)
-        return min(starts)
+        return min(*starts, *(when for record in self.records for when, _ in record.memory))
 
 
 def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps: int | None = None) -> Trace:
