@@ -29,7 +29,7 @@ from tests.training.test_option_grid import each_cell, train_and_compare
 pytestmark = pytest.mark.accelerator
 
 # Cells have all pairs on a GPU, and there are some left; simulated kernels take longer.
-EVERY_PAIR = 12 if IS_SIMULATED else 40
+EVERY_PAIR = 8 if IS_SIMULATED else 40
 
 
 @each_cell(at_most=EVERY_PAIR, world_size=[2, 3])

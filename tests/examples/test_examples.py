@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import resource
-import socket
 import subprocess
 import sys
 import types
@@ -192,8 +191,8 @@ def test_slurm_starts_it(tmp_path: Path) -> None:
 
 
 @needs("yaml")
-def test_kubernetes_starts_it(tmp_path: Path) -> None:
-    """The command of each pod, with the variables that the operator would give the only one."""
+def test_kubernetes_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of each pod, with the variables that the operator would give it, as torchrun understands them."""
     import yaml
 
     job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "job.yaml").read_text())
@@ -207,17 +206,13 @@ def test_kubernetes_starts_it(tmp_path: Path) -> None:
         assert container["name"] == "pytorch"
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
         assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"]
-    with socket.create_server(("localhost", 0)) as server:
-        port = str(server.getsockname()[1])  # free when this is left
-    operators = {
-        "NNODES": "1",
-        "NPROC_PER_NODE": "1",
-        "NODE_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-    }
-    printed = torchrun(container["command"], tmp_path, **{f"PET_{name}": value for name, value in operators.items()})
-    assert "machine 0: 1 of 1 ranks\n" in printed
+        operators = {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "first"}
+        for name, value in operators.items():
+            monkeypatch.setenv(f"PET_{name}", value)
+        assert container["command"][0] == "torchrun"
+        asked = torch.distributed.run.parse_args(container["command"][1:])
+        assert (asked.nnodes, asked.nproc_per_node, asked.node_rank, asked.master_addr) == ("2", "8", 1, "first")
+        assert (ROOT / asked.training_script).is_file()
 
 
 @needs("tqdm")
