@@ -293,6 +293,7 @@ class _Simulated(_Observed):
             device=lambda index: nullcontext(),
             get_rng_state=lambda device=None: torch.get_rng_state(),
             init=lambda: None,
+            is_current_stream_capturing=lambda: False,
             is_initialized=lambda: True,
             manual_seed=lambda seed: None,
             manual_seed_all=lambda seed: None,
