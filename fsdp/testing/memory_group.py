@@ -37,9 +37,10 @@ class MemoryGroup(dist.ProcessGroup):
 
     torch makes it where it would make gloo's (`fsdp.testing.world`), with gloo's arguments. Its methods are those that
     torch calls, under the names of torch 2.13 and before; each that returns a work is collective, and not blocking.
+    What torch 2.14 says besides, about connecting anew, is for sockets.
     """
 
-    def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None) -> None:
+    def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a group in Python has no store
         self.wires = wires
         self._rank, self._size, self._timeout = rank, size, timeout
