@@ -61,6 +61,9 @@ class MemoryGroup(dist.ProcessGroup):
     def _set_group_desc(self, text: str) -> None:
         self._description = text
 
+    def _get_backend(self, device: torch.device) -> MemoryGroup:
+        return self  # whom torch 2.14 asks what it can
+
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on."""
 

@@ -198,7 +198,7 @@ def _share_one_event_loop() -> None:
     def with_the_device(group: Gloo, store: dist.Store, rank: int, size: int, timeout: Any, **more: Any) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
-            options = Gloo._Options()
+            options, more = Gloo._Options(), {}
             device = device_on(os.environ.get("GLOO_SOCKET_IFNAME"))  # a rank may be put on another machine
             options._devices, options._threads, options._timeout = [device], 2, timeout
         initialize(group, store, rank, size, options, **more)
