@@ -738,7 +738,7 @@ class FSDPModule(_Base):
         )
 
 
-# Functions, and no methods: a user's module may have those names.
+# What follows are functions, and no methods, because a user's module may have those names.
 def _of(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -20,6 +21,11 @@ def calls_on(stack: FrameType | None, methods: Mapping[CodeType, object]) -> Ite
         if stack.f_code in methods and stack.f_locals.get("self") is methods[stack.f_code]:
             yield stack
         stack = stack.f_back
+
+
+def is_called_from(module: str) -> bool:
+    """Return whether the public method, whose helper asks this, was called by the code of a module."""
+    return sys._getframe(3).f_globals.get("__name__") == module  # asked by a helper, which the method calls
 
 
 def uncompiled(function: Function) -> Function:

@@ -13,7 +13,6 @@ is stepped in the shard's own memory.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, during
 from fsdp.distributed.communicator import OtherRankError, own_rank, ranks_of
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import impossible, watch_optimizers, without_signature
@@ -205,7 +205,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
         finally:
             for member in self._each():
                 member.stepped.param.grad = None
-
         if failure is not None:
             raise failure
         if failed:
@@ -257,7 +256,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         Raises:
             NotImplementedError: for `torch.distributed.checkpoint.state_dict`, which would leave out what others own.
         """
-        _refuse_caller_that_knows_no_owners()
+        _refuse_torchs_functions()
         numbers = {one: number for number, one in enumerate(self._each())}
         held = {n: one for one, n in numbers.items() if one.stepped.is_here and self.state.get(one.stepped.param)}
         found = {
@@ -281,7 +280,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             ValueError: for other groups, and for the state of parameters that other ranks own.
             RuntimeError: for another rank's state.
         """
-        _refuse_caller_that_knows_no_owners()
+        _refuse_torchs_functions()
         saved, members = state_dict["param_groups"], list(self._each())
         sizes = [len(group["params"]) for group in saved]
         if sizes != list(map(len, self._members)):
@@ -315,13 +314,13 @@ _FULL = (
 )
 
 
-def _refuse_caller_that_knows_no_owners() -> None:
-    """Raise NotImplementedError if the caller of a method of state is torch's `get_optimizer_state_dict`, or the like.
+def _refuse_torchs_functions() -> None:
+    """Raise NotImplementedError if a method of state is called by torch's `get_optimizer_state_dict`, or the like.
 
-    That gives names by what the optimizer lists, and gathers `DTensor`s: it would leave out what other ranks own, in
-    silence.
+    That names parameters by what the optimizer lists, and gathers `DTensor`s: it would leave out what other ranks own,
+    in silence. Nothing but the caller tells it from others, on a rank that owns nothing too.
     """
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+    if is_called_from("torch.distributed.checkpoint.state_dict"):
         raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not know the owners of state. {_FULL}")
 
 
@@ -535,8 +534,9 @@ class _Exchange:
         found = arrive()
         failed = [owner for owner in to_owners if found[owner][0].item()]
         for owner, held in to_owners.items():
-            for one, elements in zip(held if owner not in failed else (), found[owner][1:]):  # noqa: B905 (or none)
-                one.elements.copy_(elements)
+            if owner not in failed:
+                for one, elements in zip(held, found[owner][1:], strict=True):
+                    one.elements.copy_(elements)
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
             if handle is not None:  # also where nothing of it was written, or ranks would not all-gather alike

@@ -37,7 +37,7 @@ class MemoryGroup(dist.ProcessGroup):
 
     torch makes it where it would make gloo's (`fsdp.testing.world`), with gloo's arguments. Its methods are those that
     torch calls, under the names of torch 2.13 and before; each that returns a work is collective, and not blocking.
-    What torch 2.14 says besides, about connecting anew, is for sockets.
+    What torch 2.14 gives besides (`sockets`) is about connecting again, and there are no connections.
     """
 
     def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
@@ -62,7 +62,7 @@ class MemoryGroup(dist.ProcessGroup):
         self._description = text
 
     def _get_backend(self, device: torch.device) -> MemoryGroup:
-        return self  # whom torch 2.14 asks what it can
+        return self  # `batch_isend_irecv` of torch 2.14 asks it whether it joins messages
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on."""
