@@ -29,7 +29,8 @@ from fsdp.engine.grad_clipping import require_reduced, scale_to, unsharded_param
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.participation import EvenRanks
 from fsdp.engine.runtime import runtime_of_root
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper
+from fsdp.engine.unit import Unit
+from fsdp.engine.verify import require_sharded
 
 _MAKE = "train with the same bits"
 
@@ -70,10 +71,7 @@ class SameBits:
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, seed: int = 0) -> None:
-        unit = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
-        if unit is None:
-            raise TypeError(f"fsdp.SameBits needs a sharded model, got a {type(model).__name__} that is no unit")
-        self._runtime = runtime_of_root(unit, "fsdp.SameBits", "module")
+        self._runtime = runtime_of_root(require_sharded(model, "fsdp.SameBits"), "fsdp.SameBits", "module")
         self._runtime.ensure_idle(_MAKE)
         root = self._root
         done_by_all([root.everyone], _MAKE, lambda: self._require_possible(micro_batches))

@@ -29,7 +29,8 @@ from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Report, Sp
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.steps import Steps
 from fsdp.engine.summary import aligned, milliseconds
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper
+from fsdp.engine.unit import Unit
+from fsdp.engine.verify import require_sharded
 
 _COLORS = {FORWARD: "#4c78a8", BACKWARD: "#54a24b", WAIT: "#e45756", STEP: "#b279a2"}
 _ROUNDS = 8  # of messages by which the ranks compare their clocks
@@ -314,14 +315,13 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
 
     Raises:
         RuntimeError: if another module around this one is sharded and runs it.
-        ValueError: if `model` is not sharded, or for less than one step.
+        TypeError: if `model` is not sharded.
+        ValueError: for less than one step.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    unit = unit_of_wrapper(model) or unit_of(model)
-    if unit is None:
-        raise ValueError(f"fsdp.trace() needs a sharded model, got a {type(model).__name__} that is no unit")
-    made = Trace(runtime_of_root(unit, "fsdp.trace()", "module"), path, steps)
+    runtime = runtime_of_root(require_sharded(model, "fsdp.trace()"), "fsdp.trace()", "module")
+    made = Trace(runtime, path, steps)
     if steps is not None:
         made.begin()
     return made

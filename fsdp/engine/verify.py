@@ -26,10 +26,21 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import ddp_message, is_ours, text_of_key
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.unit import Unit, own_modules
+from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
 
 # Of each unit, by its name, what the ranks must have alike, by what messages call that.
 Plan = list[tuple[str, dict[str, Any]]]
+
+
+def require_sharded(model: Any, what: str) -> Unit:
+    """Return the unit of a wrapper or of a module under `fully_shard`; a TypeError for anything else."""
+    unit = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
+    if unit is None:
+        raise TypeError(
+            f"{what} needs the outermost FullyShardedDataParallel, or the outermost module under fully_shard; got a "
+            f"{type(model).__name__}"
+        )
+    return unit
 
 
 def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = False) -> None:

@@ -21,7 +21,8 @@ from fsdp.engine.fingerprints import fingerprint_of_range
 from fsdp.engine.names import clean_name
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.state_requests import require_shards
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.verify import require_sharded
 from fsdp.optim_utils.params import Parameters
 from fsdp.optim_utils.state import ELEMENTWISE, OptimParam, Original, flat_state, odd_shape, release
 
@@ -57,7 +58,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
         ValueError: for an optimizer's state that is neither of the shape of a shard nor a number.
         RuntimeError: inside a forward, backward or `summon_full_params`.
     """
-    root = root_of_model(model, "fsdp.fingerprint")
+    root = require_sharded(model, "fsdp.fingerprint")
     with during("fsdp.fingerprint()"):
         parts = done_by_all([root.everyone], _DOING, lambda: parts_of(model, root, optimizer))
         own = (together(part for part in parts if not part.is_copy), together(part for part in parts if part.is_copy))
@@ -65,17 +66,6 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     copies = [copy for _, copy in heard]
     total = sum(part for part, _ in heard) + (copies[0] if len(set(copies)) == 1 else text_bits(str(copies)))
     return f"{total & _MASK:016x}"
-
-
-def root_of_model(model: Any, what: str) -> Unit:
-    """Return the unit of an outermost wrapper or module under `fully_shard`; a TypeError for anything else."""
-    root = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
-    if root is None:
-        raise TypeError(
-            f"{what} needs the outermost FullyShardedDataParallel, or the outermost module under fully_shard; got a "
-            f"{type(model).__name__}"
-        )
-    return root
 
 
 def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | None = None) -> list[Part]:

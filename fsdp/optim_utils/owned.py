@@ -31,7 +31,8 @@ from fsdp.engine.optimizer_hooks import impossible, watch_optimizers, without_si
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import require_shards
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import units_in
+from fsdp.engine.verify import require_sharded
 from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
 from fsdp.optim_utils.params import Parameters, Place
 from fsdp.optim_utils.state import (
@@ -98,7 +99,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
         watch_optimizers()
-        root = _root_of(model)
+        root = require_sharded(model, "OwnedOptimizer")
         root.require_idle(_MAKE)
         ensure_agreed(root)
 
@@ -601,16 +602,6 @@ def _follow(one: _Member) -> None:
 
 
 # --- making one -----------------------------------------------------------------------------------------------------
-
-
-def _root_of(model: Any) -> Unit:
-    unit = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
-    if unit is None:
-        raise TypeError(
-            "OwnedOptimizer needs the outermost FullyShardedDataParallel, or the outermost module under fully_shard; "
-            f"got a {type(model).__name__}"
-        )
-    return unit
 
 
 def _checked_groups(groups: Any) -> list[dict[str, Any]]:

@@ -34,7 +34,8 @@ from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.steps import Steps
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules
-from fsdp.optim_utils.fingerprint import Part, merged, root_of_model, state_of, text_bits, weights_of
+from fsdp.engine.verify import require_sharded
+from fsdp.optim_utils.fingerprint import Part, merged, state_of, text_bits, weights_of
 from fsdp.optim_utils.params import Parameters
 from fsdp.optim_utils.state import groups_of, options_of
 
@@ -66,7 +67,7 @@ class FingerprintRecording:
     """A recording of fingerprints, made by `fsdp.record_fingerprints`; a context manager."""
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str], first_step: int) -> None:
-        self._root = root_of_model(model, "fsdp.record_fingerprints")
+        self._root = require_sharded(model, "fsdp.record_fingerprints")
         self._runtime = runtime_of_root(self._root, "fsdp.record_fingerprints()", "module")
         self._params = Parameters(model, self._root)
         self._names = {(one.handle, original.slot): original.name for one, original in self._params.by_number.values()}

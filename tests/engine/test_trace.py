@@ -256,7 +256,7 @@ def test_misuse_is_told(ranks: RankPool) -> None:
 
 
 def _misuse() -> None:
-    with pytest.raises(ValueError, match="needs a sharded model, got a Linear"):
+    with pytest.raises(TypeError, match=r"fsdp.trace\(\) needs the outermost FullyShardedDataParallel.*got a Linear"):
         fsdp.trace(nn.Linear(1, 1))
     model = flat()
     model(torch.ones(1, 4))
