@@ -88,7 +88,7 @@ CONCERNS = {
     ),
     "engine/same_bits": "engine/same_bits",
     "engine/exact_norm": "engine/exact_norm engine/same_bits",
-    "engine/followed": "engine/trace optim_utils/recording",
+    "engine/method_hooks": "engine/trace optim_utils/recording",
     "engine/precision": "engine/precision*",
     "engine/offload engine/mapped_files engine/memory": (
         "engine/memory engine/offload engine/mapped_files engine/offload_disk*"

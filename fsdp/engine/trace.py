@@ -18,13 +18,14 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.communicator import Communicator, Pending, during, is_aside, own_rank
 from fsdp.distributed.consensus import from_everyone
-from fsdp.engine.followed import followed, replaced
+from fsdp.engine.method_hooks import hook_method
 from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Report, Span, keep, report_on
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.steps import Steps
@@ -78,17 +79,17 @@ class Trace:
             raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
         root = self._runtime.root
         self._clock = _Clock(root.everyone)
-        follow = partial(followed, self._undo, self._runtime)
-        follow(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
-        follow(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
-        follow(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(root, unit))
-        follow(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(root, unit))
-        follow(Runtime, "finish_backward", after=lambda: self._end_backwards())
-        follow(Unit, "wait_for_unshard", after=self._note_memory)
-        follow(Unit, "reshard", after=self._note_memory)
+        hook = partial(hook_method, self._undo, self._runtime)
+        hook(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
+        hook(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
+        hook(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(root, unit))
+        hook(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(root, unit))
+        hook(Runtime, "finish_backward", after=lambda: self._end_backwards())
+        hook(Unit, "wait_for_unshard", after=self._note_memory)
+        hook(Unit, "reshard", after=self._note_memory)
         self._follow_waits()
-        follow(Steps, "begin", before=lambda one, *_: self._begin(STEP, one, type(one).__name__))
-        follow(Steps, "end", after=lambda one, *_: self._end_step(one))
+        hook(Steps, "begin", before=lambda one, *_: self._begin(STEP, one, type(one).__name__))
+        hook(Steps, "end", after=lambda one, *_: self._end_step(one))
         self._note_memory()
 
     def end(self) -> None:
@@ -133,7 +134,7 @@ class Trace:
                 self._spans.append(Span(WAIT, pending.what, begin, time.monotonic_ns()))
             return result
 
-        self._undo.enter_context(replaced(Pending, "wait", wait))
+        self._undo.enter_context(mock.patch.object(Pending, "wait", wait))
 
     def _begin(self, kind: str, of: object, name: str) -> None:
         self._open.setdefault((kind, of), (name, time.monotonic_ns()))

@@ -27,8 +27,8 @@ from fsdp.distributed.consensus import from_everyone, number_among, size_of
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.autograd import in_backward
 from fsdp.engine.fingerprints import fingerprint_of_range
-from fsdp.engine.followed import followed
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.method_hooks import hook_method
 from fsdp.engine.names import clean_name
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.steps import Steps
@@ -97,12 +97,12 @@ class FingerprintRecording:
                 "device": self._root.device.type,
             }
         )
-        follow = partial(followed, self._undo, self._runtime)
-        follow(Runtime, "before_forward", after=self._before_forward)
-        follow(Runtime, "after_forward", before=self._after_forward)
-        follow(Runtime, "finish_backward", after=self._end_micro_batch)
-        follow(Steps, "begin", after=self._begin_step)
-        follow(Steps, "end", after=self._end_step)
+        hook = partial(hook_method, self._undo, self._runtime)
+        hook(Runtime, "before_forward", after=self._before_forward)
+        hook(Runtime, "after_forward", before=self._after_forward)
+        hook(Runtime, "finish_backward", after=self._end_micro_batch)
+        hook(Steps, "begin", after=self._begin_step)
+        hook(Steps, "end", after=self._end_step)
         for handle in self._runtime.handles:
             self._undo.callback(setattr, handle, "check_gradient", handle.check_gradient)
             handle.check_gradient = partial(self._on_gradient, handle.check_gradient)
