@@ -62,6 +62,10 @@ class SimulatedTensors:
 
     def names(self) -> Names:
         """Yield modules and classes of torch, and what stands there meanwhile."""
+        # What `with torch.device(...)` has an effect on is noted by torch when one is first used, for as long as the
+        # process lives: it must be torch's own functions.
+        with HOST:
+            torch.empty(0)
         yield torch, {name: self._making(getattr(torch, name)) for name in _MAKING}
         yield Tensor, {name: self._making(getattr(Tensor, name)) for name in _MAKING_NEW}
         yield (

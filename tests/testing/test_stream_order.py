@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _device
 
 import fsdp
 from fsdp.testing import Report, StreamOrderError, check_streams
@@ -419,6 +420,14 @@ def test_the_fixture_checks_a_test(stream_order: StreamOrder) -> None:
         value.sum()
     assert [(report.first, report.second) for report in stream_order.reports] == [("ones", "sum")]
     stream_order._reports.clear()  # or this would fail
+
+
+def test_devices_are_entered_after_the_check_as_before_it() -> None:
+    _device._device_constructors.cache_clear()  # private; as in a process where nobody has entered one
+    with check_streams(), torch.device("meta"):
+        assert nn.Linear(2, 2).weight.is_meta
+    with torch.device("meta"):
+        assert nn.Linear(2, 2).weight.is_meta
 
 
 def test_one_at_a_time() -> None:
