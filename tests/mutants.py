@@ -200,7 +200,7 @@ ORDERED = {
         "engine/written_at_once engine/state_dict/summon_forms engine/state_dict/state_dict_on_first "
         "training/accelerator_uses"
     ),
-    "testing/memory_group testing/wires": "testing/world testing/world_faults",
+    "testing/memory_group testing/network": "testing/world testing/world_faults",
     "state_dict_utils/__init__ state_dict_utils/gather": (
         "state_dict_utils/host engine/written_at_once state_dict_utils/broadcast state_dict_utils/gather"
     ),

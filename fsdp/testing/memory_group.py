@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.testing.wires import Message, Wires, Work, copied, flip
+from fsdp.testing.network import Message, Network, Work, copied, flip
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -40,9 +40,9 @@ class MemoryGroup(dist.ProcessGroup):
     What torch 2.14 gives besides (`sockets`) is about connecting again, and there are no connections.
     """
 
-    def __init__(self, wires: Wires, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
+    def __init__(self, network: Network, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a group in Python has no store
-        self.wires = wires
+        self.network = network
         self._rank, self._size, self._timeout = rank, size, timeout
         self.options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
         self._calls, self._description = 0, ""
@@ -96,10 +96,10 @@ class MemoryGroup(dist.ProcessGroup):
     # Point to point
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
-        return self.wires.send(self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0])
+        return self.network.send(self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
-        return self.wires.receive(
+        return self.network.receive(
             self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0]
         )
 
@@ -115,20 +115,20 @@ class MemoryGroup(dist.ProcessGroup):
             given, wanted: that this rank's part is read from, and written to.
             end: is called with ``(given, wanted)`` of each rank, when all are there, and writes.
         """
-        wires, rank, members = self.wires, self._number(self._rank), self._members
+        network, rank, members = self.network, self._number(self._rank), self._members
         self._calls += 1
         key = self.options.group_name, self._calls
-        work = Work(wires, what, rank, members, [*given, *wanted])
-        with wires.schedule.turn(rank):
-            wires.check(rank, work.peers)
-            fault = wires.fault(rank)
+        work = Work(network, what, rank, members, [*given, *wanted])
+        with network.schedule.turn(rank):
+            network.check(rank, work.peers)
+            fault = network.fault(rank)
             given = [each.clone() for each in given] if fault == "flip" else given
             for each in given if fault == "flip" else ():
                 flip(each)
-            meeting = wires.meetings.setdefault(key, {})
+            meeting = network.meetings.setdefault(key, {})
             meeting[rank if fault != "lose" else None] = what, given, wanted, work
             if len(meeting) == self._size and None not in meeting:
-                del wires.meetings[key]
+                del network.meetings[key]
                 self._complete([meeting[each] for each in members], members, end)
         return work
 
@@ -150,7 +150,7 @@ class MemoryGroup(dist.ProcessGroup):
 
         for work in works:
             work.complete = deliver
-        if any(work.waiters for work in works) or self.wires.schedule.draw():
+        if any(work.waiters for work in works) or self.network.schedule.draw():
             deliver()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:

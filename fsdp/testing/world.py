@@ -22,9 +22,9 @@ from fsdp.distributed import communicator, watchdog
 from fsdp.distributed.communicator import forget_groups
 from fsdp.distributed.roll_call import RollCall, named
 from fsdp.testing.memory_group import MemoryGroup
+from fsdp.testing.network import Death, Fault, MemoryStore, Network
 from fsdp.testing.process_state import ProcessState
 from fsdp.testing.schedule import Schedule
-from fsdp.testing.wires import Death, Fault, MemoryStore, Wires
 
 _TICK = 0.5  # seconds between two looks of the caller at ranks that wait for other threads
 _OUTSIDE = 5.0  # seconds that all ranks may wait for other threads, none of which runs
@@ -154,7 +154,7 @@ class _Run:
     def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
         self.schedule = Schedule(ranks, seed, late, self._passed, self._stuck)
-        self._wires = Wires(ranks, self.schedule, faults)
+        self._network = Network(ranks, self.schedule, faults)
         self._caller = ProcessState()
         size = str(ranks)
         self._states = [
@@ -190,8 +190,10 @@ class _Run:
             self._compare_journals()
         if self._errors:
             self._raise()
-        for fault in self._wires.faults_to_come:
-            raise RuntimeError(f"{fault} never befell: rank {fault.rank} sent {self._wires.sent[fault.rank]} messages")
+        for fault in self._network.faults_to_come:
+            raise RuntimeError(
+                f"{fault} never befell: rank {fault.rank} sent {self._network.sent[fault.rank]} messages"
+            )
         return [self._results.get(rank) for rank in range(self._ranks)]
 
     def _rank(self, rank: int, body: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -199,14 +201,14 @@ class _Run:
         communicator.main_threads.add(own := threading.get_ident())
         self.schedule.begin(rank)
         try:
-            dist.init_process_group("gloo", store=MemoryStore(self._wires, rank), rank=rank, world_size=self._ranks)
+            dist.init_process_group("gloo", store=MemoryStore(self._network, rank), rank=rank, world_size=self._ranks)
             watchdog.watchdogs[dist.group.WORLD] = _Onlooker(self)
             self._results[rank] = body(*args, **kwargs)
         except Death:
-            self._wires.close(rank)
+            self._network.close(rank)
         except BaseException as error:  # noqa: BLE001 (it is the caller's to raise)
             self._errors[rank] = error
-            self._wires.close(rank)
+            self._network.close(rank)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -217,12 +219,12 @@ class _Run:
     @contextmanager
     def _installed(self) -> Iterator[None]:
         """Have torch make this world's groups, and threads know their ranks, inside."""
-        wires, schedule, groups = self._wires, self.schedule, self._groups
+        network, schedule, groups = self._network, self.schedule, self._groups
         start, join, wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
 
         class ProcessGroupGloo(MemoryGroup):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(wires, *args, **kwargs)
+                super().__init__(network, *args, **kwargs)
                 groups.append(self)
 
         def start_as_rank(thread: threading.Thread) -> None:
@@ -269,12 +271,12 @@ class _Run:
                 if self.schedule.waits_for_nobody and waited > _OUTSIDE:
                     self._stuck()
                 elif waited > self._timeout:
-                    self._wires.failure = f"a rank has run for {self._timeout:g} s without coming to a collective"
+                    self._network.failure = f"a rank has run for {self._timeout:g} s without coming to a collective"
                     for rank in self._running:
-                        self._errors[rank] = TimeoutError(f"{self._wires.failure}\n{self._position(rank)}")
+                        self._errors[rank] = TimeoutError(f"{self._network.failure}\n{self._position(rank)}")
                     return
         except BaseException:  # an interrupt
-            self._wires.failure = "the run was interrupted"
+            self._network.failure = "the run was interrupted"
             self.schedule.wake_all()
             for thread in self._threads:
                 thread.join(_TICK)
@@ -315,7 +317,7 @@ class _Run:
             text = str(self._position(rank)) if rank in self._running else self._end(rank)
             by_text.setdefault(text, []).append(rank)
         lines = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
-        self._wires.failure = "\n".join(["the ranks wait for each other, and nothing is on its way:", *lines])
+        self._network.failure = "\n".join(["the ranks wait for each other, and nothing is on its way:", *lines])
         self.schedule.wake_all()
 
     def _position(self, rank: int) -> watchdog.Position:
@@ -338,9 +340,9 @@ class _Run:
 
     def explain(self) -> str:
         """Return which ranks have ended, and why; of those that are to blame, if that can be told."""
-        if self._wires.failure:
+        if self._network.failure:
             return ""  # the error says it already
-        gone = sorted(self._wires.gone)
+        gone = sorted(self._network.gone)
         causes = [rank for rank in gone if not isinstance(self._errors.get(rank), communicator.OtherRankError)]
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
 

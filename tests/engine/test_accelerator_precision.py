@@ -30,13 +30,15 @@ pytestmark = pytest.mark.accelerator
 
 # Cells have all pairs on a GPU, and there are some left; simulated kernels take longer.
 EVERY_PAIR = 8 if IS_SIMULATED else 40
+# Where the model is trained unsharded, several times for each cell: simulated kernels give the numbers of the CPU.
+UNSHARDED_ON = "cpu" if IS_SIMULATED else ACCELERATOR
 
 
 @each_cell(at_most=EVERY_PAIR, world_size=[2, 3])
 def test_training_over_gloo_equals_the_unsharded_model_in_the_same_precision(
     accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
 ) -> None:
-    accelerator_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), ACCELERATOR)
+    accelerator_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), ACCELERATOR, UNSHARDED_ON)
 
 
 @each_cell(at_most=EVERY_PAIR)
@@ -44,7 +46,7 @@ def test_training_over_nccl_equals_the_unsharded_model_in_the_same_precision(
     accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
 ) -> None:
     # A world of one is not sharded; what is offloaded, and what computes in another dtype, comes and goes all the same.
-    accelerator_ranks(1, backend="nccl").run(train_and_compare, cell, str(tmp_path), ACCELERATOR)
+    accelerator_ranks(1, backend="nccl").run(train_and_compare, cell, str(tmp_path), ACCELERATOR, UNSHARDED_ON)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -76,7 +76,7 @@ def training_of(accumulation: str, **how: Any) -> Training:
     return Training(make_model=tiny_transformer, make_optimizer=fast_sgd_with_momentum, steps=3, task=TOKENS, **how)
 
 
-def train_and_compare(cell: dict[str, Any], folder: str, device: str = "cpu") -> list[float]:
+def train_and_compare(cell: dict[str, Any], folder: str, device: str = "cpu", unsharded_on: str = "cpu") -> list[float]:
     """Collective. Train one cell of the grid sharded and unsharded, and compare; returns the scales of the loss."""
     precision = PRECISIONS[cell["precision"]]
     training = precision.training(training_of(cell["accumulation"], device=device))
@@ -87,9 +87,10 @@ def train_and_compare(cell: dict[str, Any], folder: str, device: str = "cpu") ->
     make_model = partial(tiny_transformer, **RECOMPUTES[cell["recompute"]])
     trained = train_sharded(replace(training, make_model=make_model), precision.wrap(**options))
     if dist.get_rank() == 0:  # the others have the same state dict
-        expected = Measured.of(training)
+        unsharded = precision.training(training_of(cell["accumulation"], device=unsharded_on))
+        expected = Measured.of(unsharded)
         expected.compare(trained)
-        expected.assert_sees_a_wrong_factor(training)
+        expected.assert_sees_a_wrong_factor(unsharded)
     return trained.scales.tolist()
 
 

@@ -52,8 +52,8 @@ class Transfer:
         waiters: threads that wait for it.
     """
 
-    def __init__(self, wires: Wires, rank: int) -> None:
-        self.wires, self.rank = wires, rank
+    def __init__(self, network: Network, rank: int) -> None:
+        self.network, self.rank = network, rank
         self.is_done, self.error = False, ""
         self.waiters: list[Task] | None = None
 
@@ -74,10 +74,10 @@ class Transfer:
     def end(self, error: str = "") -> None:
         self.is_done, self.error = True, error
         if self.waiters:
-            self.wires.schedule.wake(self.waiters)
+            self.network.schedule.wake(self.waiters)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        schedule = self.wires.schedule
+        schedule = self.network.schedule
         has_come = schedule.enter(self.rank)
         try:
             if not self.is_done:
@@ -85,7 +85,7 @@ class Transfer:
             if self.is_done:
                 schedule.pause()
             while not self.is_done:
-                self.wires.check(self.rank, self.peers)
+                self.network.check(self.rank, self.peers)
                 self.waiters = self.waiters or []
                 schedule.block(self.waiters, self.what)
                 if not self.is_done:
@@ -107,8 +107,8 @@ class Transfer:
 class Message(Transfer):
     """One end of a message, which has the other one when that is known."""
 
-    def __init__(self, wires: Wires, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
-        super().__init__(wires, rank)
+    def __init__(self, network: Network, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
+        super().__init__(network, rank)
         self.peer, self.tensor, self.is_sent, self.fault = peer, tensor, is_sent, fault
         self.other: Message | None = None
 
@@ -145,9 +145,11 @@ class Work(Transfer, dist.Work):
         complete: ends it on all ranks, when all have come.
     """
 
-    def __init__(self, wires: Wires, what: str, rank: int, members: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, network: Network, what: str, rank: int, members: Sequence[int], tensors: Sequence[Tensor]
+    ) -> None:
         dist.Work.__init__(self)
-        Transfer.__init__(self, wires, rank)
+        Transfer.__init__(self, network, rank)
         self._what, self._members, self._tensors = what, members, tensors
         self.complete: Callable[[], None] | None = None
 
@@ -178,7 +180,7 @@ Key = tuple[str, int, int, int]  # group, sender, receiver, tag
 _Ends = dict[Key, list[Message]]
 
 
-class Wires:
+class Network:
     """All connections of one world.
 
     Attributes:
@@ -297,46 +299,46 @@ def flip(tensor: Tensor) -> None:
 class MemoryStore(dist.Store):
     """The store of a world, by which torch brings new groups together; each rank has an object of its own."""
 
-    def __init__(self, wires: Wires, rank: int) -> None:
+    def __init__(self, network: Network, rank: int) -> None:
         super().__init__()
-        self._wires, self._rank = wires, rank
+        self._network, self._rank = network, rank
 
     def set(self, key: str, value: Any) -> None:
-        with self._wires.schedule.turn(self._rank):
-            self._wires.values[key] = _as_bytes(value)
-            self._wires.schedule.wake(self._wires.store_waiters)
+        with self._network.schedule.turn(self._rank):
+            self._network.values[key] = _as_bytes(value)
+            self._network.schedule.wake(self._network.store_waiters)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._wires.values[key]
+        return self._network.values[key]
 
     def add(self, key: str, amount: int) -> int:
-        with self._wires.schedule.turn(self._rank):
-            total = int(self._wires.values.get(key, b"0")) + amount
+        with self._network.schedule.turn(self._rank):
+            total = int(self._network.values.get(key, b"0")) + amount
             self.set(key, str(total))
             return total
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        with self._wires.schedule.turn(self._rank):
-            found = self._wires.values.get(key, b"")
+        with self._network.schedule.turn(self._rank):
+            found = self._network.values.get(key, b"")
             if found == _as_bytes(expected):
                 self.set(key, desired)
-            return self._wires.values.get(key, _as_bytes(expected))
+            return self._network.values.get(key, _as_bytes(expected))
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._wires.values for key in keys)
+        return all(key in self._network.values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        return self._wires.values.pop(key, None) is not None
+        return self._network.values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        return len(self._wires.values)
+        return len(self._network.values)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        with self._wires.schedule.turn(self._rank):
+        with self._network.schedule.turn(self._rank):
             while not self.check(keys):
-                self._wires.check(self._rank, ())
-                self._wires.schedule.block(self._wires.store_waiters, f"the other ranks ({', '.join(keys)})")
+                self._network.check(self._rank, ())
+                self._network.schedule.block(self._network.store_waiters, f"the other ranks ({', '.join(keys)})")
 
 
 def _as_bytes(value: Any) -> bytes:
