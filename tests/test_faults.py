@@ -17,6 +17,8 @@ from tests.faults.runner import Key, Record, Runner, Verdict, judge, table
 from tests.helpers.ranks import RankPool
 from tests.helpers.workers import Ending
 
+pytestmark = pytest.mark.waiting
+
 SLOW = 6  # of those that are not quick, in a sample
 # Kinds of which no rank dies or is waited for, but in some phases where a report of the watchdog is what finds them.
 QUICK = {

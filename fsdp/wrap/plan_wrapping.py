@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -172,12 +173,18 @@ def _keep_most(judge: Callable[[Mapping[str, bool]], PlannedWrapping], reshardin
     worst = keeping(beyond) if names else best
     if worst.fits:
         return min(best, worst, key=lambda one: one.plan.bytes_sent)
-    guesses = True
+    nbytes = {unit.name: unit.unsharded_bytes for unit in best.plan.units}
+    guesses = cycle((True, True, False))
     while beyond - fitting > 1:
-        # The peak grows with the number that is kept, evenly if they are alike; and if not, halving it ends the search.
-        part = (best.memory_budget - best.plan.peak) / (worst.plan.peak - best.plan.peak) if guesses else 0.5
-        count = min(max(fitting + int(part * (beyond - fitting)), fitting + 1), beyond - 1)
-        tried, guesses = keeping(count), not guesses
+        count = (fitting + beyond) // 2
+        if next(guesses):
+            # Each unit that is kept no more takes its parameters off the peak, until the peak is elsewhere. So a guess
+            # and the next larger number are mostly the last two; and if not, halving ends the search.
+            count, over = beyond, worst.missing
+            while over > 0 and count > fitting + 1:
+                count -= 1
+                over -= nbytes[names[len(names) - count - 1]]
+        tried = keeping(count)
         if tried.fits:
             best, fitting = tried, count
         else:

@@ -23,6 +23,8 @@ from fsdp.distributed.communicator import CollectiveError, communicators_among, 
 from fsdp.distributed.messages import Sending
 from tests.helpers.ranks import RankPool
 
+pytestmark = pytest.mark.waiting
+
 BAD = 2  # the number of the batch that fails
 BATCHES = 5
 

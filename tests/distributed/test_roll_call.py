@@ -20,6 +20,8 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy, set_watchdog
 from fsdp.distributed.journal import Finding, Journal, journals
 from tests.helpers.ranks import RankPool
 
+pytestmark = pytest.mark.waiting
+
 PATIENCE = 60.0  # seconds until a difference must have been found
 
 

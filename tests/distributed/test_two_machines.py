@@ -26,6 +26,8 @@ from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_w
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.workers import Ending
 
+pytestmark = pytest.mark.waiting
+
 Machines = tuple[Machine, Machine]
 
 

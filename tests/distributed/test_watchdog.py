@@ -35,6 +35,8 @@ from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 
+pytestmark = pytest.mark.waiting
+
 LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
 
 

@@ -22,6 +22,8 @@ from fsdp.distributed.comm_hooks import reduce_scatter
 from tests.helpers.models import Wrap
 from tests.helpers.ranks import RankPool
 
+pytestmark = pytest.mark.waiting
+
 INPUTS = torch.ones(2, 5)
 PATIENCE = timedelta(seconds=2)  # what each case costs, and what a busy machine may need to make it fail as it should
 

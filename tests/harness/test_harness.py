@@ -29,6 +29,8 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.workers import Ending
 
+pytestmark = pytest.mark.waiting
+
 PRELOAD = ["mailbox"]  # which nothing else imports
 
 # Results

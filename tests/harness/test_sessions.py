@@ -31,7 +31,7 @@ def report_of(folder: Path, files: Mapping[str, str], *options: str) -> tuple[st
         (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.sessions", "-p", "no:cacheprovider", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    (folder / "pytest.ini").write_text("[pytest]")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = waiting")
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return done.stdout + done.stderr, done.returncode
 
@@ -46,6 +46,15 @@ def test_files_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> Non
         assert shown in report, report  # one line for a file, though both were at work
     first, second = ((tmp_path / f"{own}.met").read_text() for own in "ab")
     assert first != second
+
+
+def test_files_that_mostly_wait_have_one_session_more(tmp_path: Path) -> None:
+    # A meets b, b meets c and c meets a: three are at work at the same time.
+    files = {f"test_{own}.py": MEETING.format(own=own, other=other) for own, other in ("ab", "bc", "ca")}
+    files["test_c.py"] += "pytestmark = pytest.mark.waiting"
+    report, status = report_of(tmp_path, files, "--sessions=2")
+    assert status == 0, report
+    assert "6 passed" in report
 
 
 FAILING = """

@@ -15,7 +15,7 @@ import os
 import pickle
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sessions",
         default="1",
         metavar="N",
-        help="share the files of tests out among N sessions, side by side; 'auto': one for each core, "
-        f"up to {MOST}. With -x, --maxfail or --pdb there is only one.",
+        help="share the files of tests out among N sessions, side by side, and one more for those that are marked as "
+        f"waiting; 'auto': one for each core, up to {MOST}. With -x, --maxfail or --pdb there is only one.",
     )
 
 
@@ -47,14 +47,16 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if number < 2:
         return None
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one folder for all
-    hat = _filled_hat(len(files))
-    players = [Player(session, files, hat) for _ in range(number)]
+    waiting = [place for place, items in enumerate(files) if items[0].get_closest_marker("waiting")]
+    hat, hat_of_waiting = _filled_hat(set(range(len(files))).difference(waiting)), _filled_hat(waiting)
+    players = [Player(session, files, each) for each in [hat_of_waiting] * bool(waiting) + [hat] * number]
     try:
         _show(session, players)
     finally:
         for player in players:
             player.end()
         os.close(hat)
+        os.close(hat_of_waiting)
     return True
 
 
@@ -67,10 +69,10 @@ def _wanted(sessions: str) -> int:
     return int(sessions)
 
 
-def _filled_hat(files: int) -> int:
-    """A descriptor from which every read takes the number of another file, the first ones first."""
+def _filled_hat(files: Iterable[int]) -> int:
+    """A descriptor from which every read takes the number of another one of these files, the first ones first."""
     hat, inside = os.pipe()
-    os.write(inside, b"".join(number.to_bytes(NUMBER, "little") for number in range(files)))
+    os.write(inside, b"".join(number.to_bytes(NUMBER, "little") for number in sorted(files)))
     os.close(inside)
     return hat
 
