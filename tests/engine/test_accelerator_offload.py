@@ -216,7 +216,6 @@ def _change_while_summoned(options: dict[str, Any]) -> None:
 
 # How much of the device it takes
 
-MIB = 2**20
 WIDTH, LAYERS = 512 if IS_SIMULATED else 4096, 16
 LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes
 CAP = 10 * LAYER  # less than the parameters alone
@@ -309,9 +308,10 @@ def test_peak_memory_of_several_ranks_is_below_that_of_the_whole(
 
 def _measure_peak(options: dict[str, Any]) -> None:
     wrap = fully_sharded(compute_device=ACCELERATOR, **options)
-    model = wrap(nn.Sequential(*(wrap(nn.Linear(1024, 1024)) for _ in range(24))))
-    layer, whole = 4 * MIB, 24 * 4 * MIB
-    batch = torch.ones(4, 1024, device=ACCELERATOR)
+    width = min(WIDTH, 1024)
+    model = wrap(nn.Sequential(*(wrap(nn.Linear(width, width)) for _ in range(24))))
+    layer, whole = 4 * width**2, 24 * 4 * width**2
+    batch = torch.ones(4, width, device=ACCELERATOR)
     for _ in range(3):
         model(batch).sum().backward()
         model.zero_grad()

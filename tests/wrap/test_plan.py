@@ -232,14 +232,7 @@ def _train(name: str) -> Measured:
     return train(CASES[name])
 
 
-ON_FOUR_RANKS = (
-    "GPT",
-    "GPT kept after forward",
-    "GPT in bfloat16",
-    "GPT of original parameters",
-    "convolutions",
-    "adapters",
-)
+ON_FOUR_RANKS = ("GPT", "GPT of original parameters", "convolutions")
 
 
 @pytest.mark.parametrize(
