@@ -41,7 +41,8 @@ def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
     Where there is an accelerator with streams, it is observed. Where there is none, one is simulated on the CPU: what
     is made on `device` or moved to it is the CPU's, and only said to be there, with ``torch.accelerator``,
     ``torch.Stream``, ``torch.Event`` and torch's module for the type (``torch.cuda``) as the device has them. What
-    models, optimizers and streams are used inside has to be made inside. Not collective.
+    models, optimizers and streams are used inside has to be made inside. What is compiled runs inside as it is written.
+    Not collective.
 
     Args:
         device: the type of the accelerator to simulate if there is none; None: messages between ranks on the CPU
@@ -183,6 +184,8 @@ class _Observed:
                 run(thread)
 
         with ExitStack() as stack:
+            # First: when it is loaded, the compiler notes what torch's names stand for, as long as the process lives.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(_forget_streams)
             for owner, replaced in [*self.names(), *self._common_names(), (threading.Thread, {"run": run_noted})]:
                 for name, value in replaced.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -420,6 +422,32 @@ def test_the_fixture_checks_a_test(stream_order: StreamOrder) -> None:
         value.sum()
     assert [(report.first, report.second) for report in stream_order.reports] == [("ones", "sum")]
     stream_order._reports.clear()  # or this would fail
+
+
+def test_what_is_compiled_runs_as_it_is_written() -> None:
+    write = torch.compile(lambda value: value.add_(1), backend="eager")
+
+    def body() -> None:
+        value = ones()
+        with torch.Stream(DEVICE):
+            write(value)
+
+    assert pairs(body) == [("ones", "add_")]
+
+
+COMPILING = """
+import torch
+from fsdp.testing import check_streams
+fill = torch.compile(lambda value: torch.zeros(3) + value, backend="eager", fullgraph=True)
+with check_streams():
+    fill(torch.ones(3))
+assert fill(torch.ones(3)).tolist() == [1, 1, 1]
+"""
+
+
+def test_what_is_compiled_for_the_first_time_after_a_check_is_compiled() -> None:
+    run = subprocess.run([sys.executable, "-c", COMPILING], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_devices_are_entered_after_the_check_as_before_it() -> None:
