@@ -178,8 +178,8 @@ def _keep_most(judge: Callable[[Mapping[str, bool]], PlannedWrapping], reshardin
     while beyond - fitting > 1:
         count = (fitting + beyond) // 2
         if next(guesses):
-            # Each unit that is kept no more takes its parameters off the peak, until the peak is elsewhere. So a guess
-            # and the next larger number are mostly the last two; and if not, halving ends the search.
+            # Each further unit that is resharded lowers the peak by its unsharded parameters, as long as the peak is
+            # where they are. So a guess and the number above it are mostly the last two; if not, halving ends it.
             count, over = beyond, worst.missing
             while over > 0 and count > fitting + 1:
                 count -= 1

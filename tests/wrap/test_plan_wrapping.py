@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,15 @@ def wrapping_of(case: Case, world_size: int, budget: float, **arguments: Any) ->
     return fsdp.plan_wrapping(model, world_size, budget, sample=case.sample(), loss=loss_of, **arguments)
 
 
+JUDGED: dict[str, int] = {}  # how many candidates were planned for each of them
+
+
 @cache
 def for_budget(name: str) -> PlannedWrapping:
-    return wrapping_of(GPT, 2, BUDGETS[name])
+    with mock.patch.object(planning, "plan", side_effect=planning.plan) as judging:
+        found = wrapping_of(GPT, 2, BUDGETS[name])
+    JUDGED[name] = judging.call_count
+    return found
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -50,6 +57,12 @@ def test_a_larger_budget_never_sends_more() -> None:
     sent = [for_budget(name).plan.bytes_sent for name in ("large", "medium", "small")]
     assert sent == sorted(set(sent))
     assert sent[0] == GPT.plan(2, reshard_after_forward=False).bytes_sent
+
+
+def test_few_candidates_are_judged() -> None:
+    """Of those in which more or fewer of 6, 15 or 19 units stay unsharded."""
+    for_budget("small")
+    assert JUDGED["small"] < 10
 
 
 def test_what_runs_last_stays_unsharded() -> None:
