@@ -55,7 +55,7 @@ def older(job: Job) -> None:
 
 
 def other_torch(job: Job) -> None:
-    job.stack.enter_context(mock.patch("torch.__version__", "2.11.0"))
+    job.stack.enter_context(mock.patch("torch.__version__", "2.99.0"))
 
 
 def option(name: str, unit: str = ROOT, **options: Any) -> Fault:

@@ -140,7 +140,7 @@ def _equal_ddp(units: Units, make_optimizer: MakeOptimizer, options: dict[str, A
 
 @parametrize_pairs(
     at_most=4,
-    world_size=[3, 2],
+    world_size=[4, 2],  # a third of a gradient in bfloat16 is rounded, and that of one rank is three times as large
     options=FORMS,
     units=[whole, auto_wrapped],
     make_optimizer=[sgd_with_momentum, adamw],
