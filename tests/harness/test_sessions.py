@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,13 +28,20 @@ def test_second(): pass
 
 def report_of(folder: Path, files: Mapping[str, str], *options: str) -> tuple[str, int]:
     """Run these files with pytest; what it says, and its exit status."""
+    command, environment = command_of(folder, files)
+    done = subprocess.run(
+        [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    return done.stdout + done.stderr, done.returncode
+
+
+def command_of(folder: Path, files: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Write these files; the command that runs them with pytest, and its environment."""
     for name, text in files.items():
         (folder / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.sessions", "-p", "no:cacheprovider", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = waiting")
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    return done.stdout + done.stderr, done.returncode
+    command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.sessions", "-p", "no:cacheprovider"]
+    return command, os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
 
 
 def test_files_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
@@ -55,6 +63,27 @@ def test_files_that_mostly_wait_have_one_session_more(tmp_path: Path) -> None:
     report, status = report_of(tmp_path, files, "--sessions=2")
     assert status == 0, report
     assert "6 passed" in report
+
+
+LASTING = """
+import pathlib, pytest, time
+@pytest.mark.parametrize("number", range(1000))
+def test_takes_its_time(number):
+    pathlib.Path("{own}.met").touch()
+    time.sleep(0.1)
+"""
+
+
+def test_sessions_end_when_the_one_that_was_started_is_killed(tmp_path: Path) -> None:
+    command, environment = command_of(tmp_path, {f"test_{own}.py": LASTING.format(own=own) for own in "ab"})
+    started = subprocess.Popen(
+        [*command, "--sessions=2"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while not all((tmp_path / f"{own}.met").exists() for own in "ab"):
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.05)
+    started.kill()
+    started.communicate(timeout=60)  # its output ends when all are gone that inherited it
 
 
 FAILING = """

@@ -49,8 +49,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one folder for all
     waiting = [place for place, items in enumerate(files) if items[0].get_closest_marker("waiting")]
     hat, hat_of_waiting = _filled_hat(set(range(len(files))).difference(waiting)), _filled_hat(waiting)
-    players = [Player(session, files, each) for each in [hat_of_waiting] * bool(waiting) + [hat] * number]
+    players: list[Player] = []
     try:
+        for each in [hat_of_waiting] * bool(waiting) + [hat] * number:
+            players.append(Player(session, files, each, players))
         _show(session, players)
     finally:
         for player in players:
@@ -83,7 +85,9 @@ def _filled_hat(files: Iterable[int]) -> int:
 class Player:
     """One of the sessions, as seen by the one that was started."""
 
-    def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], hat: int) -> None:
+    def __init__(
+        self, session: pytest.Session, files: list[list[pytest.Item]], hat: int, earlier: Iterable[Player]
+    ) -> None:
         self.pipe, far_end = multiprocessing.Pipe(duplex=False)
         self.told: list[Told] = []  # of the file that it is at
         self.at = ""  # the test that it is at
@@ -91,6 +95,8 @@ class Player:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads; there are none that matter
             self.pid = os.fork()
         if not self.pid:
+            for each in (*earlier, self):
+                each.pipe.close()  # so that telling it fails when the session that was started has died
             _play(session, files, hat, far_end)  # does not return
         far_end.close()  # so that its death reads as the end of the pipe
 
