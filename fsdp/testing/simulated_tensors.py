@@ -62,8 +62,8 @@ class SimulatedTensors:
 
     def names(self) -> Names:
         """Yield modules and classes of torch, and what stands there meanwhile."""
-        # What `with torch.device(...)` has an effect on is noted by torch when one is first used, for as long as the
-        # process lives: it must be torch's own functions.
+        # torch caches its factory functions when a `torch.device` is first entered as a context. They have to be its
+        # own: with ours in that cache, `with torch.device("meta")` would have no effect after the check.
         with HOST:
             torch.empty(0)
         yield torch, {name: self._making(getattr(torch, name)) for name in _MAKING}

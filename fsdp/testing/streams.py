@@ -184,7 +184,7 @@ class _Observed:
                 run(thread)
 
         with ExitStack() as stack:
-            # First: when it is loaded, the compiler notes what torch's names stand for, as long as the process lives.
+            # Before names are replaced, since this imports torch's compiler, which caches what torch's names stand for.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(_forget_streams)
             for owner, replaced in [*self.names(), *self._common_names(), (threading.Thread, {"run": run_noted})]:
