@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -186,7 +187,8 @@ class DTensorParams(OrigParams):
         self._parts = list(map(spread.of_sharded, layout.slots, flat_param.parts))
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
-        self._shapes = [layout.local_shape(slot, rank) for slot in range(len(layout.slots))]
+        shapes = [layout.local_shape(slot, rank) for slot in range(len(layout.slots))]
+        self._rows = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
         del self._given
@@ -202,7 +204,7 @@ class DTensorParams(OrigParams):
         return list(self.params)
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
-        rows = self._rows(slot, self._of(self._flat_param.detach(), slot))
+        rows = self._of(self._flat_param.detach(), slot)
         if slot in self._flat_param.valueless:
             rows = rows.to("meta")
         if self._given is not None:
@@ -212,13 +214,18 @@ class DTensorParams(OrigParams):
         give_attributes(made, self._flat_param.attributes[slot])
         return made
 
-    def _show(self, slot: int, local: Tensor) -> Tensor:
-        rows, param = self._rows(slot, local), self.params[slot]
+    def _of(self, shard: Tensor, slot: int) -> Tensor:
+        interval = self._intervals[slot]
+        # Not a view of a view: these are made for every gradient.
+        return shard.as_strided(*self._rows[slot], shard.storage_offset() + (interval.offset if interval else 0))
+
+    def _show(self, slot: int, rows: Tensor) -> Tensor:
+        param = self.params[slot]
         return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
-    def _have(self, slot: int, local: Tensor) -> None:
-        rows, param = self._rows(slot, local.as_subclass(Tensor)), self.params[slot]
-        self._lie_at(slot, rows.to("meta") if param.is_meta else rows)
+    def _have(self, slot: int, rows: Tensor) -> None:
+        rows = rows.as_subclass(Tensor)
+        self._lie_at(slot, rows.to("meta") if self.params[slot].is_meta else rows)
 
     def _lie_at(self, slot: int, rows: Tensor) -> None:
         param, shown = self.params[slot], as_shown(self._flat_param, rows)
@@ -237,21 +244,17 @@ class DTensorParams(OrigParams):
         """Have parameters that came from the meta device lie in the shard."""
         versions = list(self._versions)
         for slot in slots:
-            self._lie_at(slot, self._rows(slot, self._of(self._flat_param.detach(), slot).as_subclass(Tensor)))
+            self._lie_at(slot, self._of(self._flat_param.detach(), slot).as_subclass(Tensor))
             versions[slot] = self.params[slot]._version
         self._versions = tuple(versions)
 
-    def _flat(self, slot: int, tensor: Tensor) -> Tensor:
-        return values_of(held_part(tensor)).detach().reshape(-1)
+    def elements_of(self, tensor: Tensor) -> Tensor:
+        return values_of(held_part(tensor)).detach()
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._parts_before[slot]:
             return None
         return values_of(self._parts[slot].to_local(self._slots[slot].name, value.detach())).reshape(-1)
-
-    def _rows(self, slot: int, part: Tensor) -> Tensor:
-        """A local shard, from where it lies."""
-        return part.view(self._shapes[slot])
 
     def absorb(self) -> list[int]:
         super().absorb()

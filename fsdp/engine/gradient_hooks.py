@@ -51,7 +51,7 @@ class GradientHooks:
                 part, grad = (reduced, reduced) if orig_params is None else orig_params.gradient_in(reduced, slot)
                 after = _after_hooks(params[slot], grad)
                 if after is not grad:
-                    part.copy_(after if orig_params is None else orig_params.vector_of(slot, after))
+                    part.copy_(after if orig_params is None else orig_params.elements_of(after))
         self._flat_param.shard_storage.accept(self._flat_param, reduced)
         self._flat_param.shard_storage.copy_stream.settle()  # it is there when it is shown, and when hooks are called
         self._delivered = [params[slot] for slot in slots]

@@ -82,7 +82,7 @@ class OrigParams:
     def __init__(
         self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
     ) -> None:
-        self._flat_param = flat_param
+        self._flat_param, self._layout, self._rank = flat_param, layout, rank
         self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
         self.params: list[nn.Parameter] = [
@@ -105,13 +105,14 @@ class OrigParams:
         give_attributes(param, self._flat_param.attributes[slot])
         return param
 
-    def _of(self, shard: Tensor, slot: int) -> Tensor:
-        interval = self._intervals[slot]
-        return shard[interval.offset : interval.offset + interval.numel] if interval else shard[:0]
-
     # What `DTensor`s do in another way: elements of a vector as a parameter shows them, and the other way round.
 
     absent: list[Tensor] | None = None  # what modules see of parameters that are sharded; None: placeholders
+
+    def _of(self, shard: Tensor, slot: int) -> Tensor:
+        """The elements of a parameter in a vector like the shard, in the shape of the local shard."""
+        interval = self._intervals[slot]
+        return shard[interval.offset : interval.offset + interval.numel] if interval else shard[:0]
 
     def _show(self, slot: int, local: Tensor) -> Tensor:
         """Something in the form of a local shard that lies at these elements of a vector."""
@@ -126,8 +127,8 @@ class OrigParams:
         """Return the numbers of the local shards that lie elsewhere now."""
         return [slot for slot, param in enumerate(self.params) if _pointer(param) != self._pointers[slot]]
 
-    def _flat(self, slot: int, tensor: Tensor) -> Tensor:
-        """The memory of something in the form of a local shard, as a vector."""
+    def elements_of(self, tensor: Tensor) -> Tensor:
+        """The elements of something in the form of a local shard, which share its memory."""
         return tensor.detach()
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
@@ -171,9 +172,9 @@ class OrigParams:
             self._flat_param.requires_grad_(is_trained)
 
     def _take_back(self, slot: int, param: Any) -> None:
-        ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, param)
+        ours, given = self._of(self._flat_param.detach(), slot), self.elements_of(param)
         if given.shape == param.unsharded_shape and given.shape != ours.shape:
-            given = given.reshape(-1)[param.offset : param.offset + ours.numel()]
+            given = self._layout.local_shard_of(slot, given, self._rank).view(ours.shape)
         if given.shape != ours.shape or given.dtype != ours.dtype:
             raise RuntimeError(
                 f"{param.fqn}: its .data was replaced by {given.dtype} of shape {tuple(param.shape)}. This rank's "
@@ -216,10 +217,6 @@ class OrigParams:
         local = self._of(grad, slot)
         return local, self._show(slot, local)
 
-    def vector_of(self, slot: int, grad: Tensor) -> Tensor:
-        """A gradient in the form of a local shard, as a vector."""
-        return self._flat(slot, grad)
-
     def mark_unreduced(self, filled: Sequence[int]) -> None:
         """Let missing gradients say why they are missing, of those parameters for which something is accumulated."""
         for slot, param in enumerate(self.params):
@@ -250,8 +247,8 @@ class OrigParams:
             ours = self._of(grad, slot)
             if param.grad is None or isinstance(param.grad, Placeholder):
                 ours.zero_()
-            elif _address(self._flat(slot, param.grad)) != _address(ours):
-                ours.copy_(self._flat(slot, param.grad))
+            elif _address(given := self.elements_of(param.grad)) != _address(ours):
+                ours.copy_(given)
                 param.grad = self._show(slot, ours)
 
 
