@@ -32,7 +32,7 @@ from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.registration import Forwarding
-from fsdp.engine.report import Reporting
+from fsdp.engine.report import Report, last_report
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
@@ -50,6 +50,7 @@ from fsdp.engine.state_dict.materialize import ParamInit, materialize_unit
 from fsdp.engine.state_dict.sharded import TensorPart, load_sharded_state, sharded_state
 from fsdp.engine.state_dict.summon import params_shown, shapes_summoned, summoned
 from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
+from fsdp.engine.summary import options_in_use
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 _ENTRIES = ("_parameters", "_buffers")
 
 
-class FullyShardedDataParallel(Reporting, nn.Module):
+class FullyShardedDataParallel(nn.Module):
     """Train a module whose parameters, gradients and optimizer state are sharded over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
@@ -338,18 +339,7 @@ class FullyShardedDataParallel(Reporting, nn.Module):
             yield clean_name(name) if plain else name, param
 
     def extra_repr(self) -> str:
-        options = self._options
-        text = f"world_size={self.world_size}, flatten_parameters={options.flatten_parameters}, "
-        text += f"mixed_precision={bool(options.mixed_precision)}"
-        if self.replicate_group is not None:
-            text += f", sharding_strategy={self.sharding_strategy.name}, replicas={self._unit.replicas.world_size}"
-        if options.verbose:
-            text += (
-                f", rank={self.rank}, reshard_after_forward={self.reshard_after_forward}, "
-                f"compute_dtype={self.compute_dtype}, compute_device={self.compute_device}, "
-                f"bucket_cap_mb={options.bucket_cap_mb}, gradient_predivide_factor={self.gradient_predivide_factor}"
-            )
-        return text
+        return options_in_use(self, self._unit)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -438,6 +428,14 @@ class FullyShardedDataParallel(Reporting, nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""
         self.module.module.compile(*args, **kwargs)
+
+    def report(self) -> Report:
+        """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/tracing.md.
+
+        Raises:
+            RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
+        """
+        return last_report(self._unit)
 
     def _units(self) -> list[Unit]:
         return [unit for _, unit in units_in(self._unit)]

@@ -167,24 +167,11 @@ def keep(root: Unit, report: Report) -> None:
     _last[root] = report
 
 
-class Reporting:
-    """A model that reports of the steps of it that were traced last."""
-
-    _unit: Unit
-
-    def report(self) -> Report:
-        """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank. ::
-
-            with fsdp.trace(model):
-                train(batch)
-            print(model.report())
-
-        Raises:
-            RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
-        """
-        if self._unit not in _last:
-            raise RuntimeError(
-                f"{self._unit.name}: nothing is counted where no trace is recorded. Run a step inside of "
-                "`with fsdp.trace(model):`, with the outermost module; then report() tells of it."
-            )
-        return _last[self._unit]
+def last_report(root: Unit) -> Report:
+    """Return the last report on a model; RuntimeError if there is none."""
+    if root not in _last:
+        raise RuntimeError(
+            f"{root.name}: nothing is counted where no trace is recorded. Run a step inside of "
+            "`with fsdp.trace(model):`, with the outermost module; then report() tells of it."
+        )
+    return _last[root]

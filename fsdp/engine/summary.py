@@ -1,8 +1,9 @@
-"""`summary` says for `print(model)` what a unit shards, in which dtypes, and how much of it this rank holds."""
+"""`summary` says for `print(model)` what a unit shards, how much of it this rank holds, and what options are in use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,21 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def summary(unit: Unit | None) -> str:
     """Return a line for each flat parameter of a unit; empty if it has none, or is none."""
     return "" if unit is None else "\n".join(map(_of_handle, unit.handles))
+
+
+def options_in_use(wrapper: Any, unit: Unit) -> str:
+    """Return the options of a `FullyShardedDataParallel` with this unit: some of them, or more if it is ``verbose``."""
+    shown = {
+        "world_size": wrapper.world_size,
+        "flatten_parameters": wrapper.flatten_parameters,
+        "mixed_precision": bool(wrapper.mixed_precision),
+    }
+    if wrapper.replicate_group is not None:
+        shown |= {"sharding_strategy": wrapper.sharding_strategy.name, "replicas": unit.replicas.world_size}
+    if wrapper.verbose:
+        more = "rank reshard_after_forward compute_dtype compute_device bucket_cap_mb gradient_predivide_factor"
+        shown |= {name: getattr(wrapper, name) for name in more.split()}
+    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def _of_handle(handle: FlatParamHandle) -> str:
