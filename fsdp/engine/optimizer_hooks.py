@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
@@ -37,6 +38,7 @@ def watch_optimizers() -> None:
     torch.amp.GradScaler.step = _scaling(torch.amp.GradScaler.step)  # type: ignore[method-assign]
 
 
+@uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Prepare a step: at once, or when its closure has made the gradients."""
     for group in optimizer.param_groups:
@@ -118,6 +120,7 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[Any]:
 _stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped parameters of ours
 
 
+@uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = _listed(optimizer)
     ours = _ours(params)

@@ -94,6 +94,10 @@ def _listening(said: list[tuple[float, str]]) -> Iterator[None]:
         sys.stderr = listener._stream
 
 
+# torch 2.14 made it public, and the private one warns there.
+_set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+
+
 def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
     """Collective. Do this rank's part of a fault, and leave a record of it."""
     from fsdp import set_watchdog
@@ -102,7 +106,7 @@ def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
     fault = table()[key]
     communicator.longest.update(dict.fromkeys(communicator.longest, 0.0))  # waits of other faults are no measure
     set_watchdog(PATIENCE, raises=fault.raises)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_TIMEOUT), dist.group.WORLD)
+    _set_timeout(timedelta(seconds=GROUP_TIMEOUT), dist.group.WORLD)
     job, record = make_job(fault, folder), Record()
     with _listening(record.said), job.stack:
         try:

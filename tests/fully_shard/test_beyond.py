@@ -255,6 +255,7 @@ def test_frozen_parameters_may_be_thawed_under_mixed_precision(ranks: RankPool) 
     ranks(2).run(_thaw, ours)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="torch trains them from 2.14 on")
 def test_frozen_parameters_thawed_under_mixed_precision_are_refused_by_torchs(ranks: RankPool) -> None:
     ranks(2).run(_thaw_torchs)
 

@@ -259,7 +259,7 @@ def _assign_tied(form: str) -> None:
         model.load_state_dict(other, assign=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_transforms_of_torch_func(ranks: RankPool, is_fresh: bool) -> None:
     ranks(2).run(_transform, is_fresh)

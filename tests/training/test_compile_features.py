@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, checkpoint_wrapper
+from fsdp.engine import optimizer_hooks
+from fsdp.engine.runtime import runtimes
 from tests.helpers.compile_backends import (
     Block,
     Counter,
@@ -182,6 +185,28 @@ def _step_compiled(options: dict[str, Any]) -> None:
             step()
         states.append(list(model.state_dict().values()))
     torch.testing.assert_close(*states)
+
+
+@torchs_own_deprecations
+def test_what_comes_before_and_after_a_compiled_step_is_not_compiled(ranks: RankPool) -> None:
+    """It looks at all models of the process, and compilers do not understand every parameter (torch 2.14)."""
+    ranks(1).run(_step_compiled_beside_ours)
+
+
+def _step_compiled_beside_ours() -> None:
+    model = FullyShardedDataParallel(nn.Linear(5, 3))
+    optimizer = sgd_with_momentum(model.parameters())
+    score(model(batch(0, 0).float())).backward()
+    compiled = []
+
+    def seen_runtimes() -> list[Any]:
+        compiled.append(torch.compiler.is_compiling())
+        return runtimes()
+
+    with mock.patch.object(optimizer_hooks, "runtimes", seen_runtimes):
+        torch.compile(optimizer.step, backend="eager")()
+    assert compiled
+    assert not any(compiled)
 
 
 # Pain point 29: nothing is dropped in silence
