@@ -249,7 +249,7 @@ class DTensorParams(OrigParams):
         self._versions = tuple(versions)
 
     def elements_of(self, tensor: Tensor) -> Tensor:
-        return values_of(held_part(tensor)).detach()
+        return values_of(held_part(tensor)).detach().contiguous()  # it may be transposed
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._parts_before[slot]:

@@ -128,7 +128,7 @@ class OrigParams:
         return [slot for slot, param in enumerate(self.params) if _pointer(param) != self._pointers[slot]]
 
     def elements_of(self, tensor: Tensor) -> Tensor:
-        """The elements of something in the form of a local shard, which share its memory."""
+        """The elements of something in the form of a local shard, in their order there: its memory, or a copy."""
         return tensor.detach()
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:

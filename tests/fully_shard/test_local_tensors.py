@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from functools import partial
@@ -84,6 +85,20 @@ def _zero_gradients() -> None:
     assert all(each() is not None for each in memory)
     model.zero_grad()
     assert all(each() is None for each in memory)
+
+
+def test_a_gradient_that_was_transposed_where_it_lies_is_added_to(ranks: RankPool) -> None:
+    ranks(1).run(_transpose_gradient)
+
+
+def _transpose_gradient() -> None:
+    plain: Any = nn.Linear(5, 5, bias=False)
+    model: Any = ours()(copy.deepcopy(plain))
+    for each in (model, plain):
+        once(each, INPUTS)
+        each.weight.grad = each.weight.grad.t()
+        once(each, INPUTS)
+    torch.testing.assert_close(local(model.weight.grad), plain.weight.grad)
 
 
 def test_gradients_that_users_keep_stay_as_they_are(ranks: RankPool) -> None:
