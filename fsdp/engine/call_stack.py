@@ -29,7 +29,7 @@ def is_called_from(module: str) -> bool:
 
 
 def uncompiled(function: Function) -> Function:
-    """Have compilers leave a function alone, and all that it calls: it moves data between ranks.
+    """Have compilers leave a function alone, and all that it calls: it moves data, or looks at all models.
 
     As `torch.compiler.disable` does, which imports for seconds, and has a wrapper that asks eight things in each call.
     """

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -182,13 +181,11 @@ class DTensorParams(OrigParams):
         params: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.spread, self._given = spread, params
-        self._slots = layout.slots
         self._parts_before = flat_param.parts
         self._parts = list(map(spread.of_sharded, layout.slots, flat_param.parts))
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
-        shapes = [layout.local_shape(slot, rank) for slot in range(len(layout.slots))]
-        self._rows = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
+        self._rows = [layout.local_place(slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
         del self._given
@@ -215,9 +212,8 @@ class DTensorParams(OrigParams):
         return made
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
-        interval = self._intervals[slot]
-        # Not a view of a view: these are made for every gradient.
-        return shard.as_strided(*self._rows[slot], shard.storage_offset() + (interval.offset if interval else 0))
+        size, stride, at = self._rows[slot]
+        return shard.as_strided(size, stride, shard.storage_offset() + at)  # made for every gradient: no view of a view
 
     def _show(self, slot: int, rows: Tensor) -> Tensor:
         param = self.params[slot]
@@ -249,12 +245,12 @@ class DTensorParams(OrigParams):
         self._versions = tuple(versions)
 
     def elements_of(self, tensor: Tensor) -> Tensor:
-        return values_of(held_part(tensor)).detach().contiguous()  # it may be transposed
+        return values_of(held_part(tensor)).detach().contiguous()  # users may have transposed it
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._parts_before[slot]:
             return None
-        return values_of(self._parts[slot].to_local(self._slots[slot].name, value.detach())).reshape(-1)
+        return values_of(self._parts[slot].to_local(self._layout.slots[slot].name, value.detach())).reshape(-1)
 
     def absorb(self) -> list[int]:
         super().absorb()

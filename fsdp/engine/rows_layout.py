@@ -105,6 +105,11 @@ class RowsLayout(Layout):
         first, last = self.rows(slot, rank)
         return self._chunks[slot].of_rows(last - first) if self.slots[slot].shape else self.slots[slot].shape
 
+    def local_place(self, slot: int, rank: int) -> tuple[torch.Size, tuple[int, ...], int]:
+        """Return where a parameter lies in the rank's shard, in its own shape: size, stride and beginning."""
+        size, interval = self.local_shape(slot, rank), self.interval(slot, rank)
+        return size, torch.empty(size, device="meta").stride(), interval.offset if interval else 0
+
     def local_box(self, slot: int, rank: int) -> Box:
         """Return the elements that the rank keeps of a parameter; they lie in its shard in row-major order."""
         sizes = self.local_shape(slot, rank)

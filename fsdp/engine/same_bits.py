@@ -24,6 +24,7 @@ from fsdp.distributed.custom_collectives import CustomReduceScatter
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
 from fsdp.distributed.tree_sum import TreeSum
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.exact_norm import exact_norm
 from fsdp.engine.grad_clipping import require_reduced, scale_to, unsharded_parameters
 from fsdp.engine.handle import FlatParamHandle
@@ -225,6 +226,7 @@ class SameBits:
                 "each number of `bits.step(...)`, outside of no_sync(), without re-entrant checkpoints"
             )
 
+    @uncompiled
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error if an optimizer of this model must not step now, or not so."""
         shards = {id(param) for handle in self._runtime.handles for param in handle.listed_params}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp.distributed.consensus import agree_on
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -138,6 +139,7 @@ class Joining:
         self._visits.announce(Message(kind, subject, argument, extra))
         return True
 
+    @uncompiled
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotImplementedError(

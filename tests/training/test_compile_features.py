@@ -13,8 +13,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, checkpoint_wrapper
-from fsdp.engine import optimizer_hooks
+from fsdp import FullyShardedDataParallel, SameBits, checkpoint_wrapper
+from fsdp.engine import optimizer_hooks, same_bits
 from fsdp.engine.runtime import runtimes
 from tests.helpers.compile_backends import (
     Block,
@@ -189,7 +189,7 @@ def _step_compiled(options: dict[str, Any]) -> None:
 
 @torchs_own_deprecations
 def test_what_comes_before_and_after_a_compiled_step_is_not_compiled(ranks: RankPool) -> None:
-    """It looks at all models of the process, and compilers do not understand every parameter (torch 2.14)."""
+    """Our hooks look at all models of the process; torch 2.14 has failed to trace that."""
     ranks(1).run(_step_compiled_beside_ours)
 
 
@@ -207,6 +207,27 @@ def _step_compiled_beside_ours() -> None:
         torch.compile(optimizer.step, backend="eager")()
     assert compiled
     assert not any(compiled)
+
+
+@torchs_own_deprecations
+def test_what_same_bits_asks_of_a_compiled_step_is_not_compiled(ranks: RankPool) -> None:
+    ranks(1).run(_step_compiled_with_same_bits)
+
+
+def _step_compiled_with_same_bits() -> None:
+    model = FullyShardedDataParallel(nn.Linear(5, 3))
+    bits, optimizer = SameBits(model, micro_batches=1), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    for number in bits.step(0):
+        score(model(batch(number, 0).float())).backward()
+    compiled = []
+
+    def seen_host(device: torch.device) -> bool:
+        compiled.append(torch.compiler.is_compiling())
+        return True
+
+    with mock.patch.object(same_bits, "is_host", seen_host), pytest.raises(NotImplementedError, match="fused"):
+        torch.compile(optimizer.step, backend="eager")()
+    assert compiled == [False]
 
 
 # Pain point 29: nothing is dropped in silence
