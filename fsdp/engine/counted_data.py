@@ -1,17 +1,26 @@
-"""Parameters whose ``.data`` shares their version counter, by which we know when what was gathered is stale.
+"""Parameters whose ``.data`` shares their version counter, so that writes through it are detected.
 
-What is written through the ``.data`` of other tensors is not counted by torch.
+For other tensors torch does not count writes through ``.data``.
+
+A tensor that is assigned to ``.data`` is copied to the shard's memory at the next use. Tensors that were read from
+``.data`` before keep their values (`let_go`), because programs swap weights in this way::
+
+    kept = param.data
+    param.data = average
+    ...
+    param.data = kept
 """
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import held_part, is_dtensor, set_local_part
+from fsdp.distributed.dtensor import held_part, is_dtensor, memory_of, set_local_part
 
 _torchs: Any = vars(torch._C.TensorBase)["data"]
 
@@ -21,12 +30,34 @@ class CountedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        return self.detach().as_subclass(Tensor)
+        return _noted(self, self.detach().as_subclass(Tensor))
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self.__dict__.pop("_vector", None)
         _torchs.__set__(self, value)
+
+
+def _noted(param: Tensor, seen: Tensor) -> Tensor:
+    """Keep a weak reference to a tensor that was read from a parameter's ``.data``, and return the tensor."""
+    if not torch.compiler.is_compiling():
+        alive = [one for one in param.__dict__.get("__seen__", ()) if one() is not None]
+        param.__dict__["__seen__"] = [*alive, weakref.ref(seen)]
+    return seen
+
+
+def let_go(param: Tensor, memory: int) -> None:
+    """Copy tensors that were read from ``param.data`` out of a storage that will be overwritten.
+
+    Args:
+        param: a parameter whose ``.data`` was assigned.
+        memory: the address of the storage.
+    """
+    for one in param.__dict__.pop("__seen__", ()):
+        seen = one()
+        if seen is not None and memory_of(seen) == memory:
+            held = held_part(seen) if is_dtensor(seen) else seen.detach()
+            set_local_part(seen, held.clone())
 
 
 def counted(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
@@ -55,6 +86,11 @@ def _teach(dtensor: Any) -> None:
         with torch.inference_mode(False):  # in which `DTensor`s have no counters to share
             seen = self.detach()
         set_local_part(seen, held_part(self))  # which counts what is written to local tensors
-        return seen
+        return _noted(self, seen)
 
-    dtensor.data = property(data, _torchs.__set__)
+    def assign(self: Tensor, value: Tensor) -> None:
+        _torchs.__set__(self, value)
+        if "__counted__" in self.__dict__ and is_dtensor(value):  # torch (2.13) leaves it with the local tensor it had
+            set_local_part(self, held_part(value))
+
+    dtensor.data = property(data, assign)

@@ -23,8 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
+from fsdp.distributed.dtensor import (
+    MeshPart,
+    become,
+    beside,
+    held_part,
+    is_dtensor,
+    joint_mesh,
+    memory_of,
+    set_local_part,
+)
 from fsdp.distributed.gather_extension import around, values_of
+from fsdp.distributed.gathered_part import write_parts_through
 from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.layout import Layout, Slot
@@ -38,8 +48,10 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 def teach_dtensor() -> None:
     """Have `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as in state dicts here.
 
-    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have.
+    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have. And have writes
+    to a part of a parameter reach it.
     """
+    write_parts_through(_lies_in_a_shard)
     torchs = DTensor.__deepcopy__
 
     @wraps(torchs)
@@ -52,6 +64,18 @@ def teach_dtensor() -> None:
         return found
 
     DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+
+
+# Those that `DTensor`s lie in.
+_shards: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
+
+
+def _lies_in_a_shard(tensor: DTensor) -> bool:
+    """Return whether a `DTensor` is a parameter of a sharded module, or a view of one."""
+    if isinstance(getattr(tensor, "owner", None), FlatParameter):
+        return True
+    memory = memory_of(tensor)
+    return any(shard.untyped_storage().data_ptr() == memory for shard in _shards)
 
 
 class DataParallelSpread:
@@ -185,6 +209,7 @@ class DTensorParams(OrigParams):
         self._parts = list(map(spread.of_sharded, layout.slots, flat_param.parts))
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
+        _shards.add(flat_param)
         self._rows = [layout.local_place(slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)

@@ -189,6 +189,9 @@ class ExtendedParameters(UnshardedParameters):
     def holds(self, tensor: Tensor) -> bool:
         return memory_of(tensor) in {storage.data_ptr() for storage, _ in self._memory}
 
+    def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
+        return torch.ones((), dtype=torch.bool, device=self.full.device)  # the class may have changed the values
+
     def new_value(self, number: int) -> nn.Parameter:
         raise RuntimeError(
             f"{self._name} was written to while it was unsharded: what its fsdp_post_all_gather has made cannot be "

@@ -237,6 +237,13 @@ class FlatParamHandle:
     def rename(self, name: str) -> None:
         """Go by this name in messages."""
         self.name = name
+    @property
+    def is_overwritten(self) -> Tensor:
+        """Return whether this rank's shard was written since the all-gather, a tensor of shape ``[]``."""
+        if self.shard_state != self._gathered:
+            return torch.ones((), dtype=torch.bool, device=self.unsharded.full.device)
+        return self.unsharded.differ_from(self.values.local_shards, self.comm.rank)
+
         for unsharded in self.forms.values():
             unsharded.name_unit(self.unit.name)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.counted_data import CountedParameter
+from fsdp.engine.counted_data import CountedParameter, let_go
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
@@ -182,6 +182,7 @@ class OrigParams:
                 f"{tuple(param.unsharded_shape)}: assign one of these, change it inside "
                 "`with model.summon_full_params():`, or cast the whole model."
             )
+        let_go(param, ours.untyped_storage().data_ptr())
         ours.copy_(given)
         self._have(slot, ours)
         self._flat_param.valueless.discard(slot)

@@ -26,12 +26,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp.distributed.communicator import Communicator
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.participation import EvenRanks, Participation
@@ -74,6 +75,7 @@ class Runtime:
         self.steps = Steps(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
@@ -167,8 +169,29 @@ class Runtime:
                 handle.orig_params.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
+        self._reshard_overwritten()
 
     def trust_values(self, unit: Unit) -> None:
+    def _reshard_overwritten(self) -> None:
+        """Collective. Reshard the handles that the last forward left unsharded, if any rank wrote to its shard since.
+
+        Only the rank that wrote may notice, and all ranks must take part in the all-gather.
+        """
+        left, self._left = self._left, []
+        by_ranks: dict[Communicator, list[FlatParamHandle]] = {}
+        for handle in left:
+            if handle.phase is Phase.UNSHARDED:
+                handle.absorb()
+                by_ranks.setdefault(handle.comm, []).append(handle)
+        for comm, handles in by_ranks.items():
+            flags = torch.stack([handle.is_overwritten for handle in handles]).to(comm.talk_device, torch.uint8)
+            what = f"comparison of {handles[0].name} with its shards before a forward"
+            overwritten = comm.all_reduce(flags, "max", what).wait().tolist()
+            for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
+                handle.reshard()
+        for shard in filter(None, (handle.post_forward_shard for handle in self.handles)):
+            shard.forget()
+
         """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
         if self._await_values:
             require_values_everywhere(unit, "compute")
@@ -269,6 +292,7 @@ class Runtime:
         self._settle()
 
     def _end_failed_forward(self, unit: Unit) -> None:
+        self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and one.is_sharded]
         unit.state = TrainingState.IDLE
         unit.yet_to_run.clear()
         self._let_go(unit)
@@ -434,6 +458,7 @@ class Runtime:
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
+        self._left = []
             if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()

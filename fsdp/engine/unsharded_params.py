@@ -232,6 +232,21 @@ class UnshardedParameters:
     def _look(self) -> list[int]:
         """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
         return [*map(self._address_of, self._leaves_placed), *map(self._version_of, self.leaves)]
+    def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
+        """Return whether the buffer differs from this rank's shards, a tensor of shape ``[]``.
+
+        Version counters do not show all writes: not those of ``torch._foreach_*`` on `DTensor`s, NumPy and collectives.
+
+        Args:
+            shards: the flat shard of each parameter.
+            rank: the number of this rank in the layout.
+        """
+        found = torch.zeros((), dtype=torch.bool, device=self.full.device)
+        for slot, view in enumerate(self._layout.views(self.full.detach()[: self._layout.unsharded_numel])):
+            if (own := shards[slot]).numel():
+                found |= (self._layout.local_shard_of(slot, view, rank) != own.to(view)).any()
+        return found
+
 
     def written(self) -> list[int]:
         """The numbers of the leaves that were written since they are shown, or since `rest`."""

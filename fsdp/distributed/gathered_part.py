@@ -1,0 +1,118 @@
+"""In-place writes to a part of a sharded `DTensor`, such as ``weight[1].zero_()``, update the ranks' local tensors.
+
+If a part lies along a sharded dimension, torch gathers it into a new tensor; in-place writes to that tensor are lost
+(seen with torch 2.13). `GatheredPart` keeps a reference to its source. An in-place operation runs on every rank,
+as all operations on `DTensor`s do; afterwards each rank copies the elements that it holds back to its local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp.distributed.dtensor import MeshPart, arrived, held_part
+
+aten = torch.ops.aten
+_VIEWS = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default)
+_EYES = (aten.eye.out, aten.eye.m_out)
+
+
+@cache
+def write_parts_through(is_ours: Callable[[DTensor], bool]) -> None:
+    """Register the handlers of view operations, for the `DTensor`s for which `is_ours` returns True. Once a process."""
+    # private: torch's table of operations with a handler of their own (torch 2.11 and 2.13)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update({view: partial(_view, is_ours) for view in _VIEWS})
+    handlers.update(dict.fromkeys(_EYES, _eye))
+
+
+def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -> Any:
+    source, *others = args
+    found = _by_torch(op, args, kwargs)
+    first = found[0] if isinstance(found, (list, tuple)) and found else found
+    if not isinstance(first, DTensor) or not isinstance(source, DTensor) or source.is_meta:
+        return found
+    placements = [
+        Replicate() if after.is_replicate() else before
+        for before, after in zip(source.placements, first.placements, strict=True)
+    ]
+    if placements == list(source.placements) or not is_ours(source):
+        return found
+    with torch.no_grad():
+        gathered = source.redistribute(placements=placements)
+    where = Source(source, arrived(held_part(gathered)))
+    found = _by_torch(op, (gathered, *others), kwargs)
+    return [_part(each, where) for each in found] if isinstance(found, (list, tuple)) else _part(found, where)
+
+
+def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def _eye(op: Any, args: Any, kwargs: Any) -> Any:
+    """Write an identity matrix to a `DTensor`. torch 2.13 writes a separate one to each rank's local tensor."""
+    out = kwargs["out"]
+    part = MeshPart.of(out)
+    if part is not None:
+        full = torch.eye(*args, dtype=out.dtype, device=held_part(out).device)
+        held_part(out).copy_(part.held_of(full))
+    return out
+
+
+class Source:
+    """A sharded `DTensor` with the gathered copy of which the parts are views."""
+
+    def __init__(self, sharded: DTensor, gathered: Tensor) -> None:
+        self._sharded, self._gathered = sharded, gathered
+
+    def write_back(self, part: Tensor) -> None:
+        """Copy this rank's elements of a view of the gathered copy to the sharded tensor."""
+        gathered, own = self._gathered, held_part(self._sharded)
+        offset = int(part.storage_offset() - gathered.storage_offset())
+        written = torch.zeros_like(gathered, dtype=torch.bool)
+        written.as_strided(part.shape, part.stride(), offset).fill_(True)
+        mine = MeshPart(self._sharded.device_mesh, tuple(self._sharded.placements), self._sharded.shape)
+        new, is_new = self._held(mine, gathered), self._held(mine, written)
+        own.copy_(torch.where(is_new, new.to(own.device), own))
+
+    def _held(self, mine: MeshPart, gathered: Tensor) -> Tensor:
+        for sharding in mine.shardings:  # along mesh dimensions that were not gathered it is a part already
+            if gathered.shape[sharding.dim] == sharding.total:
+                gathered = gathered.narrow(sharding.dim, *sharding.range(sharding.place))
+        return gathered
+
+
+class GatheredPart(DTensor):
+    """A gathered part of a sharded `DTensor`; in-place operations on the part update the sharded tensor as well."""
+
+    _source: Source
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = super().__torch_dispatch__(func, types, args, kwargs or {})
+        changed = next((arg for arg in args[:1] if isinstance(arg, GatheredPart)), None)
+        schema = func._schema.arguments
+        if changed is None or not schema or schema[0].alias_info is None:
+            return found
+        if schema[0].alias_info.is_write:
+            changed._source.write_back(held_part(changed))
+            return changed
+        if isinstance(found, (list, tuple)):
+            return [_part(each, changed._source) for each in found]
+        return _part(found, changed._source) if isinstance(found, DTensor) else found
+
+
+def _part(tensor: Any, source: Source) -> Any:
+    made: Any = GatheredPart.__new__(GatheredPart, held_part(tensor), tensor._spec, requires_grad=False)
+    made._source = source
+    return made

@@ -1,0 +1,366 @@
+"""Values that users write to the `DTensor`s of `fully_shard`, in whatever way, are those that modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fsdp
+from fsdp import fully_shard
+from tests.helpers.dtensor_twins import local
+from tests.helpers.equality import assert_close, assert_close_state
+from tests.helpers.forms import FORMS, full_state, sharded
+from tests.helpers.module_kinds import seeded
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import Counting, Traffic
+
+ROWS = 5  # of 2 or 3 ranks: never as many for each, and on 4 ranks less than two
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.exit = nn.Linear(ROWS, ROWS), nn.Linear(ROWS, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(torch.tanh(self.inner(inputs)))
+
+
+def _inputs() -> Tensor:
+    return torch.linspace(-1, 1, 2 * ROWS, dtype=torch.float64).view(2, ROWS)
+
+
+def _net() -> Any:
+    return seeded(Net).double()
+
+
+# Ways to write all of a model's parameters. Each does the same to the plain model. The parameters are those that an
+# optimizer was given: after a forward with gradients, modules list unsharded ones until backward, as torch's do.
+
+Write = Callable[[nn.Module, list[Any]], None]
+
+
+def foreach(model: nn.Module, params: list[Any]) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.5)
+
+
+def foreach_of_data(model: nn.Module, params: list[Any]) -> None:
+    torch._foreach_add_([param.data for param in params], 0.25)
+
+
+def foreach_detached(model: nn.Module, params: list[Any]) -> None:
+    values = [param.detach() for param in params]
+    torch._foreach_lerp_(values, [torch.zeros_like(value) for value in values], 0.5)
+
+
+def data_assigned(model: nn.Module, params: list[Any]) -> None:
+    for param in params:
+        param.data = param.data * 0.5 + 0.1
+
+
+def data_swapped(model: nn.Module, params: list[Any]) -> None:
+    kept = [param.data for param in params]
+    for param in params:
+        param.data = param.data + 1
+    with torch.no_grad():
+        model(_inputs())
+    for param, before in zip(params, kept, strict=True):
+        param.data = before
+
+
+def local_numpy(model: nn.Module, params: list[Any]) -> None:
+    for param in params:
+        array = local(param).detach().numpy()
+        array *= 0.5
+
+
+def sent_alone(model: nn.Module, params: list[Any]) -> None:
+    for param in params:
+        other = local(param).detach() * 3
+        dist.all_reduce(other, group=_alone())
+        local(param).detach().numpy()[...] = other.numpy()
+
+
+def _alone() -> Any:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+WRITES = [
+    foreach,
+    foreach_of_data,
+    foreach_detached,
+    data_assigned,
+    data_swapped,
+    local_numpy,
+    sent_alone,
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@parametrize_pairs(form=FORMS[1:], kept=[True, False], grad=[False, True], world_size=[2, 3])
+def test_written_parameters_are_computed_with(
+    ranks: RankPool, write: Any, form: str, kept: bool, grad: bool, world_size: int
+) -> None:
+    ranks(world_size).run(_write_between_forwards, write, form, kept, grad)
+
+
+def _write_between_forwards(write: Write, form: str, kept: bool, grad: bool) -> None:
+    plain = _net()
+    model = sharded(_net(), form, (nn.Linear,), reshard_after_forward=not kept)
+    params = {each: list(each.parameters()) for each in (model, plain)}
+    for _ in range(2):
+        with torch.set_grad_enabled(grad):
+            assert_close(model(_inputs()), plain(_inputs()), "the output before")
+        for each, own in params.items():
+            write(each, own)
+        with torch.set_grad_enabled(grad):
+            assert_close(model(_inputs()), plain(_inputs()), "the output")
+    assert_close_state(full_state(model), plain.state_dict())
+    for each, own in params.items():
+        each(_inputs()).sum().backward()
+        torch.optim.SGD(own, lr=0.1).step()
+    assert_close_state(full_state(model), plain.state_dict())
+
+
+def test_a_value_that_one_rank_has_written_is_gathered_by_all(ranks: RankPool) -> None:
+    ranks(3).run(_write_on_one_rank)
+
+
+def _write_on_one_rank() -> None:
+    model = fully_shard(_net())
+    weight = model.exit.weight
+    with torch.no_grad():
+        before = model(_inputs())
+    if dist.get_rank() == 1:
+        torch._foreach_mul_([weight.to_local().detach()], 3.0)
+    with torch.no_grad():
+        after = model(_inputs())
+    assert not torch.equal(before, after)
+    plain = _net()
+    plain.load_state_dict(full_state(model))
+    assert_close(after, plain(_inputs()))
+
+
+def test_parameters_that_nobody_has_written_are_not_gathered_again(ranks: RankPool) -> None:
+    ranks(2).run(_compute_twice)
+
+
+def _compute_twice() -> None:
+    model = fully_shard(_net())
+    with torch.no_grad():
+        model(_inputs())
+        traffic = Traffic()
+        with Counting(traffic):
+            model(_inputs())
+    assert traffic.values == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_averages_of_models_compute_with_what_they_save(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_average, form)
+
+
+def _average(form: str) -> None:
+    student = sharded(_net(), form)
+    teachers: list[Any] = [
+        AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+        AveragedModel(student),
+        fsdp.EMA(student, decay=0.5),
+    ]
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.5)
+    for _ in range(3):
+        for teacher in teachers:
+            with torch.no_grad():
+                found = teacher(_inputs())
+            plain = _net()
+            plain.load_state_dict(full_state(teacher.module))
+            assert_close(found, plain(_inputs()), type(teacher).__name__)
+        student(_inputs()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for teacher in teachers:
+            teacher.update_parameters(student)
+
+
+# Parts along the sharded dimension
+
+
+def one_row(weight: Tensor) -> None:
+    weight[1].zero_()
+
+
+def rows_of_data(weight: Tensor) -> None:
+    weight.data[1:4].fill_(7.0)
+
+
+def chunks(weight: Tensor) -> None:
+    for number, chunk in enumerate(weight.chunk(2)):
+        chunk.fill_(float(number))
+
+
+def split(weight: Tensor) -> None:
+    weight.split([2, 1, 2])[2].mul_(3.0)
+
+
+def narrowed_twice(weight: Tensor) -> None:
+    weight.narrow(0, 1, 3)[1:2].add_(1.0)
+
+
+def transposed(weight: Tensor) -> None:
+    weight.t()[:, 2:4].mul_(2.0)
+
+
+def row_and_column(weight: Tensor) -> None:
+    weight[3][1:3].fill_(5.0)
+
+
+def column(weight: Tensor) -> None:
+    weight[:, 1].fill_(4.0)
+
+
+def diagonal(weight: Tensor) -> None:
+    weight.diagonal().fill_(9.0)
+
+
+def after_another_write(weight: Tensor) -> None:
+    row = weight[2]
+    weight.mul_(2.0)
+    row.zero_()
+
+
+def identity(weight: Tensor) -> None:
+    nn.init.eye_(weight)
+
+
+PARTS = [
+    one_row,
+    rows_of_data,
+    chunks,
+    split,
+    narrowed_twice,
+    transposed,
+    row_and_column,
+    column,
+    diagonal,
+    after_another_write,
+    identity,
+]
+
+
+@pytest.mark.parametrize("write", PARTS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parts_of_parameters_are_written(ranks: RankPool, write: Any, world_size: int) -> None:
+    ranks(world_size).run(_write_part, write)
+
+
+def _write_part(write: Callable[[Tensor], None]) -> None:
+    plain = _net()
+    model = fully_shard(_net())
+    with torch.no_grad():
+        model(_inputs())
+        write(model.inner.weight)
+        write(plain.inner.weight)
+        assert_close(model(_inputs()), plain(_inputs()))
+    assert_close_state(full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("write", [one_row, transposed, row_and_column, column], ids=lambda write: write.__name__)
+def test_parts_of_columns_are_written(ranks: RankPool, write: Any) -> None:
+    ranks(2).run(_write_part_of_columns, write)
+
+
+def _write_part_of_columns(write: Callable[[Tensor], None]) -> None:
+    plain = _net()
+    model = fully_shard(_net(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    with torch.no_grad():
+        write(model.inner.weight)
+        write(plain.inner.weight)
+    assert_close_state(full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("write", [one_row, rows_of_data, diagonal, identity], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("kind", ["replicas", "tensor parallel"])
+def test_parts_are_written_on_two_dimensional_meshes(ranks: RankPool, write: Any, kind: str) -> None:
+    ranks(4).run(_write_part_on_mesh, write, kind)
+
+
+def _write_part_on_mesh(write: Callable[[Tensor], None], kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
+    plain, model = _net(), _net()
+    if kind == "tensor parallel":
+        model = parallelize_module(model, mesh["two"], {"inner": ColwiseParallel(), "exit": RowwiseParallel()})
+        model = fully_shard(model, mesh=mesh["one"])
+    else:
+        model = fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        for name in ("inner", "exit"):
+            for each in (model, plain):
+                write(getattr(each, name).weight)
+    assert_close_state(full_state(model), plain.state_dict())
+
+
+def test_an_embedding_resets_its_padding(ranks: RankPool) -> None:
+    ranks(3).run(_reset_embedding)
+
+
+def _reset_embedding() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3))
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+    weight = full_state(model)["0.weight"]
+    assert (weight[1] == 0).all()
+    assert (weight[[0, 2, 3, 4, 5, 6]] != 0).all()
+
+
+def test_a_part_that_is_only_read_is_an_ordinary_dtensor(ranks: RankPool) -> None:
+    ranks(2).run(_read_part)
+
+
+def _read_part() -> None:
+    model, plain = fully_shard(_net()), _net()
+    row = model.inner.weight[1]
+    assert torch.equal(row.full_tensor(), plain.inner.weight[1])
+    (row.square().sum().full_tensor()).backward()
+    plain.inner.weight[1].square().sum().backward()
+    assert_close(model.inner.weight.grad.full_tensor(), plain.inner.weight.grad)
+
+
+def test_other_dtensors_are_left_alone(ranks: RankPool) -> None:
+    ranks(2).run(_leave_others)
+
+
+def _leave_others() -> None:
+    fully_shard(_net())
+    mesh = init_device_mesh("cpu", (2,))
+    other = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    assert type(other[1]) is type(other)
+
+
+# What cannot be kept is an error
+
+
+@pytest.mark.parametrize("change", [Tensor.half, partial(torch.flatten)], ids=["dtype", "shape"])
+def test_data_that_does_not_fit_is_an_error(ranks: RankPool, change: Any) -> None:
+    ranks(2).run(_assign_what_does_not_fit, change)
+
+
+def _assign_what_does_not_fit(change: Callable[[Tensor], Tensor]) -> None:
+    model = fully_shard(nn.Linear(4, 4).double())
+    model.weight.data = change(model.weight.data)
+    with pytest.raises(RuntimeError, match=r"weight: its \.data was replaced by"):
+        model(torch.ones(2, 4, dtype=torch.float64))
