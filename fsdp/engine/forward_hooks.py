@@ -138,6 +138,7 @@ class Call:
         self.shards: list[ShardState] = []  # the state of those that it computed with
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
         self.in_full_precision = False  # what it computed in
+        self.is_watched = False  # the runtime is told when backward has passed it
         self.will_pass = False  # whether backward goes on through its inputs
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
@@ -145,6 +146,7 @@ class Call:
     def watch_inputs(self, inputs: Any) -> None:
         """Have the runtime told when backward has the gradients of the inputs, if it will compute any."""
         tensors = differentiable_tensors(inputs)
+        self.is_watched = True
         self.will_pass = bool(tensors)
         # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
         if tensors and not any(tensor.is_leaf for tensor in tensors):

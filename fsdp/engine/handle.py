@@ -66,7 +66,7 @@ Phase.UNSHARDED.following = (Phase.SHARDED,)
 
 
 # Of a shard: its version, those of local shards that count by themselves, and all that its buffers are made for: dtype,
-# `requires_grad`, the device of the computation, size, and last the address.
+# the device of the computation, size, and last the address. `requires_grad` is no part: it concerns the next forward.
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
@@ -113,7 +113,6 @@ class FlatParamHandle:
         post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
         gradient_hooks: the hooks of users on `listed_params`.
         check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
-        has_frozen: some of its parameters are not trained.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
     """
 
@@ -195,6 +194,11 @@ class FlatParamHandle:
         return [self.flat_param.requires_grad] * len(self.layout.slots)
 
     @property
+    def has_frozen(self) -> bool:
+        """True if some of its parameters are not trained."""
+        return not all(self._trained)
+
+    @property
     def valueless(self) -> set[int]:
         """The numbers of the parameters that have no values yet; the shard holds zeros for them."""
         return self.flat_param.valueless
@@ -220,9 +224,8 @@ class FlatParamHandle:
     def shard_state(self) -> ShardState:
         """A value that changes when the shard is written, cast, moved, frozen or released."""
         shard, listed = self.flat_param, self.orig_params
-        needs, versions = (shard.requires_grad, ()) if listed is None else (listed.requires_grad, listed.versions)
-        kind = shard.dtype, needs, self.storage.device, shard.numel(), shard.data_ptr()
-        return shard._version, versions, kind
+        versions = () if listed is None else listed.versions
+        return shard._version, versions, (shard.dtype, self.storage.device, shard.numel(), shard.data_ptr())
 
     @property
     def state_in_use(self) -> ShardState:
@@ -293,7 +296,7 @@ class FlatParamHandle:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
         *_, self._built_for = self.shard_state
-        self.has_frozen = not all(self.requires_grad_each)
+        self._trained = self.requires_grad_each
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
             self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
         else:
@@ -328,7 +331,7 @@ class FlatParamHandle:
             shard.parts,
             shard.vector if is_shard else torch.empty(numel, dtype=self.dtype, device=self.storage.device),
             is_shard=is_shard,
-            requires_grad=self.requires_grad_each,
+            requires_grad=self._trained,
             valueless=self.valueless,
             attributes=shard.attributes,
             handle=self,
@@ -416,6 +419,7 @@ class FlatParamHandle:
                     "parameters between steps, or inside `with model.summon_full_params():`."
                 )
             self._enter(Phase.UNSHARDED)
+        self.follow_frozen()
 
     def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         """Free the unsharded parameters.
@@ -493,7 +497,8 @@ class FlatParamHandle:
         # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
         if self.flat_param.grad is None:
             self.gradients.drop()
-        self.gradients.begin_backward(self.requires_grad_each, sync, fills_unused)
+        self.follow_frozen()
+        self.gradients.begin_backward(self._trained, sync, fills_unused)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -599,8 +604,7 @@ class FlatParamHandle:
         replaced = self.unsharded.disturbed() + self.registry.missing()
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
-        for slot in self.unsharded.refrozen():
-            self._follow_frozen(self.unsharded.leaves[slot], slot)
+        self.follow_frozen()
         if replaced or written:
             self._store_changes(list(dict.fromkeys(replaced)), written)
         if self.orig_params is not None:
@@ -625,10 +629,27 @@ class FlatParamHandle:
             self.registry.withdraw(replaced)
             self.fill_places()
 
-    def _follow_frozen(self, leaf: nn.Parameter, slot: int) -> None:
-        needs = leaf.requires_grad
-        if self.orig_params is None:
-            leaf.requires_grad_(not needs)
+    def follow_frozen(self) -> None:
+        """Follow `requires_grad` of the parameters that modules list, before a forward or backward."""
+        for slot in self.unsharded.refrozen():
+            self._freeze(slot, self.unsharded.leaves[slot].requires_grad)
+        if self.orig_params is not None:
+            self.orig_params.follow_frozen()
+        trained = self.requires_grad_each
+        if trained != self._trained:
+            self.precision.check(self.name, self.flat_param.dtype, self.flat_param.requires_grad)
+            self._trained = trained
+            for unsharded in self.forms.values():
+                unsharded.train(trained)
+
+    def _freeze(self, slot: int, needs: bool) -> None:
+        """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""
+        if self.orig_params is not None:
+            self.orig_params.params[slot].requires_grad_(needs)
+        elif all(leaf.requires_grad is needs for leaf in self.unsharded.leaves):
+            self.flat_param.requires_grad_(needs)
+        else:
+            self.unsharded.leaves[slot].requires_grad_(not needs)
             raise RuntimeError(
                 f"{self.unit.name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
                 "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
@@ -648,7 +669,7 @@ class FlatParamHandle:
             self._gathered = None
 
     def follow_shard(self) -> None:
-        """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
+        """Follow a shard that was moved or cast (`module.to(...)`): buffer and leaves are made anew."""
         shard, before = self.flat_param, self._built_for
         *_, now = self.shard_state
         if now == before:
@@ -661,7 +682,7 @@ class FlatParamHandle:
             )
         self.storage.adopt(shard)
         device = self.storage.device
-        if device != before[2]:
+        if device != before[1]:
             self.comm, self.reduce_comm = self.comm.for_device(device), self.reduce_comm.for_device(device)
             self.replicas = self.replicas.for_device(device)
             if self.post_forward_shard is not None:

@@ -157,16 +157,16 @@ class OrigParams:
             self._have(slot, self._of(shard, slot))
 
     def absorb(self) -> list[int]:
-        """Write to the shard what users have assigned to the ``.data`` of local shards, and follow what they froze.
+        """Write to the shard what users have assigned to the ``.data`` of local shards.
 
         Return the numbers of the parameters of which it shows that they were written.
         """
         for slot in self._replaced():
             self._take_back(slot, self.params[slot])
-        self._follow_frozen()
         return []
 
-    def _follow_frozen(self) -> None:
+    def follow_frozen(self) -> None:
+        """Train the shard if any of them is trained."""
         is_trained = True in self.requires_grad
         if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
             self._flat_param.requires_grad_(is_trained)

@@ -349,15 +349,17 @@ class Runtime:
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if backward.complete:
                 self._reduce_complete(unit)
-        if call.will_pass:
+        # A parameter that was frozen after this forward has no gradient either. If the inputs are not watched, the unit
+        # is kept until the backward ends.
+        if call.will_pass or (unit.has_frozen_handle and not call.is_watched):
             backward.await_inputs(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._unshard_for_backward(unit)
         if call.shards != [handle.state_in_use for handle in unit.handles]:
             raise RuntimeError(
-                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
-                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
+                f"{unit.name}: its parameters were changed (by an optimizer step, or a cast?) between forward and "
+                "backward, so gradients would belong to neither the old nor the new values. Run backward "
                 "before the change, or forward again after it."
             )
 
@@ -449,7 +451,8 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Collective. Backward has ended on all ranks: reduce what is left of its gradients, and show all of them."""
-        self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
+        has_gradient = any(not handle.gradients.is_empty for handle in self.handles)
+        self.has_trained = self.has_trained or has_gradient or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
         for handle in self.handles:
             handle.mark_unreduced()

@@ -101,9 +101,11 @@ class UnshardedParameters:
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a leaf around the unsharded values of a parameter."""
         # What is written through its `.data` has to be found, but where that is the shard.
-        leaf = (nn.Parameter if self.is_shard else counted)(tensor, requires_grad)
-        if requires_grad:
+        may_train = tensor.is_floating_point() or tensor.is_complex()
+        leaf = (nn.Parameter if self.is_shard else counted)(tensor, may_train)
+        if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
             # Weakly: the garbage collector does not see into these hooks, and would never free a model.
+            leaf.requires_grad_(requires_grad)
             leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
         give_attributes(leaf, self._attributes[number])
         name = self._layout.slots[number].name
@@ -266,6 +268,18 @@ class UnshardedParameters:
         """Return a leaf that was `written`, whose values the shards are to have."""
         return self.leaves[number]
 
+    def train(self, requires_grad: Sequence[bool]) -> None:
+        """Set for each leaf whether the next operations are differentiated with respect to it.
+
+        The leaves stay the same tensors, so graphs that were recorded before keep their paths to them; autograd reads
+        the flag again when it accumulates, as it does for ordinary parameters.
+        """
+        for leaf, needs in zip(self.leaves, requires_grad, strict=True):
+            if leaf.requires_grad is not needs:
+                leaf.requires_grad_(needs)
+        self._requires_grad = list(requires_grad)
+        self.__dict__.pop("accumulators", None)
+
     def refrozen(self) -> list[int]:
         """The numbers of the leaves that users have frozen, or had trained, since they were made."""
         now = list(map(_needs_grad, self.leaves))
@@ -297,5 +311,5 @@ _needs_grad = operator.attrgetter("requires_grad")
 
 def _tell(handle: weakref.ref[Any], number: int, leaf: Tensor) -> None:
     found = handle()
-    if found is not None:
+    if found is not None and leaf.requires_grad:  # autograd calls hooks of frozen leaves too, without a gradient
         found.unit.on_gradient(found, number, leaf)
