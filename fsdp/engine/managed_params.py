@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import check_extension, holds_extended, values_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.names import clean_name
+from fsdp.engine.names import clean_name, join
+from fsdp.engine.placeholder import Placeholder
 
 Places = list[ParamInfo]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
@@ -81,6 +82,11 @@ class Taken(NamedTuple):
     slot: int  # its number there
     lender: weakref.ref[Any] | None = None  # the unit that took it, if others may share it
 
+    @property
+    def is_used(self) -> bool:
+        """True if the flat parameter that contains it still exists."""
+        return self.flat_param is not None and self.flat_param() is not None
+
 
 # Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
 # unit, or an optimizer made too early.
@@ -120,12 +126,12 @@ def collect(
                 continue
             if ignored is not None and ignored.has(submodule, param):
                 continue
-            _check(fqn, param, with_values, takes_all)
             kind = found
             if tied is not None and lender_of(param) is not None:
                 kind = tied
             else:
                 _refuse_taken(fqn, param)
+            _check(fqn, param, with_values, takes_all)
             kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
     _refuse_aliases(found | (tied or {}))
     return found
@@ -162,7 +168,7 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before sharding."
         )
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
+    if taken_over(param) is None and (param._backward_hooks or param._post_accumulate_grad_hooks):
         raise ValueError(
             f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
             "sharding, and register them afterwards on what the sharded model lists."
@@ -291,8 +297,57 @@ def take_over(
     slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
     for (param, places), (flat_param, slot) in zip(params.items(), slots, strict=True):
         note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot, lent_by)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_refuse_gradient)
         for place in places:
             del place.module._parameters[place.name]
+
+
+def _refuse_gradient(param: Tensor) -> None:
+    """Hook of an original parameter: raise RuntimeError because a computation used it after sharding."""
+    taken = taken_over(param)
+    if taken is not None and taken.is_used:
+        param.grad = None
+        raise RuntimeError(
+            f"the original parameter {taken.description} has received a gradient, but its module was sharded since: "
+            "this gradient is of one rank, and would be lost. " + _HELD
+        )
+
+
+_HELD = (
+    "Do not keep parameters in lists, dictionaries or other attributes that are filled before sharding: read them as "
+    "attributes of their modules (self.weight) in each forward. A class may also override `__setattr__` and update its "
+    "cache there, which is called for each tensor that takes the place of a parameter."
+)
+
+
+def refuse_held(root: nn.Module) -> None:
+    """Raise RuntimeError if a module of a tree still holds an original parameter that was taken over."""
+    originals = {key: taken for key, taken in _taken.items() if taken.is_used}
+    for path, module in root.named_modules() if originals else ():
+        for name, value in module.__dict__.items():
+            for param in () if name in _OF_MODULES else _tensors_in(value):
+                if id(param) in originals and taken_over(param) is not None:
+                    raise RuntimeError(
+                        f"{clean_name(join(path, name))} holds the original parameter "
+                        f"{originals[id(param)].description}, whose module was sharded since: computations with the "
+                        "original would not train the model. " + _HELD
+                    )
+
+
+_OF_MODULES = {"_parameters", "_buffers", "_modules"}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an attribute holds: itself, or in lists, tuples, sets and dictionaries."""
+    ahead, seen = [value], set()
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple, set, frozenset, dict)) and id(item) not in seen:
+            seen.add(id(item))
+            ahead += item.values() if isinstance(item, dict) else item
 
 
 def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
@@ -310,8 +365,8 @@ def ddp_message(name: str) -> str:
     )
 
 
-class RecurrentModules:
-    """Those of some modules that are recurrent: they keep weights in lists besides, which follow what is shown."""
+class AssignedAttributes:
+    """The attributes of a module whose class overrides `__setattr__`, for example to update a cache.
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = [module for module in dict.fromkeys(modules) if isinstance(module, nn.RNNBase)]
@@ -319,10 +374,34 @@ class RecurrentModules:
             # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
             module.__dict__["flatten_parameters"] = _leave_as_they_are
 
-    def refresh(self) -> None:
-        """Have in the lists what is in the places of the weights."""
-        for module in self.modules:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get(self, name: str) -> Any:
+        return self._module.__dict__.get(name)
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        attributes = self._module.__dict__
+        listed = attributes["_parameters"]
+        attributes["_parameters"] = {other: param for other, param in listed.items() if other != name}
+        try:
+            setattr(self._module, name, tensor)
+        except RuntimeError:
+            if not isinstance(tensor, Placeholder):  # a class that computes with each assigned tensor cannot with this
+                raise
+        finally:
+            attributes["_parameters"] = listed
+        attributes[name] = tensor
+
+
+def attributes_seen_by(module: nn.Module) -> dict[str, Any] | AssignedAttributes:
+    """Return the mapping in which a module looks up its parameters by name before the parameters that it lists."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return module.__dict__
+    if isinstance(module, nn.RNNBase):
+        # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
+        module.__dict__["flatten_parameters"] = _leave_as_they_are
+    return AssignedAttributes(module)
 
 
 def _leave_as_they_are() -> None:

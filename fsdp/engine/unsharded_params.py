@@ -23,7 +23,7 @@ from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.layout import Layout
-from fsdp.engine.managed_params import RecurrentModules
+from fsdp.engine.managed_params import attributes_seen_by
 from fsdp.engine.placeholder import Placeholder, copy_as, sharded_message, sharded_weight, valueless_weight
 from fsdp.engine.rows_layout import Arrangement
 from fsdp.engine.user_attributes import Attributes, give_attributes
@@ -89,10 +89,9 @@ class UnshardedParameters:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         shown = zip(self.leaves, self._hidden(valueless) if absent is None else absent, places, strict=True)
-        self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = [
-            (place.module.__dict__, place, leaf, hidden) for leaf, hidden, used in shown for place in used
+        self._swaps: list[tuple[Any, ParamInfo, Tensor, Tensor]] = [
+            (attributes_seen_by(place.module), place, leaf, hidden) for leaf, hidden, used in shown for place in used
         ]
-        self.recurrent = RecurrentModules(place.module for used in places for place in used)
         self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
         self._gathered = full[: layout.padded_numel]
         self._is_arranged = False  # what is being gathered will be
@@ -132,8 +131,7 @@ class UnshardedParameters:
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""
         leaf, absent = self.leaves[slot], self.front(slot, is_unsharded=False)
-        self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
-        self.recurrent = RecurrentModules(place.module for _, place, _, _ in self._swaps)
+        self._swaps += [(attributes_seen_by(place.module), place, leaf, absent) for place in places]
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
         """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.
@@ -178,7 +176,6 @@ class UnshardedParameters:
         for attributes, place, leaf, absent in self._swaps:
             if (place.module, place.name) not in self._lent:
                 attributes[place.name] = leaf if is_unsharded else absent
-        self.recurrent.refresh()
 
     def show(self) -> list[int]:
         """Let the modules see the parameters.
@@ -196,8 +193,6 @@ class UnshardedParameters:
         self._freed.unseal()
         if not self.is_shard:
             self.rest()
-        if self.recurrent.modules:
-            self.recurrent.refresh()
         return disturbed
 
     def hide(self) -> None:
@@ -209,8 +204,6 @@ class UnshardedParameters:
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent
-        if self.recurrent.modules:
-            self.recurrent.refresh()
 
     def front(self, number: int, is_unsharded: bool) -> Tensor:
         """Return what modules see of a parameter."""

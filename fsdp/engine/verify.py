@@ -24,7 +24,7 @@ from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers
 from fsdp.engine.fingerprints import first_difference
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
-from fsdp.engine.managed_params import ddp_message, is_ours, text_of_key
+from fsdp.engine.managed_params import ddp_message, is_ours, refuse_held, text_of_key
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
 
@@ -272,7 +272,8 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
 
 
 def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise RuntimeError if a parameter of a tree was added after its units were made."""
+    """Raise RuntimeError if a parameter of a tree was added after its units were made, or an original one is held."""
+    refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
     # What was put into ignored modules since, is theirs too.
     ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}

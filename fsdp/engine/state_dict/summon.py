@@ -28,7 +28,7 @@ from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours, note_stale
+from fsdp.engine.managed_params import attributes_seen_by, is_ours, note_stale
 from fsdp.engine.shared_params import restore_order
 from fsdp.engine.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.engine.state_requests import Summoning, serving
@@ -104,10 +104,10 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Para
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         give_attributes(param, attributes)
         for place in places:
-            place.module.__dict__.pop(place.name, None)
+            attributes_seen_by(place.module)[place.name] = param
+            del place.module.__dict__[place.name]
             place.module._parameters[place.name] = param
     handle.registry.leave()
-    handle.unsharded.recurrent.refresh()
     return params
 
 
