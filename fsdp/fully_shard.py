@@ -780,13 +780,13 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
 
 
 def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the unsharded parameters that stand for those that modules list."""
+    """Return the unsharded parameters that stand, between passes, for those that modules list."""
     found: dict[nn.Parameter, nn.Parameter] = {}
     for unit in _units(module, recurse=True):
         for handle in unit.visible_handles:
             if handle.phase is Phase.UNSHARDED and handle.orig_params is not None:
                 for slot, param in enumerate(handle.orig_params.params):
-                    if unit.state is not TrainingState.IDLE or (param.grad is None and not unit.is_spare):
+                    if unit.state is TrainingState.IDLE and param.grad is None and not unit.is_spare:
                         found[param] = leaf = handle.unsharded.leaves[slot]
                         # Optimizers are to refuse it.
                         note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")

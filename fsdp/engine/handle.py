@@ -222,7 +222,7 @@ class FlatParamHandle:
 
     @property
     def shard_state(self) -> ShardState:
-        """A value that changes when the shard is written, cast, moved, frozen or released."""
+        """A value that changes when the shard is written, cast, moved or released."""
         shard, listed = self.flat_param, self.orig_params
         versions = () if listed is None else listed.versions
         return shard._version, versions, (shard.dtype, self.storage.device, shard.numel(), shard.data_ptr())
@@ -237,9 +237,6 @@ class FlatParamHandle:
         """True if the unsharded parameters are here, and of the shard as it is now."""
         return self.unsharded.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
 
-    def rename(self, name: str) -> None:
-        """Go by this name in messages."""
-        self.name = name
     @property
     def is_overwritten(self) -> Tensor:
         """Return whether this rank's shard was written since the all-gather, a tensor of shape ``[]``."""
@@ -247,6 +244,9 @@ class FlatParamHandle:
             return torch.ones((), dtype=torch.bool, device=self.unsharded.full.device)
         return self.unsharded.differ_from(self.values.local_shards, self.comm.rank)
 
+    def rename(self, name: str) -> None:
+        """Go by this name in messages."""
+        self.name = name
         for unsharded in self.forms.values():
             unsharded.name_unit(self.unit.name)
 
@@ -427,6 +427,7 @@ class FlatParamHandle:
         Args:
             keeps_post_forward_shard: backward will need them: if there are ranks to keep them among, do so.
         """
+        self.registry.list_shards()
         if self.post_forward_shard is not None:
             if keeps_post_forward_shard and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
                 self.post_forward_shard.keep(self.unsharded.full, self._gathered)
@@ -456,6 +457,15 @@ class FlatParamHandle:
         """Block until the shard may be written: what was sent and copied from it has arrived."""
         self.comm.settle()
         self.storage.copy_stream.settle()
+
+    def list_unsharded(self) -> None:
+        """List the unsharded parameters in the modules, until `list_shards` or `reshard`."""
+        if self.phase is Phase.UNSHARDED:
+            self.registry.list_leaves(self.unsharded.leaves)
+
+    def list_shards(self) -> None:
+        """List in the modules the parameters that optimizers step."""
+        self.registry.list_shards()
 
     def present(self, slot: int) -> Tensor:
         """Return what modules see of a parameter in this phase."""
@@ -655,7 +665,6 @@ class FlatParamHandle:
                 "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
                 "use_orig_params=True."
             )
-        self.orig_params.params[slot].requires_grad_(needs)
 
     @property
     def was_written(self) -> bool:

@@ -368,11 +368,9 @@ def ddp_message(name: str) -> str:
 class AssignedAttributes:
     """The attributes of a module whose class overrides `__setattr__`, for example to update a cache.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = [module for module in dict.fromkeys(modules) if isinstance(module, nn.RNNBase)]
-        for module in self.modules:
-            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
-            module.__dict__["flatten_parameters"] = _leave_as_they_are
+    `nn.RNNBase` updates a list of its weights in this way. Each tensor that is shown in the place of a parameter is
+    assigned to the attribute, so that the class can follow; the parameters that the module lists do not change.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

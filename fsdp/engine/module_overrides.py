@@ -7,7 +7,9 @@ A unit's are packed into vectors that follow as a whole, so its modules get an `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -41,6 +43,8 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:
                 module.__dict__["requires_grad_"] = Freezing(unit, module)
+                if not (lists_parts or names_shards):
+                    module.__dict__["named_parameters"] = NamedParameters(unit, module)
 
 
 def move_values(module: nn.Module, device: torch.device) -> None:
@@ -198,8 +202,41 @@ class Freezing:
                     f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
                     "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
                 )
-        type(self._module).requires_grad_(self._module, requires_grad)
+        listing = self._module.__dict__.pop("named_parameters", None)  # which would warn where there is nothing to do
+        try:
+            type(self._module).requires_grad_(self._module, requires_grad)
+        finally:
+            if listing is not None:
+                self._module.__dict__["named_parameters"] = listing
         return self._module
+
+
+class NamedParameters:
+    """The ``named_parameters`` of a module inside of a unit. Warns if a flat parameter contains all its parameters."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self.unit, self._module = unit, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        is_empty = True
+        for named in type(self._module).named_parameters(self._module, *args, **kwargs):
+            is_empty = False
+            yield named
+        if is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if len(args) > 1 else True)):
+            # The same text for all modules, so that a loop over many of them is told once.
+            asked_by_parameters = sys._getframe(1).f_code is nn.Module.parameters.__code__
+            warnings.warn(
+                "a module inside of a FullyShardedDataParallel lists no parameters: they are parts of the flat "
+                "parameter of the wrapper around it, so a loop over them (to freeze, count or group them) does "
+                "nothing. Freeze before wrapping, wrap the module by itself, or wrap with use_orig_params=True; "
+                "inside `with model.summon_full_params():` all parameters are listed.",
+                stacklevel=3 if asked_by_parameters else 2,
+            )
+
+    def _hides(self, *, recurse: bool) -> bool:
+        """Return whether the unit runs parameters of the module."""
+        inside = set(self._module.modules()) if recurse else {self._module}
+        return any(place.module in inside for place in self.unit.places())
 
 
 def _probe(handle: FlatParamHandle) -> Tensor:

@@ -1,5 +1,8 @@
 """A handle enters what it runs among the parameters of modules, and notices what users put there instead.
 
+Between passes modules list shards. During forward and backward of a unit its modules list the unsharded parameters, so
+that `parameters()` inside of a forward returns the parameters that the module computes with.
+
 Two things are told apart. An assignment (``module.weight = nn.Parameter(...)``) is a new value of the parameter, and is
 kept. A tensor that is *lent* for one call, by `torch.func.functional_call` and what is like it, is computed with, gets
 the gradients, and leaves the parameter as it was.
@@ -143,12 +146,14 @@ class Registry:
         self._looks = weakref.ref(looks)
         self.entries = list(entries)
         self.lent: set[tuple[nn.Module, str]] = set()  # where a tensor is lent
+        self._leaves: Sequence[nn.Parameter] | None = None  # listed in the places of the entries, while modules compute
         numbers = {(place.module, place.name): slot for slot, used in enumerate(places) for place in used}
         self._listed = [(numbers[entry[:2]], *entry) for entry in self.entries if entry[:2] in numbers]
+        self._flat = [(module, name) for module, name, _ in self.entries if (module, name) not in numbers]
         self.enter()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_looks": None, "lent": set()}
+        return self.__dict__ | {"_looks": None, "lent": set(), "_leaves": None}
 
     def wake(self, looks: Looks) -> None:
         """After it was copied or unpickled, with the modules."""
@@ -175,6 +180,34 @@ class Registry:
             for place in places:
                 Listing.of(place.module).report_to(self, place.name)
                 place.module._parameters.setdefault(place.name, None)
+        if self._leaves is not None:  # in the middle of a pass
+            leaves, self._leaves = self._leaves, None
+            self.list_leaves(leaves)
+
+    def list_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        """List these unsharded parameters in the modules, and no flat parameter, until `list_shards`."""
+        if self._leaves is leaves:
+            return
+        self._leaves = leaves
+        for slot, places in enumerate(self._places):
+            for module, name, _ in places:
+                if (module, name) not in self.lent:
+                    module._parameters.update({name: leaves[slot]})
+        for module, name in self._flat:
+            module._parameters.update({name: None})
+
+    def list_shards(self) -> None:
+        """List the entries again. A parameter that a user assigned in between stays."""
+        leaves, self._leaves = self._leaves, None
+        if leaves is None:
+            return
+        listed = {(module, name): param for module, name, param in self.entries}
+        for slot, places in enumerate(self._places):
+            for module, name, _ in places:
+                if module._parameters.get(name) is leaves[slot]:
+                    module._parameters.update({name: listed.get((module, name))})
+        for at in self._flat:
+            at[0]._parameters.update({at[1]: listed[at]})
 
     def leave(self) -> None:
         """Undo `enter`."""
@@ -211,7 +244,7 @@ class Registry:
                 )
         elif (module, name) in self.lent and (value is entry or looks.is_own(slot, value)):
             self._show(slot, module, name, looks.present(slot), is_lent=False)
-            return entry
+            return entry if self._leaves is None else self._leaves[slot]
         elif value is None:
             module.__dict__.pop(name, None)  # removed
         elif name in module.__dict__ and value is not entry:
@@ -238,7 +271,7 @@ class Registry:
         Raises:
             ValueError: if there is none, or not the same one in all places.
         """
-        ours = [param for _, _, param in self.entries]
+        ours = [*(param for _, _, param in self.entries), *(self._leaves or ())]
         values = [place.module._parameters.get(place.name) for place in self._places[slot]]
         new = [value for value in values if value is not None and all(value is not param for param in ours)]
         names = ", ".join(place.fqn for place in self._places[slot])
@@ -262,7 +295,8 @@ class Registry:
         return [
             slot
             for slot, module, name, param in self._listed
-            if module._parameters.get(name) is not param and (module, name) not in self.lent
+            if module._parameters.get(name) is not (param if self._leaves is None else self._leaves[slot])
+            and (module, name) not in self.lent
         ]
 
     def assigned(self, slot: int) -> nn.Parameter:

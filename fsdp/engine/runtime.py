@@ -141,6 +141,7 @@ class Runtime:
             unit.enter()
             unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
+        unit.list_unsharded()
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if torch.is_grad_enabled() and unit.has_frozen_handle:
             call.watch_inputs(inputs)
@@ -168,10 +169,9 @@ class Runtime:
             if handle.orig_params is not None:
                 handle.orig_params.forget_zeroed()
         self.trust_values(unit)
-        self._forward_order.begin()
         self._reshard_overwritten()
+        self._forward_order.begin()
 
-    def trust_values(self, unit: Unit) -> None:
     def _reshard_overwritten(self) -> None:
         """Collective. Reshard the handles that the last forward left unsharded, if any rank wrote to its shard since.
 
@@ -192,6 +192,7 @@ class Runtime:
         for shard in filter(None, (handle.post_forward_shard for handle in self.handles)):
             shard.forget()
 
+    def trust_values(self, unit: Unit) -> None:
         """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
         if self._await_values:
             require_values_everywhere(unit, "compute")
@@ -233,6 +234,8 @@ class Runtime:
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
         call = self._running.pop()
+        if unit.state is not TrainingState.BACKWARD_PRE:
+            unit.list_shards()
         if call.recomputed:
             unit.forget_written()  # the forward has written it already
         if failed:
@@ -289,10 +292,10 @@ class Runtime:
             if not stays or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
                 unit.reshard()
             unit.yet_to_run.clear()
+        self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and one.is_sharded]
         self._settle()
 
     def _end_failed_forward(self, unit: Unit) -> None:
-        self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and one.is_sharded]
         unit.state = TrainingState.IDLE
         unit.yet_to_run.clear()
         self._let_go(unit)
@@ -356,6 +359,7 @@ class Runtime:
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._unshard_for_backward(unit)
+            unit.list_unsharded()
         if call.shards != [handle.state_in_use for handle in unit.handles]:
             raise RuntimeError(
                 f"{unit.name}: its parameters were changed (by an optimizer step, or a cast?) between forward and "
@@ -454,14 +458,15 @@ class Runtime:
         has_gradient = any(not handle.gradients.is_empty for handle in self.handles)
         self.has_trained = self.has_trained or has_gradient or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
+        self._left = []
         for handle in self.handles:
             handle.mark_unreduced()
         for unit in self.units:
             unit.backward.end()
+            unit.list_shards()  # also inside of a running forward, where the gradients may be clipped or stepped next
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
-        self._left = []
             if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()

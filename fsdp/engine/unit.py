@@ -285,7 +285,7 @@ class Unit:
         for hook in self.hooks:
             hook.remove()
         for module in own_modules(self.module):
-            for name in ("_apply", "requires_grad_"):
+            for name in ("_apply", "requires_grad_", "named_parameters"):
                 if getattr(module.__dict__.get(name), "unit", None) is self:
                     del module.__dict__[name]
         self.buffers.widen()
@@ -391,6 +391,14 @@ class Unit:
     def wait_for_unshard(self) -> None:
         for handle in self.handles:
             handle.wait_for_unshard()
+
+    def list_unsharded(self) -> None:
+        for handle in self.handles:
+            handle.list_unsharded()
+
+    def list_shards(self) -> None:
+        for handle in self.handles:
+            handle.list_shards()
 
     def settle(self) -> None:
         """Block until its shards may be written."""

@@ -104,8 +104,8 @@ class UnshardedParameters:
         leaf = (nn.Parameter if self.is_shard else counted)(tensor, may_train)
         if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
             # Weakly: the garbage collector does not see into these hooks, and would never free a model.
-            leaf.requires_grad_(requires_grad)
             leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
+            leaf.requires_grad_(requires_grad)
         give_attributes(leaf, self._attributes[number])
         name = self._layout.slots[number].name
         copy_as(leaf, self._absent.setdefault(name, sharded_weight(name, leaf)))
@@ -227,6 +227,11 @@ class UnshardedParameters:
     def _look(self) -> list[int]:
         """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
         return [*map(self._address_of, self._leaves_placed), *map(self._version_of, self.leaves)]
+
+    def written(self) -> list[int]:
+        """The numbers of the leaves that were written since they are shown, or since `rest`."""
+        return self._changed(self._numbers_seen)
+
     def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return whether the buffer differs from this rank's shards, a tensor of shape ``[]``.
 
@@ -242,11 +247,6 @@ class UnshardedParameters:
                 found |= (self._layout.local_shard_of(slot, view, rank) != own.to(view)).any()
         return found
 
-
-    def written(self) -> list[int]:
-        """The numbers of the leaves that were written since they are shown, or since `rest`."""
-        return self._changed(self._numbers_seen)
-
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
         return self._changed(self._numbers_placed)
@@ -261,6 +261,13 @@ class UnshardedParameters:
         """Return a leaf that was `written`, whose values the shards are to have."""
         return self.leaves[number]
 
+    def refrozen(self) -> list[int]:
+        """The numbers of the leaves that users have frozen, or had trained, since they were made."""
+        now = list(map(_needs_grad, self.leaves))
+        if now == self._requires_grad:
+            return []
+        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
+
     def train(self, requires_grad: Sequence[bool]) -> None:
         """Set for each leaf whether the next operations are differentiated with respect to it.
 
@@ -272,13 +279,6 @@ class UnshardedParameters:
                 leaf.requires_grad_(needs)
         self._requires_grad = list(requires_grad)
         self.__dict__.pop("accumulators", None)
-
-    def refrozen(self) -> list[int]:
-        """The numbers of the leaves that users have frozen, or had trained, since they were made."""
-        now = list(map(_needs_grad, self.leaves))
-        if now == self._requires_grad:
-            return []
-        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
