@@ -26,6 +26,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 2  # of each rank's batch
@@ -114,6 +116,19 @@ class Optional(nn.Module):
     def forward(self, x: Tensor, flags: Flags) -> Tensor:
         x = torch.tanh(self.always(x)) + 0.1
         return x + self.sometimes(x).tanh() if flags[self.number] else x
+
+
+class Penalty(nn.Module):
+    """A layer that adds a penalty of the parameters that it lists, and computes a second time with scaled ones."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, flags: Flags) -> Tensor:
+        penalty = sum(param.square().mean() for param in self.parameters())
+        halved = {name: 0.5 * param for name, param in self.layer.named_parameters()}
+        return x + torch.tanh(self.layer(x)) + functional_call(self.layer, halved, (x,)).tanh() + 0.1 * penalty
 
 
 class Counter(nn.Module):
@@ -291,6 +306,7 @@ def _plain_model(case: Case) -> Model:
                 lambda: Lookup(width, rng.choice((2, 5))),
                 lambda: Tied(width),
                 lambda: Optional(width, next(optional)),
+                lambda: Penalty(width),
             )
         )()
         return made if rng.random() < 0.8 else Chain([Counter(), made])
@@ -314,12 +330,12 @@ def _plain_model(case: Case) -> Model:
     return model
 
 
-UNITS = (Leaf, Bare, Scale, Convolution, Lookup, Tied, Optional, Chain, Around)
+UNITS = (Leaf, Bare, Scale, Convolution, Lookup, Tied, Optional, Penalty, Chain, Around)
 
 
-def _shard(case: Case, model: Model) -> Any:
-    """The model with some of its blocks as units, and itself as the outermost."""
-    rng = random.Random(f"units {case.seed}")
+def _shard(case: Case, model: Model, again: int = 0) -> Any:
+    """The model with some of its blocks as units (others, with other numbers `again`), and itself as the outermost."""
+    rng = random.Random(f"units {case.seed}" + (f" {again}" if again else ""))
     wrap = _front_door(case)
 
     def inside(module: nn.Module) -> None:
@@ -584,6 +600,121 @@ def two_forwards(pair: Pair) -> None:
     pair.end_step()
 
 
+def toggle(pair: Pair) -> None:
+    """Parameters are frozen while a graph exists: for a second forward, or for backward."""
+    listed = [each for each in _listed(pair.sharded, pair.plain) if pair.rng.random() < 0.5]
+    frozen = {pair.sharded: [one for one, _ in listed], pair.plain: [twin for _, twins in listed for twin in twins]}
+    order, reference = pair.rng.choice(("together", "first", "second", "backward")), pair.rng.random() < 0.3
+    recomputes = any(getattr(module, "way", "") == "recomputed" for module in pair.plain.modules())
+    if recomputes or not any(param.requires_grad for param in pair.plain.parameters()):
+        return  # torch refuses to compute again what saves other tensors than before, as what is frozen does
+
+    def run(model: Any, rank: int, share: float) -> Tensor:
+        first, before = model(*pair.batch(rank, 10)).square().mean(), [one.requires_grad for one in frozen[model]]
+        for param in frozen[model]:
+            param.requires_grad_(False)
+        losses = [first]
+        if order == "backward":
+            (first * share).backward()
+        else:
+            with torch.set_grad_enabled(not reference):
+                losses.append(model(*pair.batch(rank, 11)).square().mean())
+        for param, needs in zip(frozen[model], before, strict=True):
+            param.requires_grad_(needs)
+        if order == "together":
+            (sum(losses) * share).backward()
+        elif order != "backward":
+            for loss in losses if order == "first" else reversed(losses):
+                if loss.requires_grad:
+                    (loss * share).backward()
+        return sum(losses).detach()
+
+    found = run(pair.sharded, dist.get_rank(), 1.0)
+    for rank in range(pair.case.world_size):
+        pair.plain.train(rank == dist.get_rank())
+        expected = run(pair.plain, rank, 1.0 / pair.case.world_size)
+        if rank == dist.get_rank():
+            pair.same("loss", found, expected)
+    pair.plain.train()
+    pair.end_step()
+
+
+def backward_again(pair: Pair) -> None:
+    """A graph is kept, and backward runs through it twice."""
+    if not any(param.requires_grad for param in pair.plain.parameters()):
+        return
+    loss = pair.sharded(*pair.batch(dist.get_rank(), 12)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for twin in pair.twins(12):
+        (twin / pair.case.world_size).backward(retain_graph=True)
+        (twin / pair.case.world_size).backward()
+    pair.end_step()
+
+
+def write_memory(pair: Pair) -> None:
+    """Parameters are written in ways that raise no version counter, after a forward that may have left them whole."""
+    evaluate(pair)
+    how = pair.rng.choice(("foreach", "assigned", "swapped"))
+    for model, optimizer in zip((pair.sharded, pair.plain), pair.optimizers, strict=True):
+        params = optimizer.param_groups[0]["params"]
+        kept = [param.data for param in params]
+        if how == "foreach":
+            torch._foreach_mul_(kept, 0.9)
+        else:
+            for param in params:
+                param.data = param.data * 0.9
+        if how == "swapped":
+            with torch.no_grad():
+                model(*pair.batch(0, 13) if pair.case.flags != "apart" else pair.batch(dist.get_rank(), 13))
+            for param, data in zip(params, kept, strict=True):
+                param.data = data
+    evaluate(pair)
+
+
+def write_rows(pair: Pair) -> None:
+    """A part of a parameter along the sharded dimension is written."""
+    if pair.is_wrapper:
+        return
+    pair.reshard()
+    params = dict(pair.sharded.named_parameters())
+    name = pair.rng.choice([name for name, param in pair.plain.named_parameters() if param.dim()])
+    start = pair.rng.randrange(params[name].shape[0])
+    with torch.no_grad():
+        for param in (params[name], dict(pair.plain.named_parameters())[name]):
+            param[start:].mul_(0.5)
+            param[start].add_(0.25)
+
+
+def average(pair: Pair) -> None:
+    """An average of the weights is kept by torch, and evaluated before and after an update."""
+    pair.reshard()
+    averages = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in (pair.sharded, pair.plain)]
+    for _ in range(2):
+        inputs = pair.batch(dist.get_rank(), 14)
+        with torch.no_grad():
+            pair.same("average", *(each.eval()(*inputs) for each in averages))
+        train(pair)
+        pair.reshard()
+        for each, model in zip(averages, (pair.sharded, pair.plain), strict=True):
+            each.update_parameters(model)
+
+
+def wrap_otherwise(pair: Pair) -> None:
+    """Training goes on with other units, which get the optimizer's state by names."""
+    from fsdp import optim_utils
+
+    options = pair.case.options
+    originals = options.get("use_orig_params") or not options.get("flatten_parameters", True)
+    if not originals or pair.case.optimizer == "sgd":  # of a flat parameter, parts with and without a state are refused
+        return
+    full = optim_utils.full_optim_state_dict(pair.sharded, pair.optimizers[0], recipient_rank=None)
+    pair.sharded = _shard(pair.case, copy.deepcopy(pair.plain), again=pair.step + 1)
+    new = OPTIMIZERS[pair.case.optimizer](list(pair.sharded.parameters()))
+    optim_utils.load_full_optim_state_dict(pair.sharded, new, full)
+    pair.optimizers = new, pair.optimizers[1]
+
+
 def load(pair: Pair) -> None:
     """Other values, through `load_state_dict`."""
     torch.manual_seed(pair.step)
@@ -721,6 +852,14 @@ OPERATIONS = (
     "evaluate",
     "forward_only",
     "two_forwards",
+    "toggle",
+    "toggle",
+    "backward_again",
+    "write_memory",
+    "write_memory",
+    "write_rows",
+    "average",
+    "wrap_otherwise",
     "load",
     "summon",
     "scale_data",
@@ -824,6 +963,20 @@ def _all_used(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda pieces, used, *args: original(pieces, [1] * len(used), *args)
 
 
+def _built_anew(original: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(handle: Any) -> None:
+        before = handle._trained
+        original(handle)
+        if handle._trained != before:
+            handle._build()
+
+    return follow
+
+
+def _none(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: []
+
+
 # What is replaced, and what by.
 MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "gradients are divided twice": ("fsdp.engine.grad_buffer.GradientBuffer.add", _divided_twice),
@@ -836,6 +989,15 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "replicas go apart": ("fsdp.engine.reduction.summed", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
     "stale parameters are computed with": ("fsdp.engine.handle.FlatParamHandle.shard_state", _always_the_same),
+    "leaves are built anew when a parameter is frozen": (
+        "fsdp.engine.handle.FlatParamHandle.follow_frozen",
+        _built_anew,
+    ),
+    "a forward lists shards": ("fsdp.engine.handle.FlatParamHandle.list_unsharded", _forgotten),
+    "writes to memory are not seen": ("fsdp.engine.runtime.Runtime._reshard_overwritten", _forgotten),
+    "data of rows is dropped": ("fsdp.engine.dtensor_params.DTensorParams._replaced", _none),
+    "data that was kept is overwritten": ("fsdp.engine.orig_params.let_go", _forgotten),
+    "writes to rows are dropped": ("fsdp.distributed.gathered_part.Source.write_back", _forgotten),
     "what is not used has a gradient": ("fsdp.engine.orig_params.OrigParams.show_gradients", _all_used),
 }
 

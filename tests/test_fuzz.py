@@ -40,12 +40,25 @@ def test_a_case_follows_from_its_seed() -> None:
     assert len({str(Case.of_seed(seed, 2)) for seed in range(20)}) == 20
 
 
+def is_rows(case: Case) -> bool:
+    return case.door == "fully_shard"
+
+
+def has_any(case: Case, *operations: str) -> bool:
+    return not {*operations}.isdisjoint(case.operations)
+
+
 # What a case has to do, so that a mistake can show, where most cases do not.
 NEEDED: dict[str, Callable[[Case], bool]] = {
     "the optimizer's state is not loaded": lambda case: "optimizer_state" in case.operations,
     "the last rank does not load": lambda case: "load" in case.operations,
     "replicas go apart": lambda case: "sharding" in case.options,
     "stale parameters are computed with": lambda case: "local_state" in case.operations,
+    "leaves are built anew when a parameter is frozen": lambda case: "toggle" in case.operations,
+    "writes to memory are not seen": lambda case: is_rows(case) and has_any(case, "average", "write_memory"),
+    "data of rows is dropped": lambda case: is_rows(case) and "write_memory" in case.operations,
+    "data that was kept is overwritten": lambda case: "write_memory" in case.operations,
+    "writes to rows are dropped": lambda case: is_rows(case) and "write_rows" in case.operations,
 }
 
 

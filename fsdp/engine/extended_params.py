@@ -175,7 +175,7 @@ class ExtendedParameters(UnshardedParameters):
             made = torch.as_strided(made, self._shape, self._stride, 0)
         leaf = self._new_leaf(0, made if self._part is None else self._part.dtensor(made), self._requires_grad[0])
         self.leaves[:], self._numbers = [leaf], {leaf: 0}
-        self._swaps = [(*place, leaf, absent) for *place, _, absent in self._swaps]  # type: ignore[misc]
+        self._swaps = [(*place, leaf, absent) for *place, _, absent in self._swaps]
         self.__dict__.pop("accumulators", None)  # of the leaf that was there before
         held = [*self._received, *inner]
         self._memory = [(storage, storage.nbytes()) for storage in map(Tensor.untyped_storage, held)]
