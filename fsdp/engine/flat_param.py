@@ -61,6 +61,7 @@ class FlatParameter(CountedParameter):
     _align: int = 1  # at a multiple of so many elements each parameter starts
     _is_sharded: bool = False  # it holds one rank's shard
     _is_managed: bool = False  # a handle runs it
+    is_standalone: bool = False  # a handle without a unit
     _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was made from, until a handle takes them over
