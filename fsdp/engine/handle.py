@@ -94,6 +94,8 @@ class HandleUnit(Protocol):
 class FlatParamHandle:
     """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
 
+    Units make theirs (`fsdp.flat_param_handles` returns them). To make one by hand, use `fsdp.StandaloneHandle`.
+
     Args:
         shard: this rank's shard of the flat parameter, and what it is run with.
 
