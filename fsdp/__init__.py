@@ -17,7 +17,9 @@ from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
 from fsdp.engine.same_bits import SameBits
+from fsdp.engine.shard_metadata import FlatParamShardMetadata
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
+from fsdp.engine.standalone_handle import StandaloneHandle, flat_param_handles
 from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.engine.state_dict.materialize import materialize
 from fsdp.engine.trace import trace
@@ -69,6 +71,7 @@ __all__ = [
     "EMA",
     "FSDPModule",
     "FlatParamHandle",
+    "FlatParamShardMetadata",
     "FlatParameter",
     "FlattenParamsWrapper",
     "FullyShardedDataParallel",
@@ -84,6 +87,7 @@ __all__ = [
     "SameBits",
     "ShardedGradScaler",
     "ShardingStrategy",
+    "StandaloneHandle",
     "StateDictStager",
     "TrainingState",
     "UnshardHandle",
@@ -100,6 +104,7 @@ __all__ = [
     "disable_checkpointing",
     "enable_wrap",
     "fingerprint",
+    "flat_param_handles",
     "fully_shard",
     "get_fsdp_instances",
     "is_checkpointing",

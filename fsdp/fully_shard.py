@@ -37,7 +37,7 @@ from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
-from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
+from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off, tie_assigned
 from fsdp.engine.state_dict.full import explain
@@ -384,6 +384,7 @@ def _check_module(module: Any) -> None:
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
+    refuse_fake_tensors(module)
 
 
 def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: DeviceMesh, mesh: DeviceMesh) -> None:

@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,10 +100,10 @@ class FullyShardedDataParallel(nn.Module):
         others: the options of the unit, see `__init__`.
 
     Raises:
-        RuntimeError: without a process group, or if the disk is too small.
+        RuntimeError: without a process group, under torch's `FakeTensorMode`, or if the disk is too small.
         TypeError: for parameters that are integers, or `DTensor`s of unknown placements.
-        ValueError: for a module whose own parameters a wrapper has already, that has no parameters, or that shares one
-            with an inner wrapper; for ranks, devices, dtypes and options that do not fit together.
+        ValueError: for a module whose own parameters a wrapper has already, or that shares one with an inner wrapper;
+            for ranks, devices, dtypes and options that do not fit together.
     """
 
     @refuses_keywords
@@ -174,7 +175,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored = Ignored.of(ignored_modules, ignored_parameters)
         if isinstance(module, ShardedParamsWrapper):
             module = module.module  # of an earlier wrapper, which this one takes over from
-        refuse_unwrappable(module, ignored, FSDPModule)
+        refuse_unwrappable(module, FSDPModule)
         groups = Groups.resolve(process_group, sharding_strategy, options.reshard_after_forward)
         self._options = options
         self.process_group, self.replicate_group = groups.shard, groups.replicate
@@ -243,10 +244,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def numel_padded_per_param(self) -> list[int]:
-        """The number of elements that are padding, for each of `params`."""
-        if self._options.use_orig_params:
-            return [0] * len(self.params)
-        return [handle.layout.padding(handle.comm.rank) for handle in self._listed_handles]
+        """The number of elements that are padding, for each of `params`: in a flat one, or behind a local shard."""
+        paddings = [handle.layout.paddings(handle.comm.rank) for handle in self._listed_handles]
+        return list(chain(*paddings) if self._options.use_orig_params else map(sum, paddings))
 
     @property
     def no_broadcast_optim_state(self) -> bool:

@@ -41,7 +41,7 @@ CLIENTS = {"accelerate", "transformers", "lightning"}
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
 # The files that one reads to know how the library works, listed in docs/architecture.md.
 ENGINE_PROPER = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 12, 3_790
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 12, 3_880
 
 MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it
 MAX_FUNCTION_LINES = 60  # of its body, without its docstring

@@ -377,6 +377,17 @@ def labelled(what: str, name: str, function: Callable[..., _Result], *args: Any)
         return function(*args)
 
 
+# Profilers whose ranges are a stack: one that begins in a hook of backward, and ends in another, would end others.
+_STACKS = (torch._C._profiler.ActiveProfilerType.NVTX, torch._C._profiler.ActiveProfilerType.ITT)
+
+
+def begin_range(what: str, name: str) -> record_function | None:
+    """Return a range like that of `labelled`, which its `__exit__` ends; None without a profiler that can show it."""
+    if not torch.autograd._profiler_enabled() or torch._C._autograd._profiler_type() in _STACKS:
+        return None
+    return record_function(f"FSDP::{what} ({name})").__enter__()
+
+
 class _Forked:
     """Stands for a process group in a child that was forked from a rank: the connections are the parent's."""
 

@@ -41,12 +41,13 @@ class FlatParameter(CountedParameter):
     One that is by itself, and not sharded, may keep its shape.
 
     Args:
-        params: a non-empty list or tuple of parameters of one dtype and device, none of them flat.
+        params: a non-empty list or tuple of parameters, all trained or all frozen, of one dtype and device; none flat.
         requires_grad: whether the flat parameter is trained.
         names: the parameters' names, by default their numbers.
 
     Raises:
-        ValueError: if `params` is empty, not a list or tuple of parameters, or contains a `FlatParameter`.
+        ValueError: if `params` is empty, not a list or tuple of parameters, or contains a `FlatParameter`; or for
+            parameters that differ in dtype, device, or whether they are trained.
     """
 
     _names: tuple[str, ...]
@@ -60,6 +61,7 @@ class FlatParameter(CountedParameter):
     _align: int = 1  # at a multiple of so many elements each parameter starts
     _is_sharded: bool = False  # it holds one rank's shard
     _is_managed: bool = False  # a handle runs it
+    is_standalone: bool = False  # a handle without a unit
     _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was made from, until a handle takes them over
@@ -75,12 +77,10 @@ class FlatParameter(CountedParameter):
         for param in () if is_pickled else params:
             if not isinstance(param, nn.Parameter) or isinstance(param, FlatParameter) or is_dtensor(param):
                 raise ValueError(f"FlatParameter flattens plain parameters, got a {type(param).__name__}")
-        dtypes = {param.dtype for param in params}
-        if len(dtypes) > 1:
-            raise ValueError(f"FlatParameter flattens parameters of one dtype, got {sorted(map(str, dtypes))}")
+        names, attributes = tuple(names or map(str, range(len(params)))), tuple(map(attributes_of, params))
+        refuse_unlike(params, names)
         data = torch.cat([param.detach().reshape(-1) for param in params])
         shapes = tuple(param.shape for param in params)
-        names, attributes = tuple(names or map(str, range(len(params)))), tuple(map(attributes_of, params))
         return cls._build(data, requires_grad, names, shapes, attributes=attributes)
 
     @classmethod
@@ -305,6 +305,15 @@ class FlatParameter(CountedParameter):
             self.attributes,
             attributes_of(self),
         )
+
+
+def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise ValueError unless one flat parameter can hold all of these."""
+    for what in ("dtype", "device", "requires_grad"):
+        values = [getattr(param, what) for param in params]
+        if len(set(values)) > 1:
+            listing = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+            raise ValueError(f"FlatParameter flattens parameters of one {what}, got {listing}. Make one for each.")
 
 
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:

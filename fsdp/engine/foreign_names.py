@@ -1,11 +1,14 @@
 """Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, and what to use instead.
 
-And those by which torch's composable functions (`replicate`, `fully_shard`) leave each other's modules alone.
+They are arguments, methods, attributes and environment variables. The module has besides the marks by which torch's
+composable functions (`replicate`, `fully_shard`) leave each other's modules alone.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec
 
@@ -46,6 +49,52 @@ METHODS = {
     "check_is_root": "the outermost wrapper is whichever is used first",
 }
 
+_HANDLES = "fsdp.flat_param_handles(model) lists the handles of all units"
+_STREAMS = "streams and events belong to the communicators, and there are none to be set"
+_TYPE = "there is no type to be set, " + _FULL
+
+# Attributes that instances of FSDP1 have, most of them private, and that its clients read all the same.
+ATTRIBUTES = {
+    "_handle": _HANDLES,
+    "_handles": _HANDLES,
+    "_all_handles": _HANDLES,
+    "_fully_sharded_module_to_handle": _HANDLES,
+    "_flat_param": "params lists this wrapper's flat parameters, and fsdp.flat_param_handles(model) their handles",
+    "_has_params": "params is empty for a wrapper without parameters of its own",
+    "_use_orig_params": "the attribute is use_orig_params",
+    "_use_full_prec_in_eval": "the option is MixedPrecision(full_precision_in_eval=True)",
+    "_all_fsdp_states": "use fsdp.get_fsdp_instances(model)",
+    "_comm_hook": "register_comm_hook() sets one, for all units",
+    "_comm_hook_state": "register_comm_hook() is given the state, and the hook is called with it",
+    "_device_mesh": "process_group and replicate_group are the groups of its dimensions",
+    "_gradient_predivide_factor": "the attribute is gradient_predivide_factor",
+    "_gradient_postdivide_factor": "the attribute is gradient_postdivide_factor",
+    "_sync_gradients": "no_sync() decides whether gradients are reduced",
+    "_ignored_modules": "they are given as ignored_modules, and stay ordinary modules",
+    "_ignored_params": "they are given as ignored_parameters, and stay ordinary parameters",
+    "_exec_order_data": "the order of units is learned in each pass; fsdp.trace shows it",
+    "_device_handle": _STREAMS,
+    "_default_stream": _STREAMS,
+    "_unshard_stream": _STREAMS,
+    "_pre_unshard_stream": _STREAMS,
+    "_post_backward_stream": _STREAMS,
+    "_all_reduce_stream": _STREAMS,
+    "_free_event_queue": _STREAMS,
+    "_state_dict_type": _TYPE,
+    "_state_dict_config": _TYPE,
+    "_optim_state_dict_config": _OPTIM,
+    **{name: KEYWORDS[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
+}
+
+# Environment variables that FSDP1 follows when they are "1".
+VARIABLES = {
+    "FSDP_USE_FULL_PREC_IN_EVAL": "pass mixed_precision=MixedPrecision(..., full_precision_in_eval=True)",
+    "FSDP_SKIP_WRITEBACK_CHECK": "leave it out: what users change between steps is always looked for, and kept",
+    "FSDP_USE_UNSAFE_SETATTR": "leave it out: there is one way in which modules get their parameters",
+    "FSDP_USE_FAKE_ALL_GATHER": "use fsdp.trace for the time of all-gathers, and fsdp.plan for their bytes",
+    "FSDP_USE_FAKE_REDUCE": "use fsdp.trace for the time of reductions, and fsdp.plan for their bytes",
+}
+
 # Private names of FairScale that its clients call or override all the same.
 PRIVATE = {
     "_rebuild_full_params": "use summon_full_params(), or run the module, which gathers by itself",
@@ -76,7 +125,7 @@ PRIVATE = {
 
 def refuse_foreign(owner: type, name: str) -> None:
     """Raise AttributeError for a name of FSDP1 or FairScale that a class does not have."""
-    for others, table in (("torch's", METHODS), ("FairScale's", PRIVATE)):
+    for others, table in (("torch's", METHODS), ("torch's", ATTRIBUTES), ("FairScale's", PRIVATE)):
         if name in table:
             raise AttributeError(f"{owner.__name__} has no {name}, which {others} has: {table[name]}")
 
@@ -114,13 +163,28 @@ class ForeignMethod:
 
 
 def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Have a constructor raise TypeError for arguments that only FSDP1 has; it shows its own signature."""
+    """Have a constructor raise TypeError for arguments that only FSDP1 has; it shows its own signature.
+
+    It warns of FSDP1's environment variables as well.
+    """
 
     @functools.wraps(init)
     def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> None:
         for name in given:
             if name in KEYWORDS:
                 raise TypeError(f"FullyShardedDataParallel has no argument {name}, which torch's has: {KEYWORDS[name]}")
+        _warn_of_variables()
         init(*args, **given)
 
     return checked
+
+
+@functools.cache
+def _warn_of_variables() -> None:
+    """Warn, once, of environment variables that only FSDP1 follows."""
+    for name, instead in VARIABLES.items():
+        if os.environ.get(name) == "1":
+            warnings.warn(
+                f"{name}=1 is for torch's FullyShardedDataParallel, and has no effect on fsdp's: {instead}",
+                stacklevel=4,
+            )

@@ -23,6 +23,7 @@ when it is needed next (`absorb`, `follow_shard`) and stores what it finds in th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
-from fsdp.distributed.communicator import in_stage, labelled
+from fsdp.distributed.communicator import in_stage, labelled, own_rank
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.autograd import InternalError
@@ -45,8 +46,11 @@ from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
 from fsdp.engine.shard import Shard
+from fsdp.engine.shard_metadata import FlatParamShardMetadata
 from fsdp.engine.shard_values import ShardValues
 from fsdp.engine.unsharded_params import UnshardedParameters
+
+_log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -89,6 +93,8 @@ class HandleUnit(Protocol):
 
 class FlatParamHandle:
     """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
+
+    Units make theirs (`fsdp.flat_param_handles` returns them). To make one by hand, use `fsdp.StandaloneHandle`.
 
     Args:
         shard: this rank's shard of the flat parameter, and what it is run with.
@@ -166,6 +172,10 @@ class FlatParamHandle:
     def shared_param_infos(self) -> list[SharedParamInfo]:
         """All other places."""
         return [SharedParamInfo(*place, primary=places[0]) for places in self.places for place in places[1:]]
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """Return which elements of which parameters are in this rank's shard."""
+        return FlatParamShardMetadata.of(self.layout, self.comm.rank)
 
     @property
     def is_sharded(self) -> bool:
@@ -353,6 +363,8 @@ class FlatParamHandle:
             raise InternalError(
                 f"rank {self.comm.rank}, {self.name}: {self.phase.name} -> {phase.name} is not a legal step"
             )
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("rank %d, %s: %s -> %s", own_rank(), self.name, self.phase.name, phase.name)
         self.phase = phase
 
     def unshard(self) -> None:
@@ -433,8 +445,10 @@ class FlatParamHandle:
                 self.post_forward_shard.keep(self.unsharded.full, self._gathered)
             else:
                 self.post_forward_shard.forget()
-        if self.phase is Phase.SHARDED:
-            return
+        if self.phase is not Phase.SHARDED:
+            labelled("reshard", self.unit.name, self._free)
+
+    def _free(self) -> None:
         if self.phase is Phase.UNSHARDED:
             self.unsharded.hide()
         if self.unsharded.is_shard:

@@ -125,7 +125,11 @@ class Layout(ABC):
 
     def padding(self, rank: int) -> int:
         """Elements of the rank's shard that belong to no parameter."""
-        return self.shard_numel - sum(interval.numel for interval in self.intervals(rank))
+        return sum(self.paddings(rank))
+
+    @abstractmethod
+    def paddings(self, rank: int) -> list[int]:
+        """Return for each parameter how many of these elements lie behind it, before the next one begins."""
 
     def local_shards(self, shard: Tensor, rank: int) -> list[Tensor]:
         """Views of a shard ``[shard_numel]``: what it has of each parameter, flat, and empty where it has nothing."""
@@ -223,6 +227,11 @@ class ContiguousLayout(Layout):
         """The number of elements of a gathered buffer between each parameter and the next, or the end."""
         nexts = [*(slot.start for slot in self.slots[1:]), self.padded_numel]
         return [start - slot.stop for slot, start in zip(self.slots, nexts, strict=True)] if self.slots else []
+
+    def paddings(self, rank: int) -> list[int]:
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        behind = ((slot.stop, slot.stop + gap) for slot, gap in zip(self.slots, self.gaps, strict=True))
+        return [max(0, min(stop, end) - max(start, begin)) for start, stop in behind]
 
     @cached_property
     def _empty_ranges(self) -> list[tuple[int, int]]:

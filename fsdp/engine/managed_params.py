@@ -122,9 +122,12 @@ def collect(
                     f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
                     "the plain module, without a FlattenParamsWrapper around it or inside."
                 )
-            if param is None or is_ours(param) or (submodule, name) in claimed:
+            if param is None or (submodule, name) in claimed:
                 continue
             if ignored is not None and ignored.has(submodule, param):
+                continue
+            if (owner := owner_of(param)) is not None:
+                _refuse_standalone(fqn, owner)
                 continue
             kind = found
             if tied is not None and lender_of(param) is not None:
@@ -135,6 +138,14 @@ def collect(
             kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
     _refuse_aliases(found | (tied or {}))
     return found
+
+
+def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
+    if shard.is_standalone:
+        raise ValueError(
+            f"{fqn} is sharded by a StandaloneHandle, which no unit would unshard: shard the module without the "
+            "handle, or have the parameter ignored and go on unsharding it by hand"
+        )
 
 
 def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:

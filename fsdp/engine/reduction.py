@@ -7,6 +7,7 @@ starts its next stage; so what travels within a machine, what travels across, an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Pending
-from fsdp.distributed.communicator import labelled, summed
+from fsdp.distributed.communicator import labelled, own_rank, summed
 from fsdp.engine.grad_buffer import divided
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
 
 # Each step first waits for what the last one has started.
 Stages = Generator[None, None, None]
@@ -40,13 +43,16 @@ class Bucket:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
         handles = sorted(self.divisors, key=lambda handle: handle.number)  # alike on all ranks, however they arrived
         first, *_, last = [handles[0], *handles]
+        name = first.unit.name if last is first else f"{first.name} to {last.name}"
+        _note(handles, "reduction started")
         if len(handles) == 1 or first.unit.comm_hook is not None:
             each = [handle.reduce() for handle in handles]
         else:
-            each = [_reduce_together(handles)]
+            each = [_reduce_together(handles, name)]
         if first.reduce_comm.world_size > 1 or not first.is_replicated:
             yield
-        shards = [each.pop(0).wait() for _ in list(each)]  # unsharded gradients that were sent are let go
+        # Unsharded gradients that were sent are let go.
+        shards = [labelled("reduce_scatter_wait", name, each.pop(0).wait) for _ in list(each)]
         if first.is_replicated:  # and has no hook, so that there is one
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
             tag = tuple(handle.replica_tag for handle in handles)
@@ -55,7 +61,7 @@ class Bucket:
                 return
             summing = summed(first.replicas, scattered, first.gradients.dtype, what, tag)
             del scattered
-            shards = [(yield from summing).to(first.flat_param.dtype)]
+            shards = [(yield from _shown("all_reduce", name, summing)).to(first.flat_param.dtype)]
         if self.is_abandoned:
             return
         divisors = [self.divisors[handle] for handle in handles]
@@ -68,6 +74,13 @@ class Bucket:
             if hook is not None:
                 gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
             handle.accept(gradient)
+        _note(handles, "reduction finished")
+
+
+def _note(handles: Sequence[FlatParamHandle], event: str) -> None:
+    if _log.isEnabledFor(logging.DEBUG):
+        for handle in handles:
+            _log.debug("rank %d, %s: %s", own_rank(), handle.name, event)
 
 
 def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
@@ -77,8 +90,18 @@ def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
     return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
-def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
-    first, *_, last = handles
+def _shown(what: str, name: str, stages: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
+    """Run stages one by one, each of which a profiler shows, as it does what is `labelled`."""
+    while True:
+        try:
+            labelled(what, name, next, stages)
+        except StopIteration as end:
+            return end.value
+        yield
+
+
+def _reduce_together(handles: Sequence[FlatParamHandle], name: str) -> Pending:
+    first = handles[0]
     # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
     taken = [handle.gradients.take() for handle in handles]
     divisor = taken[0].divisor  # which nearly always is that of all
@@ -86,10 +109,10 @@ def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     together, dtype = divided(torch.cat(flats, dim=1).view(-1), divisor), first.reduced_dtype
     for handle, one in zip(handles, taken, strict=True):
         handle.gradients.reuse(one)
-    what = f"reduce-scatter of {first.name} to {last.name}"
+    what = f"reduce-scatter of {name}"
     tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
     reduce_scatter = first.reduce_comm.reduce_scatter
-    return labelled("reduce_scatter", f"{first.name} to {last.name}", reduce_scatter, together, what, tag, dtype)
+    return labelled("reduce_scatter", name, reduce_scatter, together, what, tag, dtype)
 
 
 class Reductions:

@@ -128,6 +128,14 @@ class RowsLayout(Layout):
             return None
         return Interval(slot, first * chunk.row_numel, last * chunk.row_numel, chunk.offset)
 
+    def paddings(self, rank: int) -> list[int]:
+        order = sorted(range(len(self.slots)), key=lambda slot: (self._chunks[slot].offset, self._chunks[slot].stop))
+        begins, paddings = [self._chunks[slot].offset for slot in order], [0] * len(order)
+        for slot, begin, end in zip(order, begins, [*begins[1:], self.shard_numel], strict=bool(order)):
+            interval = self.interval(slot, rank)
+            paddings[slot] = end - begin - (interval.numel if interval else 0)
+        return paddings
+
     def unpack(self, full: Tensor) -> list[Tensor]:
         if self.gathers_in_order:
             return self.views(full)

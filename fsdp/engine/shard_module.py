@@ -9,6 +9,7 @@ places of the original parameters, is what the two front doors differ in, and a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -205,7 +206,7 @@ def _make_unit(
     return unit
 
 
-def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) -> None:
+def refuse_unwrappable(module: Any, fully_sharded: type[Any]) -> None:
     """Raise an error for what `FullyShardedDataParallel` cannot wrap, as what `fully_shard` gave its class."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
@@ -219,11 +220,18 @@ def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) 
             f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
             "model, or the wrapper"
         )
-    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
-        raise ValueError(
-            f"{type(module).__name__} has no parameters to shard"
-            + (" that are not ignored" if ignored.parameters else "")
-            + ": leave it unwrapped, or wrap the module around it"
+    refuse_fake_tensors(module)
+
+
+def refuse_fake_tensors(module: nn.Module) -> None:
+    """Raise RuntimeError for a module of torch's fake tensors, or under the mode that makes them."""
+    made = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
+    if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0), *module.parameters())):
+        raise RuntimeError(
+            f"this {type(module).__name__} is to be sharded under FakeTensorMode, or was built there: ranks exchange "
+            "values, which fake tensors do not have. For the memory and the traffic of sharded training, call "
+            "fsdp.plan(model, world_size=...) on the plain model. To shard what has no values yet, build it on the "
+            "meta device."
         )
 
 

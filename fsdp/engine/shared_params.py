@@ -48,11 +48,15 @@ def restore_order(unit: Unit) -> None:
     for each in dict.fromkeys([unit, *(member for one in unit.shares for member in one.members)]):
         places = [*(one.places for one in each.wanted), *(used for one in each.visible_handles for used in one.places)]
         for module in {place.module for used in places for place in used}:
-            params = dict(module._parameters)
-            module._parameters.clear()
-            order = each.param_order.get(module, ())
-            module._parameters.update({name: params.pop(name) for name in order if name in params})
-            module._parameters.update(params)
+            reorder(module, each.param_order.get(module, ()))
+
+
+def reorder(module: nn.Module, order: Iterable[str]) -> None:
+    """Have a module list its parameters in this order, and all others behind them."""
+    params = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({name: params.pop(name) for name in order if name in params})
+    module._parameters.update(params)
 
 
 def share(unit: Unit, param: Any) -> None:

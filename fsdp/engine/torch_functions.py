@@ -263,6 +263,12 @@ def _models_of(
         for unit in runtime.units
         for handle in unit.handles
     }
+    if by_hand := [param for param in shards if param.owner.is_standalone]:
+        raise RuntimeError(
+            f"{function}: {by_hand[0].owner._names[0]} is sharded by a StandaloneHandle, and each rank would see its "
+            "own shard. Sum the squares of the shards' gradients over the ranks (torch.distributed.all_reduce), and "
+            "scale the gradients by hand; or make the module a unit, whose gradients this function clips."
+        )
     unused = [param for param in shards if id(param.owner) not in handles]
     if not all(map(is_dtensor, unused)) and any(of_values or param.grad is not None for param in unused):
         raise RuntimeError(

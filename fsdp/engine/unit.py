@@ -5,6 +5,7 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -12,9 +13,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
+from fsdp.distributed.communicator import begin_range, own_rank
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
@@ -29,6 +32,8 @@ from fsdp.engine.unit_backward import UnitBackward
 _ATTRIBUTE = "_fsdp_unit"
 
 _Request = TypeVar("_Request")
+
+_log = logging.getLogger(__name__)
 
 
 class TrainingState(Enum):
@@ -136,6 +141,7 @@ class Unit:
 
     # Hidden by the attribute of an instance. A `__getattr__` would make all attributes slow.
     handles: list[FlatParamHandle] = cast(Any, _HandlesOfCopy())
+    _range: record_function | None = None  # that a profiler shows of its present state
 
     def __init__(
         self,
@@ -180,7 +186,7 @@ class Unit:
         self.comm_hook: CommHook | None = None
         self.all_reduce_hook: AllReduceHook | None = None
         self.name = type(module).__name__
-        self.state = TrainingState.IDLE
+        self._state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
         self.is_agreed = False  # the ranks have compared what they have
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
@@ -195,6 +201,26 @@ class Unit:
             each.__dict__[_ATTRIBUTE] = self
         self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
         self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
+
+    @property
+    def state(self) -> TrainingState:
+        """The state that it is in; profilers and the debug log show when it goes to another."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainingState) -> None:
+        before, self._state = self._state, state
+        if state is before:
+            return
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if state is TrainingState.FORWARD:
+            self._range = begin_range("forward", self.name)
+        elif state is TrainingState.BACKWARD_PRE:
+            self._range = begin_range("backward", self.name)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("rank %d, %s: %s -> %s", own_rank(), self.name, before.name, state.name)
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -231,6 +257,7 @@ class Unit:
             "policy": self.policy.of_copy(),
             "requests": {},
             "unfinished_load": None,
+            "_range": None,
             # What moved to a unit around it is back: that may not be copied.
             "_incomplete_handles": list(self.owned_handles),
             "shares": [one for one in self.shares if self in one.members],

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed.fsdp as torchs
 from torch import nn
+from torch.distributed.fsdp import _flat_param
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.engine.foreign_names import KEYWORDS
+from fsdp.engine.foreign_names import ATTRIBUTES, KEYWORDS, VARIABLES
+from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
@@ -71,6 +73,39 @@ def test_policies_of_torch_have_counterparts() -> None:
     for theirs, ours in table("fsdp1.md", "Policies"):
         assert all(hasattr(torchs.wrap, name) for name in re.findall(r"`(\w+)[`(]", theirs))
         assert all(hasattr(fsdp, name) for name in re.findall(r"`(\w+)[`(]", ours) if name != "wrapper_config")
+
+
+def test_every_name_of_the_flat_parameter_of_fsdp1_is_in_its_table() -> None:
+    first = " ".join(row[0] for row in table("fsdp1.md", "Flat parameters and handles"))
+    assert set(_flat_param.__all__) <= set(re.findall(r"\w+", first))
+    source = inspect.getsource(_flat_param)
+    assert all(re.search(rf"\b{name}\b", source) for name in re.findall(r"`(_?\w+)[`(]", first))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_counterparts_of_the_flat_parameter_of_fsdp1_exist(use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 3), Alone(), use_orig_params=use_orig_params)
+    (handle,) = fsdp.flat_param_handles(model)
+    roots = {"handle": handle, "flat": handle.flat_param, "layout": handle.layout, "model": model, "fsdp": fsdp}
+    for theirs, here, _ in table("fsdp1.md", "Flat parameters and handles"):
+        for root, path in re.findall(r"\b(handle|flat|layout|model|fsdp)\.([\w.]+)", here):
+            found: Any = roots[root]
+            for part in path.split("."):
+                assert hasattr(found, part), theirs
+                found = getattr(found, part)
+        for method in re.findall(r"`(\w+)\(\)`", here):
+            assert hasattr(handle, method) or hasattr(handle.flat_param, method), theirs
+
+
+def test_attributes_of_fsdp1_in_its_table_are_here_or_errors() -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 3), Alone())
+    rows = table("fsdp1.md", "Attributes")
+    assert all(name in ATTRIBUTES or hasattr(model, name) for row in rows for name in names(row[0]))
+
+
+def test_the_environment_variables_of_fsdp1_are_in_their_table() -> None:
+    rows = table("fsdp1.md", "Environment variables")
+    assert {name for row in rows for name in names(row[0])} == set(VARIABLES)
 
 
 def test_methods_of_fsdp2_in_the_table_are_torchs() -> None:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState
+from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState, fully_shard
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -64,9 +65,23 @@ def test_integer_parameters(dtype: torch.dtype) -> None:
         wrap_alone(module)
 
 
-def test_a_module_without_parameters() -> None:
-    with pytest.raises(ValueError, match="ReLU has no parameters to shard: leave it unwrapped"):
-        wrap_alone(nn.ReLU())
+def fake_layers() -> nn.Module:
+    with FakeTensorMode():
+        return layers()
+
+
+@pytest.mark.parametrize("shard", [wrap_alone, fully_shard], ids=["wrapper", "rows"])
+@pytest.mark.parametrize("make", [fake_layers, layers], ids=["fake", "plain"])
+def test_under_a_mode_of_fake_tensors(shard: Callable[[nn.Module], Any], make: Callable[[], nn.Module]) -> None:
+    module = make()
+    with pytest.raises(RuntimeError, match=r"this Sequential .* FakeTensorMode, .*fsdp\.plan\(model"), FakeTensorMode():
+        shard(module)
+
+
+@pytest.mark.parametrize("shard", [wrap_alone, fully_shard], ids=["wrapper", "rows"])
+def test_fake_parameters(shard: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"this Sequential .* FakeTensorMode, .*fsdp\.plan\(model"):
+        shard(fake_layers())
 
 
 def test_a_module_that_is_wrapped_already() -> None:

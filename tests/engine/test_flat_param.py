@@ -83,6 +83,20 @@ def test_it_flattens_plain_parameters_only(stranger: Any) -> None:
         FlatParameter([*params((2,)), stranger])
 
 
+@pytest.mark.parametrize(
+    ("other", "listing"),
+    [
+        (nn.Parameter(torch.ones(3).double()), "dtype, got a: torch.float32, b: torch.float64"),
+        (nn.Parameter(torch.ones(3, device="meta")), "device, got a: cpu, b: meta"),
+        (nn.Parameter(torch.ones(3), requires_grad=False), "requires_grad, got a: True, b: False"),
+    ],
+    ids=["dtype", "device", "frozen"],
+)
+def test_parameters_that_differ_are_named(other: nn.Parameter, listing: str) -> None:
+    with pytest.raises(ValueError, match=f"flattens parameters of one {listing}. Make one for each"):
+        FlatParameter([*params((2,)), other], names=["a", "b"])
+
+
 def test_views_have_the_original_shapes_and_values() -> None:
     plain = params((2, 3), (), (0, 4), (5,))
     views = list(FlatParameter(plain).get_param_views())

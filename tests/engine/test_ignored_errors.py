@@ -57,15 +57,6 @@ def test_wrong_kinds_are_named(argument: str, given: Any, message: str) -> None:
         alone(layers(), **{argument: given})
 
 
-def test_something_has_to_be_left_to_shard() -> None:
-    model = layers()
-    with pytest.raises(ValueError, match="no parameters to shard that are not ignored"):
-        alone(model, ignored_modules=[model[0]], ignored_parameters=list(model[1].parameters()))
-    with pytest.raises(ValueError, match="no parameters to shard that are not ignored"):
-        alone(model, ignored_modules=[model])
-    alone(model)
-
-
 @parametrize_pairs(layout=list(LAYOUTS), inner=["1", "1.0"])
 def test_what_an_inner_unit_has_sharded_cannot_be_ignored(ranks: RankPool, layout: str, inner: str) -> None:
     for world_size in (1, 2):

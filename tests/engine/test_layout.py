@@ -79,6 +79,12 @@ def test_a_shard_is_its_intervals_in_order_and_padding(kind: type[Layout], shape
             free, last_slot = kept.offset + kept.numel, kept.slot
         assert free <= layout.shard_numel
         assert sum(kept.numel for kept in layout.intervals(rank)) + layout.padding(rank) == layout.shard_numel
+        paddings = layout.paddings(rank)
+        assert len(paddings) == len(layout.slots)
+        assert min(paddings, default=0) >= 0
+        ends = [*(kept.offset for kept in layout.intervals(rank)[1:]), layout.shard_numel]
+        for kept, end in zip(layout.intervals(rank), ends, strict=False):
+            assert kept.offset + kept.numel + paddings[kept.slot] <= end
     assert layout.padded_numel == world_size * layout.shard_numel
     assert sum(layout.padding(rank) for rank in range(world_size)) == layout.padded_numel - layout.numel
 

@@ -94,6 +94,52 @@ def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], opt
     ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
 
 
+# Modules without parameters
+
+
+def around_nothing(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 7), wrap(nn.Tanh()), wrap(nn.LayerNorm(7, elementwise_affine=False)), nn.Linear(7, 5)
+    return wrap(nn.Sequential(wrap(wrap(nn.Identity())), *layers))
+
+
+@parametrize_pairs(world_size=[2, 3], options=OPTIONS)
+def test_a_unit_without_parameters(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
+    ranks(world_size).run(assert_trains_like_plain, around_nothing, once, eval_first, options=options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_root_without_parameters(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_use_root_without_parameters)
+
+
+def _use_root_without_parameters() -> None:
+    model, inputs = FullyShardedDataParallel(nn.ReLU()), torch.tensor([-1.0, 2.0], requires_grad=True)
+    for _ in range(2):
+        model(inputs).sum().backward()
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [0.0, 2.0]
+    assert (list(model.parameters()), model.params, model.numel_padded_per_param) == ([], [], [])
+    assert model.state_dict() == {}
+    model.load_state_dict(model.state_dict())
+    with model.summon_full_params():
+        assert list(model.parameters()) == []
+    assert model.clip_grad_norm_(1.0) == 0.0
+
+
+def test_a_unit_of_which_everything_is_ignored(ranks: RankPool) -> None:
+    ranks(2).run(_ignore_everything)
+
+
+def _ignore_everything() -> None:
+    module = nn.Linear(5, 5)
+    model = FullyShardedDataParallel(module, ignored_modules=[module])
+    assert list(model.parameters()) == [module.weight, module.bias]
+    score(model(torch.ones(2, 5))).backward()
+    assert module.weight.grad is not None
+    assert model.state_dict().keys() == {"weight", "bias"}
+
+
 # Frozen parameters, and several dtypes, in one unit
 
 

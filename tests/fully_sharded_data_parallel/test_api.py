@@ -360,6 +360,11 @@ def _read_attributes() -> None:
     assert model.numel_padded_per_param == [0]  # 12 elements
     padded = FullyShardedDataParallel(nn.Linear(5, 2, bias=False), flatten_parameters=False)
     assert padded.numel_padded_per_param == [2 if dist.get_rank() == 2 else 0]  # 10 elements, 4 each
+    originals = FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2)), use_orig_params=True)
+    # Of 10, 2, 4 and 2 elements, each at a multiple of 8: 34 with the gaps, of which each rank has 12.
+    behind = {0: [2, 0, 0, 0], 1: [4, 6, 0, 0], 2: [0, 0, 4, 2]}[dist.get_rank()]
+    assert originals.numel_padded_per_param == behind
+    assert sum(param.numel() for param in originals.params) + sum(behind) == 12
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         mixed = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(5, 2), Alone())), pair)

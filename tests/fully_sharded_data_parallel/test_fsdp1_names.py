@@ -11,7 +11,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.engine.foreign_names import KEYWORDS, METHODS
+from fsdp.engine import foreign_names
+from fsdp.engine.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, VARIABLES
 from tests.helpers.parity import Alone
 
 
@@ -49,3 +50,52 @@ def test_methods_say_what_to_use(name: str) -> None:
         with pytest.raises(AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's has") as error:
             getattr(asked, name)
         assert METHODS[name] in str(error.value)
+
+
+@pytest.mark.parametrize("name", list(ATTRIBUTES))
+def test_attributes_say_what_to_use(name: str) -> None:
+    model = wrapped()
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=f"FullyShardedDataParallel has no {name}, which torch's has") as error:
+        getattr(model, name)
+    assert ATTRIBUTES[name] in str(error.value)
+
+
+def test_an_attribute_of_the_wrapped_module_is_found_first() -> None:
+    module = nn.Linear(2, 3)
+    module._handle = 7
+    assert FullyShardedDataParallel(module, Alone())._handle == 7
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As in a process that has wrapped nothing yet, without variables."""
+    foreign_names._warn_of_variables.cache_clear()
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    foreign_names._warn_of_variables.cache_clear()
+
+
+@pytest.mark.parametrize("name", list(VARIABLES))
+def test_an_environment_variable_is_warned_of_once(name: str, new_process: pytest.MonkeyPatch) -> None:
+    new_process.setenv(name, "1")
+    with pytest.warns(UserWarning, match=f"{name}=1 is for torch's FullyShardedDataParallel") as warned:
+        [wrapped() for _ in range(2)]
+    assert len(warned) == 1
+    assert VARIABLES[name] in str(warned[0].message)
+    assert warned[0].filename == __file__
+
+
+def test_a_variable_that_is_not_set_to_one_says_nothing(new_process: pytest.MonkeyPatch, recwarn: Any) -> None:
+    for name in VARIABLES:
+        new_process.setenv(name, "0")
+    wrapped()
+    assert not recwarn.list
+
+
+def test_the_variables_are_those_of_the_installed_torch() -> None:
+    from torch.distributed.fsdp import _flat_param
+
+    theirs = {value for name, value in vars(_flat_param).items() if name.startswith("_FSDP_")}
+    assert theirs == set(VARIABLES)
