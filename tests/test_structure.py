@@ -40,8 +40,8 @@ INDEXES = {"distributed", "engine", "engine.state_dict", "uneven", "compat"}
 CLIENTS = {"accelerate", "transformers", "lightning"}
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
 # The files that one reads to know how the library works, listed in docs/architecture.md.
-ENGINE_PROPER = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 12, 3_880
+CENTRAL = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
+MAX_CENTRAL_FILES = 12  # what a step enters beyond them is measured by tests/engine/test_walk.py
 
 MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it
 MAX_FUNCTION_LINES = 60  # of its body, without its docstring
@@ -347,11 +347,10 @@ def test_a_module_can_be_read_in_one_sitting() -> None:
     assert not long, f"modules longer than {MAX_MODULE_LINES} lines: {long}"
 
 
-def test_the_engine_proper_is_listed_and_stays_small() -> None:
-    listed = ENGINE_PROPER.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
-    lines = sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in listed)
-    assert 8 <= len(listed) <= MAX_ENGINE_FILES
-    assert lines <= MAX_ENGINE_LINES, f"what docs/architecture.md asks one to read has {lines} lines"
+def test_the_central_files_are_listed() -> None:
+    listed = CENTRAL.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert 8 <= len(listed) <= MAX_CENTRAL_FILES
+    assert all((PACKAGE / file).is_file() for file in listed)
 
 
 def test_a_function_fits_on_a_screen() -> None:

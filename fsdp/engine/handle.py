@@ -376,7 +376,7 @@ class FlatParamHandle:
             )
         if self.phase is Phase.UNSHARDING:
             return
-        self.absorb()
+        self._absorb_values()
         state = self.shard_state
         if self.phase is Phase.UNSHARDED:
             if state == self._gathered:
@@ -618,18 +618,23 @@ class FlatParamHandle:
     def absorb(self) -> None:
         """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of shards.
 
-        What they have frozen while it was unsharded is frozen.
+        Parameters that users have frozen or thawed in their modules are followed.
 
         Raises:
             RuntimeError: for what cannot be written; it is left where it is.
         """
+        self._absorb_values()
+        if not self.is_exposed:
+            self.follow_frozen()
+
+    def _absorb_values(self) -> None:
         if self.is_exposed or self.phase is Phase.UNSHARDING:
             return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
         replaced = self.unsharded.disturbed() + self.registry.missing()
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
-        self.follow_frozen()
         if replaced or written:
+            self.follow_frozen()  # new values must require gradients as the parameters do
             self._store_changes(list(dict.fromkeys(replaced)), written)
         if self.orig_params is not None:
             for slot in self.orig_params.absorb():
