@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
@@ -41,10 +41,7 @@ def watch_optimizers() -> None:
 @uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Prepare a step: at once, or when its closure has made the gradients."""
-    for group in optimizer.param_groups:
-        if SHARDS_OF in group:
-            without_signature(optimizer, group, group)
-            del group[SHARDS_OF]
+    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
     closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
     if closure is None:
         _prepare(optimizer)
@@ -300,10 +297,13 @@ def _name_of(param: Any) -> str:
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
-# The groups of an optimizer's state dict say under this key which ranks' shards the state is of. torch takes options
-# that it does not know over into the groups of the optimizer that loads it, where its first step finds them: until the
-# first forward nobody knows which ranks' shards this one has.
+# An optimizer's state dict contains under this key, beside `state` and `param_groups`, which ranks' shards it is of, as
+# pairs of a rank and a number of ranks. Version 0.1.0 wrote such a list into each group.
 SHARDS_OF = "fsdp_shards_of"
+
+Signature = list[list[int]]
+# Signatures of loaded states. Before the first forward no runtime knows this rank's shards: the next step compares.
+_unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakref.WeakKeyDictionary()
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
@@ -311,42 +311,58 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(load)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        _refuse_unsharded_state(self, state_dict)
-        saved = state_dict.get("param_groups", ())
-        if any(SHARDS_OF in group for group in saved) and len(saved) == len(self.param_groups):
-            groups = [without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
+        signature = signature_of(state_dict)
+        refuse_shards_of_others(self, signature)
+        if not signature:
+            _refuse_unsharded_state(self, state_dict)
+        groups = state_dict.get("param_groups", ())
+        if any(SHARDS_OF in group for group in groups):  # torch would copy the key into the optimizer's groups
+            groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
             state_dict = {**state_dict, "param_groups": groups}
         load(self, state_dict)
+        expect_shards_of(self, signature)
 
     return load_state_dict
 
 
+def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
+    """Add to an optimizer's state dict whose shards it is of, if other ranks have other shards of its parameters."""
+    own = _shards_in(params)
+    if any(world_size > 1 for _, world_size in own):
+        state_dict[SHARDS_OF] = own
+
+
 def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        own = _shards_in(group)
-        if any(world_size > 1 for _, world_size in own):
-            saved[SHARDS_OF] = own
+    sign(state_dict, _listed(optimizer))
 
 
-def without_signature(optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved group without what says whose shards it is of: this rank's; as it is while that is not known."""
-    signature, own = saved.get(SHARDS_OF), _shards_in(group) if SHARDS_OF in saved else []
-    if not own:
-        return saved
-    if signature and own != signature:
-        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature, own))
+def signature_of(state_dict: Mapping[str, Any]) -> Signature:
+    """Return whose shards an optimizer's state dict is of; empty if that was not known when it was made."""
+    found = [state_dict, *state_dict.get("param_groups", ())]
+    return sorted({tuple(shards): list(shards) for each in found for shards in each.get(SHARDS_OF, ())}.values())
+
+
+def expect_shards_of(optimizer: torch.optim.Optimizer, signature: Signature) -> None:
+    """Note whose shards the loaded state of an optimizer is of, for the next step."""
+    _unchecked[optimizer] = signature
+
+
+def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signature | None) -> None:
+    """Raise RuntimeError if a state is of other shards than this rank's, as far as both are known."""
+    own = _shards_in(_listed(optimizer)) if signature else []
+    if own and own != signature:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature or [], own))
         raise RuntimeError(
             f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
             f"rank has those of rank {ours}: optimizer.state_dict() has this rank's shards only. Have every rank load "
             "what it has saved itself; or save the whole state, with fsdp.save or "
             "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
         )
-    return {key: value for key, value in saved.items() if key != SHARDS_OF}
 
 
-def _shards_in(group: dict[str, Any]) -> list[list[int]]:
-    """Return the ranks' shards, of how many, in a group; nothing while that is not known, or torch knows."""
-    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
+def _shards_in(params: Iterable[Any]) -> Signature:
+    """Return the ranks' shards, of how many, of parameters; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(params) if not is_dtensor(param)}
     handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
     comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
     return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
