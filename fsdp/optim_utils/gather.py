@@ -20,7 +20,7 @@ from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_amo
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
 from fsdp.engine.state_dict.full import ensure_agreed
-from fsdp.optim_utils.full import copied_options
+from fsdp.optim_utils.full import ADDED, beside, copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (
     Elements,
@@ -222,7 +222,8 @@ def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | Non
         return None
     id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
     uncollected = [number for one, number in ids.items() if one.is_uncollected]
-    return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
+    names = {number: original.name for number, (_, original) in params.by_number.items()}
+    return found | dict(zip(ADDED, (id_map, uncollected, names), strict=True))
 
 
 @during("full_optim_state_dict()")
@@ -269,7 +270,7 @@ def _filled(
         copied_options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
         for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
     ]
-    return {**stream.own.dictionary, "state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, **beside(stream.own.dictionary)}
 
 
 def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:

@@ -112,12 +112,20 @@ def _spoil(full: dict[str, Any], how: str) -> None:
         del full["state"][1]["exp_avg"]
     elif how == "step":
         full["state"][1]["step"] = 7.0
-    elif how == "number":
+    elif how == "nameless":
         full["state"][99] = full["state"].pop(first)
+    elif how == "number":
+        del full["param_names"]
+        full["state"][99] = full["state"].pop(first)
+    elif how == "name":
+        full["param_names"][1] = "another.weight"
+    elif how == "names":
+        full["param_names"] = ["scale"]
     elif how == "count":
+        del full["param_names"]
         full["param_id_map"].popitem()
     elif how == "map":
-        del full["param_id_map"]
+        del full["param_id_map"], full["param_names"]
     elif how == "groups":
         group = full["param_groups"][0]
         full["param_groups"] = [group | {"params": [0]}, group | {"params": group["params"][1:]}]
@@ -135,6 +143,9 @@ def _spoil(full: dict[str, Any], how: str) -> None:
         ("keys", ValueError, r"of scale has 'exp_avg' \(elements .*, and that of entry.weight no 'exp_avg'; the two"),
         ("step", ValueError, r"of scale has 'step' \(2.0\), and that of entry.weight 'step' \(7.0\);.*use_orig_params"),
         ("number", ValueError, r"has a parameter number 99, and the model has none"),
+        ("nameless", ValueError, r"has a parameter number 99, which 'param_names' in it has no name for"),
+        ("name", ValueError, r"has a parameter 'another.weight', and the model has none.* remove 'param_names'"),
+        ("names", TypeError, r"'param_names' is a mapping of numbers to names"),
         ("count", ValueError, r"is of a model with 9 parameters, and this one has 10"),
         ("map", ValueError, r"goes by numbers and has no 'param_id_map'.*rekey_optim_state_dict"),
         ("groups", ValueError, r"scale .*and entry.weight (not in it.*group_by|in one parameter group)"),

@@ -25,6 +25,7 @@ from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.checkpoint.untrusted import short
 from fsdp.engine.names import plain_name
+from fsdp.optim_utils.full import NAMES, OWN_KEYS
 from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
@@ -34,7 +35,6 @@ VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"
 _DDP = "module."
 _STATE, _GROUPS = "state", "param_groups"
-ADDED = ("param_id_map", "uncollected_local_ids")  # to an optimizer's dictionary, by FairScale
 Path = tuple[Any, ...]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -225,7 +225,7 @@ class SavedOptimizer(NamedTuple):
     @property
     def others(self) -> dict[Any, Any]:
         """Return what else is in it (``loss_scale``)."""
-        return values_of(self.content, (_STATE, _GROUPS, *ADDED), [])
+        return values_of(self.content, OWN_KEYS, [])
 
 
 def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
@@ -367,6 +367,8 @@ def names_by_key(
     if all("param_names" in group for group in groups):
         named = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
         return {key: cleaned(name) for key, name in named}
+    if NAMES in found:
+        return {key: cleaned(name) for key, name in found[NAMES].items()}
     if "param_id_map" in found:
         raise ValueError(
             f"{title}: the optimizer goes by FairScale's numbers. Give it names first, with the model: "
