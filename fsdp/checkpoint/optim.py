@@ -40,7 +40,6 @@ from fsdp.optim_utils.state import (
     gather_kinds,
     grouped,
     groups_of,
-    is_same,
     match_groups,
     nested_state,
     odd_shape,
@@ -191,7 +190,7 @@ def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
 def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
     """Collective. Return what there is of the state of each parameter, on the ranks that have elements of it."""
     shared: list[SharedKinds] = gather_kinds(ranks, pickled)
-    problem = next((problem for each in shared for problem in each.problems(is_same)), None)
+    problem = next((problem for each in shared for problem in each.problems()), None)
     if problem is not None:
         raise ValueError(problem)
     return [each.kinds for each in shared]

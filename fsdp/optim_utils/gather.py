@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
-from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among, size_of
+from fsdp.distributed.consensus import (
+    Ranks,
+    agree_on_outcome,
+    done_by_all,
+    from_everyone,
+    number_among,
+    peers_answer,
+    size_of,
+)
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
 from fsdp.engine.state_dict.full import ensure_agreed
@@ -31,10 +39,10 @@ from fsdp.optim_utils.state import (
     SharedKinds,
     Value,
     gather_kinds,
-    is_alike,
     nested_state,
     own_kinds,
     release,
+    require_same_options,
 )
 
 # Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
@@ -104,12 +112,24 @@ class OptimStream:
             for one, shared in zip(each, gather_kinds([comm], pickled), strict=True):
                 if shared.kinds and not (one.is_uncollected and comm.world_size > 1):
                     self.shared[one] = shared
-        problems = [problem for shared in self.shared.values() for problem in shared.problems(is_alike)]
+        problems = [each for shared in self.shared.values() for each in shared.problems(keeps_numbers=True)]
+        problems += self._problems_of_replicas(everyone)
         agree_on_outcome([everyone], _WHAT, ValueError(problems[0]) if problems else None)
+        require_same_options(everyone, self.own.dictionary["param_groups"], beside(self.own.dictionary))
         self._receivers = {
             comm: [rank for rank, said in enumerate(comm.all_gather_bytes(bytes([self.is_wanted]))) if said[0]]
             for comm in told
         }
+
+    def _problems_of_replicas(self, everyone: Ranks) -> Iterator[str]:
+        """Collective. Yield what replicas have not the same of, but ought to."""
+        if not peers_answer(everyone) or all(one.replicas.world_size == 1 for one in self.params.listed):
+            return
+        own = {one.name: shared.kinds for one, shared in self.shared.items() if one.replicas.world_size > 1}
+        heard = from_everyone(everyone, own)
+        for name in dict.fromkeys(name for each in heard for name in each):
+            by_rank = [each.get(name, {}) for each in heard]
+            yield from SharedKinds(name, by_rank, list(range(len(heard)))).problems(keeps_numbers=True)
 
     @property
     def sizes(self) -> Iterator[tuple[OptimParam, Original, str, Elements]]:

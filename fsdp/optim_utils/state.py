@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.consensus import Ranks, from_everyone
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
 from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
@@ -444,17 +444,16 @@ def is_same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if type(one).__eq__ is object.__eq__:  # equal objects of different ranks
+        return pickle.dumps(one) == pickle.dumps(other)
     return bool(one == other or (one != one and other != other))
 
 
-def is_alike(one: Kind | None, other: Kind | None) -> bool:
-    """Return whether two states are of one kind and dtype, whatever their values."""
-    return type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
-
-
-def differences(one: Kinds, other: Kinds, same: Callable[[Any, Any], bool] = is_same) -> tuple[str, str] | None:
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return for messages what of one state is different in another one, and what is there; None if nothing is."""
-    keys = sorted(key for key in one | other if not same(one.get(key), other.get(key)))
+    keys = sorted(key for key in {**one, **other} if not is_same(one.get(key), other.get(key)))
     if not keys:
         return None
     first, second = (
@@ -526,15 +525,25 @@ class SharedKinds:
         found = (kinds.get(key, first) for kinds in self.by_rank)
         return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
 
-    def problems(self, same: Callable[[Any, Any], bool]) -> Iterator[str]:
-        """Yield what the ranks have not the same of, but ought to."""
+    def problems(self, keeps_numbers: bool = False) -> Iterator[str]:
+        """Yield what the ranks have not the same of, but ought to.
+
+        A format that `keeps_numbers` has a list with each rank's for a 0-d tensor, except for ``step``.
+        """
+        first = self.holders[0] if self.holders else 0
         for rank in self.holders:
-            first = self.holders[0]
-            if (found := differences(self.by_rank[first], self.by_rank[rank], same)) is not None:
+            pair = (self.by_rank[each] for each in (first, rank))
+            if (
+                found := differences(*(_without_numbers(each) if keeps_numbers else each for each in pair))
+            ) is not None:
                 yield (
                     f"the optimizer's state of {self.name} has {found[0]} on rank {first} and {found[1]} on rank "
                     f"{rank}. Every rank must have stepped the same parameters with the same optimizer."
                 )
+
+
+def _without_numbers(kinds: Kinds) -> dict[str, Any]:
+    return {key: kind.dtype if isinstance(kind, Number) and key != "step" else kind for key, kind in kinds.items()}
 
 
 def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
@@ -551,3 +560,40 @@ def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
         SharedKinds(name, [own.kinds for own in each], [rank for rank, own in enumerate(each) if own.is_on])
         for name, each in zip(names[0], zip(*heard, strict=True), strict=True)
     ]
+
+
+def require_same_options(
+    ranks: Ranks, groups: Iterable[Mapping[str, Any]], beside: Mapping[str, Any] | None = None
+) -> None:
+    """Collective. Raise RuntimeError unless all ranks have the same options in an optimizer's parameter groups.
+
+    The same holds for what its dictionary contains `beside` state and groups. A full state has room for one of each.
+    """
+    if not peers_answer(ranks):
+        return
+    own = {
+        f"{key} of parameter group {number}": _shown(value)
+        for number, group in enumerate(groups)
+        for key, value in {**options_of(group), "number of parameters": len(group["params"])}.items()
+    } | {repr(key): _shown(value) for key, value in (beside or {}).items()}
+    heard = from_everyone(ranks, own)
+    for rank, other in enumerate(heard):
+        for key in {**heard[0], **other}:
+            one, another = heard[0].get(key, "none"), other.get(key, "none")
+            if one != another:
+                raise RuntimeError(
+                    f"rank {number_among(ranks)}: the ranks have different options in their optimizers: {key} is {one} "
+                    f"on rank 0 and {another} on rank {rank}. Every rank must have the same."
+                )
+
+
+def _shown(value: Any) -> str:
+    """Return the text by which ranks compare an option: the value, or the class of an object that has no such text."""
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_shown(each)}' for key, each in value.items())}}}"
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype))
+    return repr(value) if is_plain else f"a {type(value).__name__}"
