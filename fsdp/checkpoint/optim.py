@@ -243,10 +243,15 @@ def rest_of(
     groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
     states: Mapping[str, Any],
     title: str = "",
+    has_groups: bool = True,
 ) -> dict[str, Any]:
-    """Return what the manifest has of an optimizer: groups, with names of parameters, and states (`kinds_to_json`)."""
+    """Return what the manifest has of an optimizer: groups, with names of parameters, and states (`kinds_to_json`).
+
+    Unless it `has_groups`, parameters with equal settings are put into one group.
+    """
     return {
         "optimizer": optimizer,
+        **({} if has_groups else {"has_groups": False}),
         "groups": [
             {"options": encoded(options_of(group), f"{title}param_groups[{number}]"), "params": list(names)}
             for number, (group, names) in enumerate(groups)
@@ -258,7 +263,8 @@ def rest_of(
 def check_rest(rest: Any, tensors: Container[str]) -> None:
     """Raise ValueError unless all is as `rest_of` makes it, for these tensors."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
-    if not (isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)):
+    is_known = isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)
+    if not is_known or not isinstance(rest.get("has_groups", True), bool):
         raise ValueError(f"the rest of the optimizer's state is {short(rest)}")
     for number, group in enumerate(groups):
         names, options = (group.get("params"), group.get("options")) if isinstance(group, dict) else (None, None)
@@ -299,7 +305,9 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
         for one in _each(groups)
         for original in one.originals
     }
-    numbers, problems = match_groups(groups, lambda each: saved_in.get(names[each]), "that of the checkpoint")
+    numbers, problems = match_groups(
+        groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", rest.get("has_groups", True)
+    )
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
     plan = StatePlan(optimizers, tensors, [], options, groups, problems)
     for one in _each(groups):

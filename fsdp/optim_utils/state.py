@@ -198,15 +198,20 @@ def grouped(groups: Iterable[Any], title: str, known: Callable[[Any], OptimParam
 
 
 def match_groups(
-    groups: Sequence[Sequence[OptimParam]], saved_in: Callable[[Original], int | None], saved: str
+    groups: Sequence[Sequence[OptimParam]],
+    saved_in: Callable[[Original], int | None],
+    saved: str,
+    has_groups: bool = True,
 ) -> tuple[list[int | None], list[str]]:
     """Return for each parameter group of an optimizer which saved group has its parameters, and what does not fit.
 
-    `saved_in` gives the number of the saved group that has an original parameter; None if none has. Messages call what
-    was saved `saved`.
+    Groups must be the same in the same order, since learning-rate schedulers know them by their numbers. `saved_in`
+    gives the number of the saved group that has an original parameter; None if none has. Messages call what was saved
+    `saved`. Unless that `has_groups`, because it only has settings of single parameters, any groups will do.
     """
     found: list[int | None] = []
     problems = []
+    matched: dict[int, tuple[int, str]] = {}  # by saved group: that of the optimizer, and a parameter in it
     for number, group in enumerate(groups):
         first: dict[int, str] = {}
         for original in (original for one in group for original in one.originals):
@@ -224,6 +229,23 @@ def match_groups(
                 f"them in groups {one_group} and {other_group}: make it with the same groups"
             )
         found.append(next(iter(first), None))
+        if has_groups and len(first) == 1:
+            ((there, name),) = first.items()
+            last = max(matched, default=there)
+            if there in matched:
+                other, other_name = matched[there]
+                problems.append(
+                    f"the optimizer has {other_name} and {name} in parameter groups {other} and {number}, and {saved} "
+                    f"has them in one group ({there}), with one learning rate for both: make it with the same groups"
+                )
+            elif there < last:
+                other, other_name = matched[last]
+                problems.append(
+                    f"the optimizer has {other_name} and {name} in parameter groups {other} and {number}, and {saved} "
+                    f"has them in groups {last} and {there}: make it with the same groups in the same order, by which "
+                    "learning-rate schedulers know them"
+                )
+            matched.setdefault(there, (number, name))
     return found, problems
 
 

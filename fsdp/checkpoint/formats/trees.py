@@ -252,6 +252,7 @@ class NamedState:
         self._title = title
         self.tensors: dict[str, LazyTensor] = {}  # under ``<name>/<key>``
         self.groups: list[tuple[Mapping[str, Any], list[str]]] = []  # and the names of the parameters in each
+        self.has_groups = True  # if not, they are made of settings of single parameters
         self._state: dict[str, dict[str, Any]] = {}
 
     def add_parameter(self, name: str) -> None:
@@ -309,7 +310,7 @@ class NamedState:
         named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in self.groups]
         for name in (name for _, names in named for name in names):
             self.add_parameter(name)
-        return rest_of("", named, self._state, f"{self._title}: ")
+        return rest_of("", named, self._state, f"{self._title}: ", self.has_groups)
 
 
 class Names(NamedTuple):
@@ -328,7 +329,8 @@ def optimizer_state(
         ValueError: if it goes by numbers, and nobody says which parameters are meant; if it is of other parameters; for
             state that is neither of the parameter's shape nor a number, or that no checkpoint holds.
     """
-    if _GROUPS not in found:
+    has_groups = _GROUPS in found
+    if not has_groups:
         found = _unflattened(found, model)
         notes.append("parameters of the optimizer with equal settings count as one group")
     groups = list(found[_GROUPS])
@@ -348,6 +350,7 @@ def optimizer_state(
             f"{path}: the optimizer has state of {', '.join(strangers[:5])}, which are in none of its groups"
         )
     state = NamedState(path)
+    state.has_groups = has_groups
     state.groups = [(group, [names[key] for key in group["params"]]) for group in groups]
     for name in held:
         state.add_parameter(name)
