@@ -263,8 +263,12 @@ def rest_of(
 def check_rest(rest: Any, tensors: Container[str]) -> None:
     """Raise ValueError unless all is as `rest_of` makes it, for these tensors."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
-    is_known = isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)
-    if not is_known or not isinstance(rest.get("has_groups", True), bool):
+    if not (
+        isinstance(groups, list)
+        and isinstance(states, dict)
+        and isinstance(rest.get("optimizer"), str)
+        and isinstance(rest.get("has_groups", True), bool)
+    ):
         raise ValueError(f"the rest of the optimizer's state is {short(rest)}")
     for number, group in enumerate(groups):
         names, options = (group.get("params"), group.get("options")) if isinstance(group, dict) else (None, None)

@@ -20,7 +20,7 @@ from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sen
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.managed_params import is_ours, taken_over
-from fsdp.engine.optimizer_hooks import sign, state_of
+from fsdp.engine.optimizer_hooks import keys_with_elements, sign, state_of
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import FirstRank
 from fsdp.engine.unit import Unit, units_in
@@ -37,7 +37,6 @@ from fsdp.optim_utils.state import (
     Value,
     common_kinds,
     is_same,
-    keys_with_elements,
     kinds_of,
     match_groups,
     options_of,

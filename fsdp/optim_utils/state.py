@@ -24,13 +24,11 @@ from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers
 from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
+from fsdp.engine.managed_params import taken_by
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import SHARDS_OF
+from fsdp.engine.optimizer_hooks import SHARDS_OF, is_number
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
-# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
-# the value for its one element.
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------
@@ -187,11 +185,17 @@ def grouped(groups: Iterable[Any], title: str, known: Callable[[Any], OptimParam
         for place, param in enumerate(group["params"]):
             one = known(param)
             if one is None:
+                name = taken_by(param)
                 raise ValueError(
                     f"{title}: parameter {place} of group {number}, of shape {tuple(param.shape)}, is not of this "
-                    "model as it is wrapped now. Make the optimizer from parameters() of the outermost module that is "
-                    "wrapped, and give that here; or hand over one that was made before wrapping with "
-                    "reshard_optimizer."
+                    + (
+                        "model. Make its layer a submodule of the model before wrapping; or give the outermost module "
+                        "that has it; or leave it out of this optimizer."
+                        if name is None
+                        else f"model as it is wrapped now: it was {name} before. Make the optimizer from parameters() "
+                        "of the outermost module that is wrapped; or hand over one that was made before wrapping with "
+                        "reshard_optimizer."
+                    )
                 )
             found[-1].append(one)
     return found
@@ -390,27 +394,6 @@ Kind = Elements | Number | Value
 Kinds = dict[str, Kind]  # by key of the state
 
 
-def is_number(
-    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
-) -> bool:
-    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
-
-    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
-    element.
-    """
-    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
-
-
-def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
-    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
-    found: dict[str, bool] = {}
-    for shape, state in states:
-        if shape:
-            for key, value in state.items():
-                found[key] = found.get(key, False) or (isinstance(value, Tensor) and value.dim() > 0)
-    return found
-
-
 ELEMENTWISE = (
     "Use fsdp.OwnedOptimizer, or an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these "
     "parameters unsharded with ignored_parameters."
@@ -468,9 +451,10 @@ def is_same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if type(one).__eq__ is object.__eq__:  # equal objects of different ranks
-        return pickle.dumps(one) == pickle.dumps(other)
-    return bool(one == other or (one != one and other != other))
+    if one == other or (one != one and other != other):
+        return True
+    has_parts = hasattr(one, "__dict__") and not callable(one)  # objects of two ranks are equal if their attributes are
+    return has_parts and is_same(vars(one), vars(other))
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
