@@ -67,8 +67,14 @@ def _gather_from_nothing() -> None:
     with pytest.raises(ValueError, match=r"recipient_rank must be None or one of the 2 ranks, got 2"):
         model.gather_full_optim_state_dict(optimizer, recipient_rank=2)
     other = adam(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0, of shape \(2, 3\), is not of this model"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0, of shape \(2, 3\), is not of this model. Make its layer a submodule"
+    ):
         model.gather_full_optim_state_dict(other)
+    plain = garden()
+    early = adam(plain)
+    with pytest.raises(ValueError, match=r"is not of this model as it is wrapped now: it was .*scale.* before"):
+        FullyShardedDataParallel(plain).gather_full_optim_state_dict(early)
     with pytest.raises(TypeError, match="the outermost FullyShardedDataParallel is needed, got a Linear"):
         optim_utils.full_optim_state_dict(nn.Linear(1, 1), optimizer)
 
