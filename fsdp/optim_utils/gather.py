@@ -250,8 +250,9 @@ def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | Non
 def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | None = 0) -> dict[str, Any] | None:
     """Collective. Return a full optimizer state under the parameters' names.
 
-    As `FullyShardedDataParallel.gather_full_optim_state_dict`, but for names instead of numbers, without the two keys
-    that FairScale adds, and with 0-d tensors as the optimizer has them (as a list of all ranks' where these differ).
+    As `FullyShardedDataParallel.gather_full_optim_state_dict`, but for names instead of numbers, without the keys that
+    describe numbers, and with 0-d tensors as the optimizer has them. Different ones are a list of all ranks', but
+    ``step`` must be the same.
 
     Args:
         model: the outermost wrapper.
