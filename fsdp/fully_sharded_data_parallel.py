@@ -677,8 +677,8 @@ class FullyShardedDataParallel(nn.Module):
             ignored: taken for FairScale's sake.
 
         Raises:
-            RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not take part.
-            TypeError, ValueError: for what is no optimizer of the model; for state that cannot be gathered.
+            RuntimeError: inside a forward, backward or `summon_full_params`; if ranks have other options, or one fails.
+            TypeError, ValueError: for what is no optimizer of the model; if state differs or cannot be gathered.
         """
         return fairscale_dictionary(self, optim, recipient_rank)
 
@@ -686,8 +686,8 @@ class FullyShardedDataParallel(nn.Module):
         """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.
 
         The dictionary, FairScale's too, **becomes** the result, and its memory is released as it is sharded. World
-        size, process groups and flattening may have changed; which modules are wrapped may not, unless the state goes
-        by names (`fsdp.optim_utils.rekey_optim_state_dict`).
+        size, process groups and flattening may have changed. The wrapped modules may have changed if the state contains
+        names, as `gather_full_optim_state_dict` stores them.
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.

@@ -447,8 +447,8 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
                 if id(param) not in known:
                     raise ValueError(
                         f"{type(optimizer).__name__}: parameter {place} of group {number}, of shape "
-                        f"{list(param.shape)}, is not of the sharded model: it was taken before the model was wrapped. "
-                        f"{hint}"
+                        f"{list(param.shape)}, is not of the sharded model. Either its layer is no submodule of the "
+                        f"LightningModule: make it an attribute. Or it was taken before the model was wrapped. {hint}"
                     )
             stepped |= {id(param) for param in group["params"]}
     # An optimizer of a submodule (``self.net``) does not list the outermost wrapper's flat parameter.

@@ -40,7 +40,6 @@ from fsdp.optim_utils.state import (
     gather_kinds,
     grouped,
     groups_of,
-    is_same,
     match_groups,
     nested_state,
     odd_shape,
@@ -191,7 +190,7 @@ def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
 def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
     """Collective. Return what there is of the state of each parameter, on the ranks that have elements of it."""
     shared: list[SharedKinds] = gather_kinds(ranks, pickled)
-    problem = next((problem for each in shared for problem in each.problems(is_same)), None)
+    problem = next((problem for each in shared for problem in each.problems()), None)
     if problem is not None:
         raise ValueError(problem)
     return [each.kinds for each in shared]
@@ -244,10 +243,15 @@ def rest_of(
     groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
     states: Mapping[str, Any],
     title: str = "",
+    has_groups: bool = True,
 ) -> dict[str, Any]:
-    """Return what the manifest has of an optimizer: groups, with names of parameters, and states (`kinds_to_json`)."""
+    """Return what the manifest has of an optimizer: groups, with names of parameters, and states (`kinds_to_json`).
+
+    Unless it `has_groups`, parameters with equal settings are put into one group.
+    """
     return {
         "optimizer": optimizer,
+        **({} if has_groups else {"has_groups": False}),
         "groups": [
             {"options": encoded(options_of(group), f"{title}param_groups[{number}]"), "params": list(names)}
             for number, (group, names) in enumerate(groups)
@@ -259,7 +263,12 @@ def rest_of(
 def check_rest(rest: Any, tensors: Container[str]) -> None:
     """Raise ValueError unless all is as `rest_of` makes it, for these tensors."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
-    if not (isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)):
+    if not (
+        isinstance(groups, list)
+        and isinstance(states, dict)
+        and isinstance(rest.get("optimizer"), str)
+        and isinstance(rest.get("has_groups", True), bool)
+    ):
         raise ValueError(f"the rest of the optimizer's state is {short(rest)}")
     for number, group in enumerate(groups):
         names, options = (group.get("params"), group.get("options")) if isinstance(group, dict) else (None, None)
@@ -300,7 +309,9 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
         for one in _each(groups)
         for original in one.originals
     }
-    numbers, problems = match_groups(groups, lambda each: saved_in.get(names[each]), "that of the checkpoint")
+    numbers, problems = match_groups(
+        groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", rest.get("has_groups", True)
+    )
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
     plan = StatePlan(optimizers, tensors, [], options, groups, problems)
     for one in _each(groups):

@@ -57,6 +57,7 @@ from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyo
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.engine.unit import Unit
+from fsdp.optim_utils.state import require_same_options
 from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"
@@ -261,6 +262,7 @@ def _with_optimizer(
 
     optimizers, groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
     kinds = shared_kinds(ranks, pickled)
+    require_same_options(ranks, optimizers.param_groups)
 
     def add() -> Plan:
         entries, rest = state_entries(optimizers, groups, kinds, tensors, written)

@@ -34,6 +34,7 @@ from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
+from fsdp.optim_utils.full import ADDED
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.wrap import (
     ConfigAutoWrap,
@@ -275,7 +276,7 @@ def flatten_optim_state_dict(sd: dict[str, Any]) -> dict[str, Any]:
     """Change a state of FairScale's format to one unsharded vector for each flat parameter, and return it.
 
     Tensors of what has one number in ``param_id_map`` follow one another; 0-d tensors, lists and values are those of
-    the last one. The two keys that FairScale adds are dropped.
+    the last one. The keys that full states add are dropped.
     """
     id_map: dict[int, int | None] = sd["param_id_map"]
     flat: dict[int | None, dict[str, Any]] = {}
@@ -294,7 +295,8 @@ def flatten_optim_state_dict(sd: dict[str, Any]) -> dict[str, Any]:
     seen = [local for local, _ in groupby(id_map.values())]
     groups = [{**group, "params": list(range(len(seen)))} for group in sd["param_groups"]]
     sd |= {"state": vectors, "param_groups": groups}
-    del sd["uncollected_local_ids"], sd["param_id_map"]
+    for key in ADDED:
+        sd.pop(key, None)
     return sd
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
+from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
 from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, taken_by
@@ -41,10 +41,7 @@ def watch_optimizers() -> None:
 @uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Prepare a step: at once, or when its closure has made the gradients."""
-    for group in optimizer.param_groups:
-        if SHARDS_OF in group:
-            without_signature(optimizer, group, group)
-            del group[SHARDS_OF]
+    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
     closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
     if closure is None:
         _prepare(optimizer)
@@ -74,6 +71,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
             "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
             "that works element by element (Adam, AdamW, SGD, ...)."
         )
+    _refuse_what_dtensors_lack(optimizer, ours)
     _refuse_original_parameters(optimizer, params)
     if optimizer not in _seen:
         _seen.add(optimizer)
@@ -90,6 +88,9 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
+    if isinstance(optimizer, torch.optim.Adafactor):  # which divides by the number of elements on this rank
+        for param in (param for param in ours if not param.numel()):
+            param.grad = None
     for steps, handles in _steps_of(ours):
         steps.begin(optimizer, handles)
 
@@ -145,6 +146,45 @@ def _ours(params: Iterable[Any]) -> list[Any]:
 def _is_spread(param: Any) -> bool:
     """Return whether other ranks have other shards of a parameter, and torch does not know."""
     return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
+
+
+def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError for torch's optimizers whose step needs an operation that `DTensor`s lack (seen in 2.13)."""
+    rows = [param for param in ours if is_dtensor(param)]
+    if not rows:
+        return
+    uneven = next((param for param in rows if _is_uneven(param)), None)
+    optim, problem = torch.optim, ""
+    if isinstance(optimizer, (optim.SGD, optim.Adagrad)) and any(
+        group.get("fused") for group in optimizer.param_groups
+    ):
+        problem = "with fused=True has no implementation for DTensors: leave out fused=True"
+    elif isinstance(optimizer, optim.Rprop):
+        problem = (
+            "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
+            'with {"optimizer": torch.optim.Rprop, "sharded": True}'
+        )
+    elif isinstance(optimizer, optim.Adafactor) or (isinstance(optimizer, optim.Muon) and uneven is not None):
+        name = _name_of(rows[0] if uneven is None else uneven)
+        problem = (
+            f"combines rows and columns in place, which DTensors such as {name} do not support: let it step whole "
+            "parameters by owners, with fsdp.OwnedOptimizer"
+        )
+    elif isinstance(optimizer, optim.LBFGS) and uneven is not None:
+        problem = (
+            f"joins parameters in one vector, and DTensors with other numbers of rows on other ranks, such as "
+            f"{_name_of(uneven)}, cannot be: use an optimizer that works element by element (Adam, AdamW, SGD, ...)"
+        )
+    if problem:
+        raise RuntimeError(f"{type(optimizer).__name__} {problem}.")
+
+
+def _is_uneven(param: Any) -> bool:
+    """Return whether a `DTensor` has other numbers of rows on other ranks."""
+    return any(
+        placement.is_shard() and param.shape[placement.dim] % param.device_mesh.size(number)
+        for number, placement in enumerate(param.placements)
+    )
 
 
 def _refuse_missing_gradients(optimizer: str, shards: set[Any]) -> None:
@@ -300,10 +340,13 @@ def _name_of(param: Any) -> str:
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
-# The groups of an optimizer's state dict say under this key which ranks' shards the state is of. torch takes options
-# that it does not know over into the groups of the optimizer that loads it, where its first step finds them: until the
-# first forward nobody knows which ranks' shards this one has.
+# An optimizer's state dict contains under this key, beside `state` and `param_groups`, which ranks' shards it is of, as
+# pairs of a rank and a number of ranks. Version 0.1.0 wrote such a list into each group.
 SHARDS_OF = "fsdp_shards_of"
+
+Signature = list[list[int]]
+# Signatures of loaded states. Before the first forward no runtime knows this rank's shards: the next step compares.
+_unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakref.WeakKeyDictionary()
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
@@ -311,42 +354,59 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(load)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        _refuse_unsharded_state(self, state_dict)
-        saved = state_dict.get("param_groups", ())
-        if any(SHARDS_OF in group for group in saved) and len(saved) == len(self.param_groups):
-            groups = [without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
+        signature = signature_of(state_dict)
+        refuse_shards_of_others(self, signature)
+        if not signature:
+            _refuse_unsharded_state(self, state_dict)
+        groups = state_dict.get("param_groups", ())
+        if any(SHARDS_OF in group for group in groups):  # torch would copy the key into the optimizer's groups
+            groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
             state_dict = {**state_dict, "param_groups": groups}
         load(self, state_dict)
+        expect_shards_of(self, signature)
+        _become_dtensors(self)
 
     return load_state_dict
 
 
+def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
+    """Add to an optimizer's state dict whose shards it is of, if other ranks have other shards of its parameters."""
+    own = _shards_in(params)
+    if any(world_size > 1 for _, world_size in own):
+        state_dict[SHARDS_OF] = own
+
+
 def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        own = _shards_in(group)
-        if any(world_size > 1 for _, world_size in own):
-            saved[SHARDS_OF] = own
+    sign(state_dict, _listed(optimizer))
 
 
-def without_signature(optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved group without what says whose shards it is of: this rank's; as it is while that is not known."""
-    signature, own = saved.get(SHARDS_OF), _shards_in(group) if SHARDS_OF in saved else []
-    if not own:
-        return saved
-    if signature and own != signature:
-        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature, own))
+def signature_of(state_dict: Mapping[str, Any]) -> Signature:
+    """Return whose shards an optimizer's state dict is of; empty if that was not known when it was made."""
+    found = [state_dict, *state_dict.get("param_groups", ())]
+    return sorted({tuple(shards): list(shards) for each in found for shards in each.get(SHARDS_OF, ())}.values())
+
+
+def expect_shards_of(optimizer: torch.optim.Optimizer, signature: Signature) -> None:
+    """Note whose shards the loaded state of an optimizer is of, for the next step."""
+    _unchecked[optimizer] = signature
+
+
+def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signature | None) -> None:
+    """Raise RuntimeError if a state is of other shards than this rank's, as far as both are known."""
+    own = _shards_in(_listed(optimizer)) if signature else []
+    if own and own != signature:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature or [], own))
         raise RuntimeError(
             f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
             f"rank has those of rank {ours}: optimizer.state_dict() has this rank's shards only. Have every rank load "
             "what it has saved itself; or save the whole state, with fsdp.save or "
             "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
         )
-    return {key: value for key, value in saved.items() if key != SHARDS_OF}
 
 
-def _shards_in(group: dict[str, Any]) -> list[list[int]]:
-    """Return the ranks' shards, of how many, in a group; nothing while that is not known, or torch knows."""
-    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
+def _shards_in(params: Iterable[Any]) -> Signature:
+    """Return the ranks' shards, of how many, of parameters; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(params) if not is_dtensor(param)}
     handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
     comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
     return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
@@ -387,6 +447,48 @@ def _is_of_unsharded(value: Any, param: Any) -> bool:
     if is_dtensor(param):
         return not is_dtensor(value) and value.shape == param.shape
     return value.shape != param.shape and value.shape in _shapes_in(param)
+
+
+# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
+# the value for its one element.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_number(
+    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
+) -> bool:
+    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
+
+    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
+    element.
+    """
+    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
+
+
+def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
+    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
+    found: dict[str, bool] = {}
+    for shape, state in states:
+        if shape:
+            for key, value in state.items():
+                found[key] = found.get(key, False) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    return found
+
+
+def _become_dtensors(optimizer: torch.optim.Optimizer) -> None:
+    """Make `DTensor`s of plain tensors in the state of `DTensor`s without dimensions.
+
+    `torch.distributed.checkpoint.state_dict` shards a full state by its shapes, and leaves 0-d tensors as they are.
+    """
+    single = [param for param in _ours(_listed(optimizer)) if is_dtensor(param) and not param.dim()]
+    states = ((param.shape, state) for param, state in optimizer.state.items())
+    has_elements = keys_with_elements(states) if single else {}
+    for param in single:
+        for key, value in optimizer.state.get(param, {}).items():
+            is_plain = isinstance(value, torch.Tensor) and not is_dtensor(value)
+            if is_plain and not value.dim() and not is_number(key, value.shape, param.shape, has_elements):
+                made = optimizer.state[param][key] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
+                held_part(made).copy_(value)
 
 
 # --- scalers --------------------------------------------------------------------------------------------------------

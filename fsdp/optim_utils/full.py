@@ -10,13 +10,16 @@ from typing import Any
 from torch import nn
 
 from fsdp.engine.names import clean_name, plain_name
+from fsdp.engine.optimizer_hooks import SHARDS_OF
 from fsdp.engine.unit import unit_of_wrapper
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
-from fsdp.optim_utils.state import flat_state, options_of
+from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
 
-# What FairScale adds to an optimizer's dictionary.
-ADDED = ("param_id_map", "uncollected_local_ids")
-_OWN = ("state", "param_groups", *ADDED)
+# The names of parameters, beside their numbers. FairScale's states and those of version 0.1.0 have none.
+NAMES = "param_names"
+# What a full state by numbers adds to an optimizer's dictionary: two keys as in FairScale, and names.
+ADDED = ("param_id_map", "uncollected_local_ids", NAMES)
+OWN_KEYS = ("state", "param_groups", SHARDS_OF, *ADDED)
 
 
 def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +34,7 @@ class Given:
     states: dict[Place, dict[str, Any]]  # of each original parameter that has any
     groups: list[tuple[dict[str, Any], list[Place]]]  # the options of each, and the parameters in it
     beside: dict[str, Any]  # the dictionary's other keys
+    remedy: str = ""  # for a tensor that is not of its parameter's shape
 
 
 def _keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
@@ -59,8 +63,48 @@ def _goes_by_names(full: Any) -> bool:
     return kinds == {str}
 
 
+def beside(dictionary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer's dictionary contains besides its state and groups, such as a ``loss_scale``."""
+    return {key: value for key, value in dictionary.items() if key not in OWN_KEYS}
+
+
+def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state by numbers under the names that are stored beside these, if there are any.
+
+    The same numbers stand for other parameters as soon as other modules are wrapped; names do not.
+    """
+    names = full.get(NAMES)
+    if names is None:
+        return full
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+        raise TypeError(f"in a full optimizer state, {NAMES!r} is a mapping of numbers to names")
+    lacking = next((key for key in _keys_in(full) if key not in names), None)
+    if lacking is not None:
+        raise ValueError(f"the optimizer state has a parameter number {lacking}, which {NAMES!r} in it has no name for")
+    return {
+        **{key: value for key, value in full.items() if key not in ADDED},
+        "state": {names[key]: state for key, state in full["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[key] for key in group["params"]]} for group in full["param_groups"]
+        ],
+    }
+
+
+_OTHER_NUMBERS = (
+    "This state goes by numbers without names, which count the parameters wrapper by wrapper: wrap the same modules as "
+    "when it was saved; or give it names, with a model that is wrapped as it was then "
+    "(fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names'))."
+)
+_OTHER_MODEL = (
+    "Load the state of a model with parameters of the same shapes. If the optimizer itself keeps tensors of other "
+    f"shapes: {ELEMENTWISE}"
+)
+
+
 def given(params: Parameters, full: Any) -> Given:
     """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed."""
+    hint = "" if _goes_by_names(full) else f" If only names have changed, remove {NAMES!r}: then numbers count."
+    full = by_stored_names(full)
     by_names = _goes_by_names(full)
     if not by_names and "param_id_map" not in full and any(True for _ in _keys_in(full)):
         raise ValueError(
@@ -68,20 +112,18 @@ def given(params: Parameters, full: Any) -> Given:
             "numbers may mean other parameters. Give it names first, with the model that it is of: "
             "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')."
         )
-    known: Mapping[Any, Place] = params.by_name if by_names else params.by_number
     if not by_names and "param_id_map" in full and len(full["param_id_map"]) not in (len(params.by_number), 0):
         raise ValueError(
             f"this optimizer state is of a model with {len(full['param_id_map'])} parameters, and this one has "
-            f"{len(params.by_number)}. Numbers count the parameters wrapper by wrapper: wrap the same modules as when "
-            "it was saved, or have it go by names (fsdp.optim_utils.rekey_optim_state_dict, with a model that is "
-            "wrapped as it was then)."
+            f"{len(params.by_number)}. {_OTHER_NUMBERS}"
         )
+    known: Mapping[Any, Place] = params.by_name if by_names else params.by_number
 
     def place_of(key: Any) -> Place:
         name = key if key in known or not by_names else plain_name(key)
         if name not in known:
             what = f"a parameter {key!r}" if by_names else f"a parameter number {key}"
-            raise ValueError(f"the optimizer state has {what}, and the model has none. Is it of another model?")
+            raise ValueError(f"the optimizer state has {what}, and the model has none. Is it of another model?{hint}")
         return known[name]
 
     states = {place_of(key): state for key, state in full["state"].items()}
@@ -90,7 +132,7 @@ def given(params: Parameters, full: Any) -> Given:
         (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
         for group in full["param_groups"]
     ]
-    return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
+    return Given(states, groups, beside(full), _OTHER_MODEL if by_names else _OTHER_NUMBERS)
 
 
 # --- other keys -----------------------------------------------------------------------------------------------------
@@ -113,8 +155,9 @@ def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
 def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, optim: Any = None) -> dict[str, Any]:
     """Return a full optimizer state with its parameters under names instead of numbers, or the other way round.
 
-    For a wrapped model, numbers are FairScale's, and ``param_id_map`` and ``uncollected_local_ids`` are made. For a
-    plain one, they are those of torch's optimizers. So a state goes from one to the other by names.
+    For a wrapped model, numbers are FairScale's, and the result has ``param_id_map``, ``uncollected_local_ids`` and
+    ``param_names``. For a plain one, they are those of torch's optimizers. So a state goes from one to the other by
+    names. If the state itself contains ``param_names``, these count, and not the model's numbers.
 
     Args:
         full: the state. It is left alone; its tensors are shared with the result.
@@ -129,6 +172,9 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     """
     if to not in ("names", "numbers"):
         raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")
+    _goes_by_names(full)
+    uncollected = full.get("uncollected_local_ids", [])
+    full = by_stored_names(full)
     by_names, goes_on_by_names = _goes_by_names(full), to == "names"
     id_map: dict[int, int] | None = None  # of FairScale's additions
     if unit_of_wrapper(model) is not None:
@@ -163,6 +209,5 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     added = {}
     if id_map is not None:
         mapped = {number: local if number in state else None for number, local in id_map.items()}
-        added = {"param_id_map": mapped, "uncollected_local_ids": list(full.get("uncollected_local_ids", []))}
-    kept = {key: value for key, value in full.items() if key not in _OWN}
-    return {"state": state, "param_groups": groups, **added, **kept}
+        added = dict(zip(ADDED, (mapped, list(uncollected), first), strict=True))
+    return {"state": state, "param_groups": groups, **added, **beside(full)}

@@ -16,11 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
-from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among, size_of
+from fsdp.distributed.consensus import (
+    Ranks,
+    agree_on_outcome,
+    done_by_all,
+    from_everyone,
+    number_among,
+    peers_answer,
+    size_of,
+)
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
 from fsdp.engine.state_dict.full import ensure_agreed
-from fsdp.optim_utils.full import copied_options
+from fsdp.optim_utils.full import ADDED, beside, copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (
     Elements,
@@ -31,10 +39,10 @@ from fsdp.optim_utils.state import (
     SharedKinds,
     Value,
     gather_kinds,
-    is_alike,
     nested_state,
     own_kinds,
     release,
+    require_same_options,
 )
 
 # Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
@@ -104,12 +112,24 @@ class OptimStream:
             for one, shared in zip(each, gather_kinds([comm], pickled), strict=True):
                 if shared.kinds and not (one.is_uncollected and comm.world_size > 1):
                     self.shared[one] = shared
-        problems = [problem for shared in self.shared.values() for problem in shared.problems(is_alike)]
+        problems = [each for shared in self.shared.values() for each in shared.problems(keeps_numbers=True)]
+        problems += self._problems_of_replicas(everyone)
         agree_on_outcome([everyone], _WHAT, ValueError(problems[0]) if problems else None)
+        require_same_options(everyone, self.own.dictionary["param_groups"], beside(self.own.dictionary))
         self._receivers = {
             comm: [rank for rank, said in enumerate(comm.all_gather_bytes(bytes([self.is_wanted]))) if said[0]]
             for comm in told
         }
+
+    def _problems_of_replicas(self, everyone: Ranks) -> Iterator[str]:
+        """Collective. Yield what replicas have not the same of, but ought to."""
+        if not peers_answer(everyone) or all(one.replicas.world_size == 1 for one in self.params.listed):
+            return
+        own = {one.name: shared.kinds for one, shared in self.shared.items() if one.replicas.world_size > 1}
+        heard = from_everyone(everyone, own)
+        for name in dict.fromkeys(name for each in heard for name in each):
+            by_rank = [each.get(name, {}) for each in heard]
+            yield from SharedKinds(name, by_rank, list(range(len(heard)))).problems(keeps_numbers=True)
 
     @property
     def sizes(self) -> Iterator[tuple[OptimParam, Original, str, Elements]]:
@@ -222,15 +242,17 @@ def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | Non
         return None
     id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
     uncollected = [number for one, number in ids.items() if one.is_uncollected]
-    return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
+    names = {number: original.name for number, (_, original) in params.by_number.items()}
+    return found | dict(zip(ADDED, (id_map, uncollected, names), strict=True))
 
 
 @during("full_optim_state_dict()")
 def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | None = 0) -> dict[str, Any] | None:
     """Collective. Return a full optimizer state under the parameters' names.
 
-    As `FullyShardedDataParallel.gather_full_optim_state_dict`, but for names instead of numbers, without the two keys
-    that FairScale adds, and with 0-d tensors as the optimizer has them (as a list of all ranks' where these differ).
+    As `FullyShardedDataParallel.gather_full_optim_state_dict`, but for names instead of numbers, without the keys that
+    describe numbers, and with 0-d tensors as the optimizer has them. Different ones are a list of all ranks', but
+    ``step`` must be the same.
 
     Args:
         model: the outermost wrapper.
@@ -269,7 +291,7 @@ def _filled(
         copied_options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
         for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
     ]
-    return {**stream.own.dictionary, "state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, **beside(stream.own.dictionary)}
 
 
 def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:

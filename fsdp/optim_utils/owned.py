@@ -27,7 +27,13 @@ from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import impossible, watch_optimizers, without_signature
+from fsdp.engine.optimizer_hooks import (
+    expect_shards_of,
+    impossible,
+    refuse_shards_of_others,
+    signature_of,
+    watch_optimizers,
+)
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import require_shards
@@ -298,8 +304,10 @@ class OwnedOptimizer(torch.optim.Optimizer):
                     f"owns (rank {member.stepped.owner} of those that share it): it is another rank's, or that of a "
                     f"model that was wrapped otherwise, or shards that no owner can use. {_FULL}"
                 )
-        groups = [without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
-        for group, own in zip(groups, self.param_groups, strict=True):
+        signature = signature_of(state_dict)
+        refuse_shards_of_others(self, signature)
+        expect_shards_of(self, signature)
+        for group, own in zip(saved, self.param_groups, strict=True):
             own.update(options_of(group))
         self.state.clear()
         for member, state in states.items():

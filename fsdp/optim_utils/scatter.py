@@ -20,13 +20,13 @@ from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sen
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.managed_params import is_ours, taken_over
-from fsdp.engine.optimizer_hooks import state_of
+from fsdp.engine.optimizer_hooks import keys_with_elements, sign, state_of
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import FirstRank
 from fsdp.engine.unit import Unit, units_in
 from fsdp.optim_utils.full import ADDED, Given, given
 from fsdp.optim_utils.gather import Window
-from fsdp.optim_utils.params import Parameters, Place, held_by, parameters_of, root_of
+from fsdp.optim_utils.params import Parameters, held_by, parameters_of, root_of
 from fsdp.optim_utils.state import (
     APART,
     Elements,
@@ -37,7 +37,6 @@ from fsdp.optim_utils.state import (
     Value,
     common_kinds,
     is_same,
-    keys_with_elements,
     kinds_of,
     match_groups,
     options_of,
@@ -138,10 +137,11 @@ def plans_for(params: Parameters, full: Given) -> Plans:
     """Return the state that is to be had of each parameter, which those in one flat parameter must have alike."""
     with_state = {one for one, _ in full.states}
     has_elements = keys_with_elements((original.shape, state) for (_, original), state in full.states.items())
-    return {one: _plan(one, full.states, has_elements) for one in params.listed if one in with_state}
+    return {one: _plan(one, full, has_elements) for one in params.listed if one in with_state}
 
 
-def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elements: Mapping[str, bool]) -> Kinds:
+def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kinds:
+    states = full.states
     kinds: dict[Original, Kinds] = {}
     for original in one.originals:
         if (one, original) not in states:
@@ -152,7 +152,7 @@ def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elemen
             )
         state = states[one, original]
         kinds[original] = kinds_of(
-            original.name, state, original.shape, has_elements=has_elements, is_owned=one.is_owned
+            original.name, state, original.shape, "the parameter", has_elements, full.remedy, one.is_owned
         )
     return common_kinds(kinds)
 
@@ -260,10 +260,12 @@ def dictionary_of(
         one: {key: _as_type_of(live(one).get(key), value) for key, value in state.items()}
         for one, state in states.items()
     }
-    return {
+    found = {
         "state": {number: typed[one] for one, number in ids.items() if one in typed},
         "param_groups": [{**options, "params": [ids[one] for one in members]} for options, members in groups],
     }
+    sign(found, (one.param for one in ids))
+    return found
 
 
 def _as_type_of(now: Any, value: Any) -> Any:

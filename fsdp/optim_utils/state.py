@@ -20,17 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.consensus import Ranks, from_everyone
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
 from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
+from fsdp.engine.managed_params import taken_by
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import SHARDS_OF
+from fsdp.engine.optimizer_hooks import SHARDS_OF, is_number
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
-# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
-# the value for its one element.
-_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------
@@ -187,26 +185,37 @@ def grouped(groups: Iterable[Any], title: str, known: Callable[[Any], OptimParam
         for place, param in enumerate(group["params"]):
             one = known(param)
             if one is None:
+                name = taken_by(param)
                 raise ValueError(
                     f"{title}: parameter {place} of group {number}, of shape {tuple(param.shape)}, is not of this "
-                    "model as it is wrapped now. Make the optimizer from parameters() of the outermost module that is "
-                    "wrapped, and give that here; or hand over one that was made before wrapping with "
-                    "reshard_optimizer."
+                    + (
+                        "model. Make its layer a submodule of the model before wrapping; or give the outermost module "
+                        "that has it; or leave it out of this optimizer."
+                        if name is None
+                        else f"model as it is wrapped now: it was {name} before. Make the optimizer from parameters() "
+                        "of the outermost module that is wrapped; or hand over one that was made before wrapping with "
+                        "reshard_optimizer."
+                    )
                 )
             found[-1].append(one)
     return found
 
 
 def match_groups(
-    groups: Sequence[Sequence[OptimParam]], saved_in: Callable[[Original], int | None], saved: str
+    groups: Sequence[Sequence[OptimParam]],
+    saved_in: Callable[[Original], int | None],
+    saved: str,
+    has_groups: bool = True,
 ) -> tuple[list[int | None], list[str]]:
     """Return for each parameter group of an optimizer which saved group has its parameters, and what does not fit.
 
-    `saved_in` gives the number of the saved group that has an original parameter; None if none has. Messages call what
-    was saved `saved`.
+    Groups must be the same in the same order, since learning-rate schedulers know them by their numbers. `saved_in`
+    gives the number of the saved group that has an original parameter; None if none has. Messages call what was saved
+    `saved`. Unless that `has_groups`, because it only has settings of single parameters, any groups will do.
     """
     found: list[int | None] = []
     problems = []
+    matched: dict[int, tuple[int, str]] = {}  # by saved group: that of the optimizer, and a parameter in it
     for number, group in enumerate(groups):
         first: dict[int, str] = {}
         for original in (original for one in group for original in one.originals):
@@ -224,6 +233,23 @@ def match_groups(
                 f"them in groups {one_group} and {other_group}: make it with the same groups"
             )
         found.append(next(iter(first), None))
+        if has_groups and len(first) == 1:
+            ((there, name),) = first.items()
+            last = max(matched, default=there)
+            if there in matched:
+                other, other_name = matched[there]
+                problems.append(
+                    f"the optimizer has {other_name} and {name} in parameter groups {other} and {number}, and {saved} "
+                    f"has them in one group ({there}), with one learning rate for both: make it with the same groups"
+                )
+            elif there < last:
+                other, other_name = matched[last]
+                problems.append(
+                    f"the optimizer has {other_name} and {name} in parameter groups {other} and {number}, and {saved} "
+                    f"has them in groups {last} and {there}: make it with the same groups in the same order, by which "
+                    "learning-rate schedulers know them"
+                )
+            matched.setdefault(there, (number, name))
     return found, problems
 
 
@@ -368,27 +394,6 @@ Kind = Elements | Number | Value
 Kinds = dict[str, Kind]  # by key of the state
 
 
-def is_number(
-    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
-) -> bool:
-    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
-
-    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
-    element.
-    """
-    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
-
-
-def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
-    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
-    found: dict[str, bool] = {}
-    for shape, state in states:
-        if shape:
-            for key, value in state.items():
-                found[key] = found.get(key, False) or (isinstance(value, Tensor) and value.dim() > 0)
-    return found
-
-
 ELEMENTWISE = (
     "Use fsdp.OwnedOptimizer, or an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these "
     "parameters unsharded with ignored_parameters."
@@ -444,17 +449,17 @@ def is_same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other or (one != one and other != other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if one == other or (one != one and other != other):
+        return True
+    has_parts = hasattr(one, "__dict__") and not callable(one)  # objects of two ranks are equal if their attributes are
+    return has_parts and is_same(vars(one), vars(other))
 
 
-def is_alike(one: Kind | None, other: Kind | None) -> bool:
-    """Return whether two states are of one kind and dtype, whatever their values."""
-    return type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
-
-
-def differences(one: Kinds, other: Kinds, same: Callable[[Any, Any], bool] = is_same) -> tuple[str, str] | None:
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return for messages what of one state is different in another one, and what is there; None if nothing is."""
-    keys = sorted(key for key in one | other if not same(one.get(key), other.get(key)))
+    keys = sorted(key for key in {**one, **other} if not is_same(one.get(key), other.get(key)))
     if not keys:
         return None
     first, second = (
@@ -526,15 +531,25 @@ class SharedKinds:
         found = (kinds.get(key, first) for kinds in self.by_rank)
         return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
 
-    def problems(self, same: Callable[[Any, Any], bool]) -> Iterator[str]:
-        """Yield what the ranks have not the same of, but ought to."""
+    def problems(self, keeps_numbers: bool = False) -> Iterator[str]:
+        """Yield what the ranks have not the same of, but ought to.
+
+        A format that `keeps_numbers` has a list with each rank's for a 0-d tensor, except for ``step``.
+        """
+        first = self.holders[0] if self.holders else 0
         for rank in self.holders:
-            first = self.holders[0]
-            if (found := differences(self.by_rank[first], self.by_rank[rank], same)) is not None:
+            pair = (self.by_rank[each] for each in (first, rank))
+            if (
+                found := differences(*(_without_numbers(each) if keeps_numbers else each for each in pair))
+            ) is not None:
                 yield (
                     f"the optimizer's state of {self.name} has {found[0]} on rank {first} and {found[1]} on rank "
                     f"{rank}. Every rank must have stepped the same parameters with the same optimizer."
                 )
+
+
+def _without_numbers(kinds: Kinds) -> dict[str, Any]:
+    return {key: kind.dtype if isinstance(kind, Number) and key != "step" else kind for key, kind in kinds.items()}
 
 
 def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
@@ -551,3 +566,40 @@ def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
         SharedKinds(name, [own.kinds for own in each], [rank for rank, own in enumerate(each) if own.is_on])
         for name, each in zip(names[0], zip(*heard, strict=True), strict=True)
     ]
+
+
+def require_same_options(
+    ranks: Ranks, groups: Iterable[Mapping[str, Any]], beside: Mapping[str, Any] | None = None
+) -> None:
+    """Collective. Raise RuntimeError unless all ranks have the same options in an optimizer's parameter groups.
+
+    The same holds for what its dictionary contains `beside` state and groups. A full state has room for one of each.
+    """
+    if not peers_answer(ranks):
+        return
+    own = {
+        f"{key} of parameter group {number}": _shown(value)
+        for number, group in enumerate(groups)
+        for key, value in {**options_of(group), "number of parameters": len(group["params"])}.items()
+    } | {repr(key): _shown(value) for key, value in (beside or {}).items()}
+    heard = from_everyone(ranks, own)
+    for rank, other in enumerate(heard):
+        for key in {**heard[0], **other}:
+            one, another = heard[0].get(key, "none"), other.get(key, "none")
+            if one != another:
+                raise RuntimeError(
+                    f"rank {number_among(ranks)}: the ranks have different options in their optimizers: {key} is {one} "
+                    f"on rank 0 and {another} on rank {rank}. Every rank must have the same."
+                )
+
+
+def _shown(value: Any) -> str:
+    """Return the text by which ranks compare an option: the value, or the class of an object that has no such text."""
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_shown(each)}' for key, each in value.items())}}}"
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype))
+    return repr(value) if is_plain else f"a {type(value).__name__}"

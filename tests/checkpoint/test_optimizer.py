@@ -5,6 +5,7 @@ That training goes on as if it had not stopped is in test_checkpoint_resume.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, get_fsdp_instances, optim_utils
 from tests.checkpoint.test_resume import FORMS
 from tests.helpers.checkpoint_models import counted_writes
 from tests.helpers.equality import assert_same_state
@@ -273,6 +274,85 @@ def _save_and_refuse(folder: Path) -> None:
         assert text in str(caught.value)
     assert not other.state
     assert_same_state(model.state_dict(), nested_mlp().state_dict())
+
+
+def _in_groups(model: Any, *sizes: int, rates: Sequence[float] = (0.1, 0.2, 0.3)) -> torch.optim.Optimizer:
+    """Adam with the parameters divided into groups of these sizes; a negative one counts from the end."""
+    params, groups = list(model.parameters()), []
+    for size in sizes:
+        taken = params[:size] if size > 0 else params[size:]
+        params = [param for param in params if all(param is not other for other in taken)]
+        groups.append({"params": taken})
+    groups.append({"params": params})
+    return torch.optim.Adam([{**group, "lr": rate} for group, rate in zip(groups, rates, strict=False)])
+
+
+def _two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def _orig_pair() -> nn.Module:
+    return FullyShardedDataParallel(_two_layers(), use_orig_params=True)
+
+
+def _rows_pair() -> nn.Module:
+    model = _two_layers()
+    fsdp.fully_shard(model)
+    return model
+
+
+REGROUPED = [
+    ((), (1,), r"in parameter groups 0 and 1, and {} has them in one group \(0\), with one learning rate for both"),
+    ((1,), (1, 2), r"in parameter groups 1 and 2, and {} has them in one group \(1\), with one learning rate for both"),
+    (
+        (2,),
+        (1, -2),
+        r"in parameter groups 0 and 2, and {} has them in one group \(0\), with one learning rate for both",
+    ),
+    ((1,), (), r"in one parameter group \(0\), and {} has them in groups 0 and 1"),
+    ((1,), (2,), r"in one parameter group \(0\), and {} has them in groups 0 and 1"),
+    ((-1,), (3,), r"and {} has them in groups 1 and 0: make it with the same groups in the same order"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded", "message"), REGROUPED)
+@pytest.mark.parametrize("make", [_orig_pair, _rows_pair])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_groups_that_were_divided_merged_or_moved_are_refused(
+    ranks: RankPool,
+    tmp_path: Path,
+    saved: tuple[int, ...],
+    loaded: tuple[int, ...],
+    message: str,
+    make: Callable[[], Any],
+    world_size: int,
+) -> None:
+    ranks(world_size).run(_load_into_other_groups, tmp_path, make, saved, loaded, message)
+
+
+def _load_into_other_groups(
+    folder: Path, make: Callable[[], Any], saved: tuple[int, ...], loaded: tuple[int, ...], message: str
+) -> None:
+    model = make()
+    optimizer = _in_groups(model, *saved)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    fsdp.save(folder / "run", model, optimizer)
+    rates = (0.7, 0.8, 0.9)
+    model = make()
+    other = _in_groups(model, *loaded, rates=rates)
+    with pytest.raises(RuntimeError, match=message.format("that of the checkpoint")):
+        fsdp.load(folder / "run", model, other)
+    assert [group["lr"] for group in other.param_groups] == [*rates[: len(other.param_groups)]]
+    assert not other.state
+    same = _in_groups(model, *saved, rates=rates)
+    fsdp.load(folder / "run", model, same)
+    assert [group["lr"] for group in same.param_groups] == [0.1, 0.2, 0.3][: len(same.param_groups)]
+    if isinstance(model, FullyShardedDataParallel):
+        full = optim_utils.full_optim_state_dict(model, same, recipient_rank=None)
+        with pytest.raises(ValueError, match=message.format("the optimizer state")):
+            optim_utils.shard_full_optim_state_dict(model, full, other)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -313,3 +314,78 @@ def _copy_state() -> None:
         assert torch.equal(local(value), expected[name]), name
     model.load_state_dict(kept)
     assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
+
+
+class Scaled(nn.Module):
+    """With a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.scale
+
+
+def _make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _make_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _make_nadam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters(), lr=0.1)  # which has numbers of other names
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+@pytest.mark.parametrize("make", [_make_adam, _make_momentum, _make_nadam])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_full_state_of_a_parameter_without_dimensions(
+    ranks: RankPool, from_first: bool, make: Any, world_size: int
+) -> None:
+    ranks(world_size).run(_load_full_of_no_dimensions, from_first, make)
+
+
+def _load_full_of_no_dimensions(from_first: bool, make: Any) -> None:
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Scaled()
+        fsdp.fully_shard(model)
+        return model, make(model)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(INPUTS).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = new()
+    train(model, optimizer)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    whole = StateDictOptions(full_state_dict=True)
+    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=whole))  # it shares tensors
+    train(model, optimizer)
+    for is_new in (True, False):
+        resumed, second = new()
+        if not is_new:
+            train(resumed, second)  # it has state already
+        resumed.load_state_dict(weights)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+        given = {} if from_first and dist.get_rank() else copy.deepcopy(full)
+        set_optimizer_state_dict(resumed, second, given, options=options)
+        assert_same_optimizer(second.state_dict(), state)
+        train(resumed, second)
+        for name, param in model.named_parameters():
+            assert torch.equal(resumed.get_parameter(name).full_tensor(), param.full_tensor()), name  # type: ignore[operator]
+
+
+def assert_same_optimizer(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Types, placements and values of two states."""
+    for number, entry in expected["state"].items():
+        for key, value in entry.items():
+            other = found["state"][number][key]
+            assert isinstance(other, DTensor) is isinstance(value, DTensor), (number, key)
+            assert getattr(other, "placements", None) == getattr(value, "placements", None)
+            assert torch.equal(local(other), local(value))

@@ -63,10 +63,15 @@ def _make_wrong_optimizers() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.net.parameters())  # without what lies outside of the layers, which is flat
 
+    class Elsewhere(lit.Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([*self.parameters(), *nn.Linear(2, 2).parameters()])
+
     flat = {"use_orig_params": False}
     for kind, options, message in (
-        (Early, {}, "parameter 0 of group 0, of shape .*taken before the model was wrapped.*configure_optimizers"),
+        (Early, {}, "parameter 0 of group 0, of shape .*before the model was wrapped.*configure_optimizers"),
         (Early, flat, "parameter 0 of group 0, of shape .*taken before the model was wrapped"),
+        (Elsewhere, {}, r"of shape \[2, 2\], is not of the sharded model. Either its layer is no submodule"),
         (Nothing, flat, "no parameters of the sharded model.*self.trainer.model.parameters()"),
         (Outside, flat, r"no optimizer steps .*flat_param.*self\.trainer\.model\.parameters\(\)"),
     ):

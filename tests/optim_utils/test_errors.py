@@ -67,8 +67,14 @@ def _gather_from_nothing() -> None:
     with pytest.raises(ValueError, match=r"recipient_rank must be None or one of the 2 ranks, got 2"):
         model.gather_full_optim_state_dict(optimizer, recipient_rank=2)
     other = adam(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0, of shape \(2, 3\), is not of this model"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0, of shape \(2, 3\), is not of this model. Make its layer a submodule"
+    ):
         model.gather_full_optim_state_dict(other)
+    plain = garden()
+    early = adam(plain)
+    with pytest.raises(ValueError, match=r"is not of this model as it is wrapped now: it was .*scale.* before"):
+        FullyShardedDataParallel(plain).gather_full_optim_state_dict(early)
     with pytest.raises(TypeError, match="the outermost FullyShardedDataParallel is needed, got a Linear"):
         optim_utils.full_optim_state_dict(nn.Linear(1, 1), optimizer)
 
@@ -112,12 +118,20 @@ def _spoil(full: dict[str, Any], how: str) -> None:
         del full["state"][1]["exp_avg"]
     elif how == "step":
         full["state"][1]["step"] = 7.0
-    elif how == "number":
+    elif how == "nameless":
         full["state"][99] = full["state"].pop(first)
+    elif how == "number":
+        del full["param_names"]
+        full["state"][99] = full["state"].pop(first)
+    elif how == "name":
+        full["param_names"][1] = "another.weight"
+    elif how == "names":
+        full["param_names"] = ["scale"]
     elif how == "count":
+        del full["param_names"]
         full["param_id_map"].popitem()
     elif how == "map":
-        del full["param_id_map"]
+        del full["param_id_map"], full["param_names"]
     elif how == "groups":
         group = full["param_groups"][0]
         full["param_groups"] = [group | {"params": [0]}, group | {"params": group["params"][1:]}]
@@ -135,6 +149,9 @@ def _spoil(full: dict[str, Any], how: str) -> None:
         ("keys", ValueError, r"of scale has 'exp_avg' \(elements .*, and that of entry.weight no 'exp_avg'; the two"),
         ("step", ValueError, r"of scale has 'step' \(2.0\), and that of entry.weight 'step' \(7.0\);.*use_orig_params"),
         ("number", ValueError, r"has a parameter number 99, and the model has none"),
+        ("nameless", ValueError, r"has a parameter number 99, which 'param_names' in it has no name for"),
+        ("name", ValueError, r"has a parameter 'another.weight', and the model has none.* remove 'param_names'"),
+        ("names", TypeError, r"'param_names' is a mapping of numbers to names"),
         ("count", ValueError, r"is of a model with 9 parameters, and this one has 10"),
         ("map", ValueError, r"goes by numbers and has no 'param_id_map'.*rekey_optim_state_dict"),
         ("groups", ValueError, r"scale .*and entry.weight (not in it.*group_by|in one parameter group)"),

@@ -54,6 +54,7 @@ def _load_theirs(name: str) -> None:
     full, expected = from_first(model.gather_full_optim_state_dict(Scaled(optimizer))), recorded(name)
     if not CASES[name].is_alone or dist.get_world_size() == 1:  # what is uncollected depends on the number of ranks
         full["uncollected_local_ids"] = expected["uncollected_local_ids"]
+    assert full.pop("param_names").keys() == full["param_id_map"].keys()
     assert_same(full, expected)
     train(model, optimizer)
 
@@ -68,6 +69,7 @@ def _gather_ours(name: str) -> None:
     optimizer = make_optimizer(name, model)
     train(model, optimizer)
     full = from_first(model.gather_full_optim_state_dict(Scaled(optimizer)))
+    assert full.pop("param_names").keys() == full["param_id_map"].keys()
     assert_close(full, recorded(name), rtol=1e-3, atol=1e-5)
     assert list(full["state"]) == list(recorded(name)["state"])
 

@@ -17,10 +17,9 @@ from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put
 from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
 from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
-from fsdp.checkpoint.formats.trees import ADDED, DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
+from fsdp.checkpoint.formats.trees import DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
 from fsdp.engine.names import clean_name, join
-
-_NAMES = "param_names"
+from fsdp.optim_utils.full import NAMES, by_stored_names
 
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
@@ -108,7 +107,7 @@ def _order(shard: Shard) -> tuple[dict[str, int], bool]:
 
 def _is_full(saved: SavedOptimizer) -> bool:
     """Return whether it is FairScale's full dictionary."""
-    return all(key in saved.content for key in ADDED)
+    return "param_id_map" in saved.content and "uncollected_local_ids" in saved.content
 
 
 def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
@@ -118,14 +117,22 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
             f"{saved} has {len(saved.content['param_id_map'])} parameters, and the metadata of {shard.title} name "
             f"{len(described)}: they are of different models"
         )
-    for number, (name, shape) in enumerate(described):
-        for key, value in saved.content["state"].get(number, {}).items():
-            if isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
+    content = by_stored_names(saved.content)
+    names: dict[Any, str] = dict(enumerate(name for name, _ in described))
+    if NAMES in saved.content:
+        names = {name: name for name in names.values()}
+        strangers = [name for group in content["param_groups"] for name in group["params"] if name not in names]
+        if strangers:
+            raise ValueError(f"{saved} has {strangers[0]}, which the metadata of {shard.title} do not name")
+    shapes = dict(described)
+    for number, name in names.items():
+        for key, value in content["state"].get(number, {}).items():
+            if isinstance(value, list) and value and all(is_single(key, each, shapes[name]) for each in value):
                 state.add_single([name], key, value)  # 0-d tensors, one of each rank
             else:
-                state.add(name, key, value, shape)
-    for group in saved.content["param_groups"]:
-        state.groups.append((group, [described[number][0] for number in group["params"]]))
+                state.add(name, key, value, shapes[name])
+    for group in content["param_groups"]:
+        state.groups.append((group, [names[number] for number in group["params"]]))
 
 
 def _add_local(
@@ -153,7 +160,7 @@ def _keys_by_number(
         if [list(group["params"]) for group in other.content["param_groups"]] != groups:
             raise ValueError(f"{other} has other parameter groups than {saved[0]}")
     numbers = [number for group in groups for number in group]
-    named = [name for group in saved[0].content["param_groups"] for name in group.get(_NAMES, ())]
+    named = [name for group in saved[0].content["param_groups"] for name in group.get(NAMES, ())]
     # State dicts list parameters in the order of `parameters()`, tied ones once among those that the metadata name.
     listed = [key for key in map(clean_name, shard.weights) if key in backings]
     keys = [clean_name(key) for key in (order or named or listed)]

@@ -25,7 +25,9 @@ from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.checkpoint.untrusted import short
 from fsdp.engine.names import plain_name
-from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of
+from fsdp.engine.optimizer_hooks import is_number
+from fsdp.optim_utils.full import NAMES, OWN_KEYS
+from fsdp.optim_utils.state import Elements, Kind, Number, Value, odd_shape, options_of
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
 OPTIMIZER_KEYS: tuple[str, ...] = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
@@ -34,7 +36,6 @@ VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"
 _DDP = "module."
 _STATE, _GROUPS = "state", "param_groups"
-ADDED = ("param_id_map", "uncollected_local_ids")  # to an optimizer's dictionary, by FairScale
 Path = tuple[Any, ...]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -225,7 +226,7 @@ class SavedOptimizer(NamedTuple):
     @property
     def others(self) -> dict[Any, Any]:
         """Return what else is in it (``loss_scale``)."""
-        return values_of(self.content, (_STATE, _GROUPS, *ADDED), [])
+        return values_of(self.content, OWN_KEYS, [])
 
 
 def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
@@ -252,6 +253,7 @@ class NamedState:
         self._title = title
         self.tensors: dict[str, LazyTensor] = {}  # under ``<name>/<key>``
         self.groups: list[tuple[Mapping[str, Any], list[str]]] = []  # and the names of the parameters in each
+        self.has_groups = True  # if not, they are made of settings of single parameters
         self._state: dict[str, dict[str, Any]] = {}
 
     def add_parameter(self, name: str) -> None:
@@ -309,7 +311,7 @@ class NamedState:
         named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in self.groups]
         for name in (name for _, names in named for name in names):
             self.add_parameter(name)
-        return rest_of("", named, self._state, f"{self._title}: ")
+        return rest_of("", named, self._state, f"{self._title}: ", self.has_groups)
 
 
 class Names(NamedTuple):
@@ -328,7 +330,8 @@ def optimizer_state(
         ValueError: if it goes by numbers, and nobody says which parameters are meant; if it is of other parameters; for
             state that is neither of the parameter's shape nor a number, or that no checkpoint holds.
     """
-    if _GROUPS not in found:
+    has_groups = _GROUPS in found
+    if not has_groups:
         found = _unflattened(found, model)
         notes.append("parameters of the optimizer with equal settings count as one group")
     groups = list(found[_GROUPS])
@@ -348,6 +351,7 @@ def optimizer_state(
             f"{path}: the optimizer has state of {', '.join(strangers[:5])}, which are in none of its groups"
         )
     state = NamedState(path)
+    state.has_groups = has_groups
     state.groups = [(group, [names[key] for key in group["params"]]) for group in groups]
     for name in held:
         state.add_parameter(name)
@@ -367,6 +371,8 @@ def names_by_key(
     if all("param_names" in group for group in groups):
         named = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
         return {key: cleaned(name) for key, name in named}
+    if NAMES in found:
+        return {key: cleaned(name) for key, name in found[NAMES].items()}
     if "param_id_map" in found:
         raise ValueError(
             f"{title}: the optimizer goes by FairScale's numbers. Give it names first, with the model: "

@@ -149,6 +149,22 @@ def _load_into_ours(folder: Path, expected: tuple[Any, Any]) -> None:
     assert_same_optimizers(full_optim_state_dict(model, optimizer, None), expected[1])
 
 
+def test_flat_states_have_settings_of_parameters_and_fit_any_groups(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_fsdp2, tmp_path / "saved", True)
+    ranks(2).run(_load_into_other_groups, tmp_path / "saved")
+
+
+def _load_into_other_groups(folder: Path) -> None:
+    model = net(ours, seed=1)
+    named = list(model.named_parameters())
+    weights = [param for name, param in named if name.endswith("weight")]
+    others = [param for name, param in named if not name.endswith("weight")]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": weights[:1]}, {"params": weights[1:]}])
+    fsdp.load(folder, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.02, 0.02]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 1e-2, 1e-2]
+
+
 def test_a_rank_reads_only_what_it_keeps(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(_save_fsdp2, tmp_path / "saved", False)
     ranks(3).run(_load_and_count, tmp_path / "saved")

@@ -1,0 +1,161 @@
+"""torch's optimizers on the `DTensor`s of `fully_shard`: equal to the unsharded model, or an error before the step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from tests.helpers.dtensor_twins import whole
+from tests.helpers.ranks import RankPool
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+INPUTS = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+def net(hidden: int, out: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, out))
+
+
+def steps(model: nn.Module, optimizer: Any) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(INPUTS).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(param) for param in model.parameters()]
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True)
+
+
+def fused_adagrad(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=0.01, fused=True)
+
+
+def rprop(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(params, lr=0.01)
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.01)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.01)
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (fused_sgd, "SGD with fused=True has no implementation for DTensors: leave out fused=True"),
+        (fused_adagrad, "Adagrad with fused=True has no implementation for DTensors: leave out fused=True"),
+        (rprop, r"Rprop selects elements by masks.*fsdp.OwnedOptimizer step each rank's rows"),
+        (adafactor, "Adafactor combines rows and columns in place.*by owners, with fsdp.OwnedOptimizer"),
+        (muon, "Muon combines rows and columns in place.*0.weight.*by owners, with fsdp.OwnedOptimizer"),
+        (lbfgs, "LBFGS joins parameters in one vector.*0.weight"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_dtensors_do_not_support_is_an_error_before_the_step(
+    ranks: RankPool, make: MakeOptimizer, message: str, world_size: int
+) -> None:
+    ranks(world_size).run(_refuse, make, message)
+
+
+def _refuse(make: MakeOptimizer, message: str) -> None:
+    model = net(7, 5)
+    fsdp.fully_shard(model)
+    optimizer = make(model.parameters())
+    before = [value.clone() for value in weights(model)]
+    with pytest.raises(RuntimeError, match=message):
+        steps(model, optimizer)
+    assert all(map(torch.equal, weights(model), before))
+
+
+ELEMENTWISE: dict[str, MakeOptimizer] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "fused adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_optimizers_that_work_element_by_element_are_as_without_sharding(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_compare_all)
+
+
+def _compare_all() -> None:
+    for kind, make in ELEMENTWISE.items():
+        plain = net(7, 5)
+        steps(plain, make(plain.parameters()))
+        model = net(7, 5)
+        fsdp.fully_shard(model)
+        steps(model, make(model.parameters()))
+        for found, expected in zip(weights(model), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6, msg=kind)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_are_stepped_by_the_owned_optimizer_that_the_error_names(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_step_rows)
+
+
+def _step_rows() -> None:
+    plain = net(7, 5)
+    steps(plain, rprop(plain.parameters()))
+    model = net(7, 5)
+    fsdp.fully_shard(model)
+    steps(model, fsdp.OwnedOptimizer(model, [{"optimizer": torch.optim.Rprop, "sharded": True, "lr": 0.01}]))
+    for found, expected in zip(weights(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adafactor_leaves_original_parameters_out_that_are_empty_on_a_rank(
+    ranks: RankPool, foreach: bool, world_size: int
+) -> None:
+    ranks(world_size).run(_step_empty, foreach)
+
+
+def _step_empty(foreach: bool) -> None:
+    model = FullyShardedDataParallel(net(7, 5), use_orig_params=True)
+    before = model.state_dict()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01, foreach=foreach)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        steps(model, optimizer)
+    assert any("Adafactor goes by the rows, columns or norms" in str(each.message) for each in told)
+    after = model.state_dict()
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+    assert all(value.isfinite().all() for value in after.values())

@@ -1,0 +1,87 @@
+"""An optimizer's own state dict says whose shards it is of, beside its groups, and other ranks' shards are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp import FullyShardedDataParallel
+from fsdp.engine.optimizer_hooks import SHARDS_OF
+from tests.helpers.equality import assert_same
+from tests.helpers.optimizers import adam, from_first, garden, train
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+
+FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+OF_ANOTHER = r"state loaded into this Adam is of the shards of rank {} of {}, and this rank has those of rank {} of {}"
+
+
+def trained(form: dict[str, Any], steps: int = 1) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    model = garden(fully_sharded(**form))
+    optimizer = adam(model)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_groups_are_as_torch_makes_them(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_compare_groups, form)
+
+
+def _compare_groups(form: dict[str, Any]) -> None:
+    model, optimizer = trained(form)
+    own = optimizer.state_dict()
+    fresh = adam(garden(fully_sharded(**form))).state_dict()
+    assert own["param_groups"] == fresh["param_groups"]
+    assert own[SHARDS_OF] == [[dist.get_rank(), dist.get_world_size()]]
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    assert SHARDS_OF not in full
+    assert_same(model.get_shard_from_optim_state_dict(full), own)  # as FairScale's own tests compare them
+    optimizer.load_state_dict(own)
+    assert optimizer.state_dict()["param_groups"] == fresh["param_groups"]
+
+
+def _written_by_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with the signature in each group."""
+    signature = state.pop(SHARDS_OF)
+    return {**state, "param_groups": [{**group, SHARDS_OF: signature} for group in state["param_groups"]]}
+
+
+@every_form
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_shards_of_another_rank_are_refused(
+    ranks: RankPool, tmp_path: Path, form: dict[str, Any], is_old: bool, world_size: int
+) -> None:
+    ranks(world_size).run(_load_of_another, tmp_path, form, is_old)
+
+
+def _load_of_another(folder: Path, form: dict[str, Any], is_old: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    other = (rank + 1) % size
+    model, optimizer = trained(form)
+    state = optimizer.state_dict()
+    torch.save(_written_by_0_1_0(state) if is_old else state, folder / f"{rank}.pt")
+    dist.barrier()
+    own, others = (torch.load(folder / f"{each}.pt", weights_only=True) for each in (rank, other))
+    before = optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=OF_ANOTHER.format(other, size, rank, size)):
+        optimizer.load_state_dict(others)
+    assert_same(optimizer.state_dict(), before)
+    train(model, optimizer, range(1, 2))  # what was refused is forgotten
+
+    resumed = garden(fully_sharded(**form))
+    fresh = adam(resumed)
+    fresh.load_state_dict(others)  # whose shards these are is known from the first forward on
+    assert not any(SHARDS_OF in group for group in fresh.param_groups)
+    with pytest.raises(RuntimeError, match=OF_ANOTHER.format(other, size, rank, size)):
+        train(resumed, fresh, range(1, 2))
+    fresh.load_state_dict(own)
+    assert not any(SHARDS_OF in group for group in fresh.param_groups)
+    train(resumed, fresh, range(1, 2))
