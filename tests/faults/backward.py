@@ -86,7 +86,7 @@ FAULTS = {
             rank="rank 1: gives no answer",
             unit=BACKWARD,
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault("slow in the backward", "slow ranks", "forward 2", in_backward(sleeps(1)), quiet=True, after="trained"),

@@ -89,7 +89,7 @@ FAULTS = {
             rank="rank 1: gives no answer: it is stopped",
             unit=GATHER,
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault("slow by a second", "slow ranks", "forward 2", sleeps(1), quiet=True, after="trained"),
