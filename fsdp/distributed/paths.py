@@ -25,7 +25,10 @@ _TIMES = (
     "Call the model and backward() equally often on every rank, in the same order; where ranks have different numbers "
     "of batches use fsdp.join."
 )
-_MODES = "Use torch.no_grad(), eval() and no_sync() on every rank or on none, for the same passes."
+_MODES = (
+    "Have the same pass in the same mode on every rank: torch.no_grad(), eval(), no_sync(), and factors that divide "
+    "gradients."
+)
 _FROZEN = "Freeze and unfreeze the same parameters on every rank (requires_grad_)."
 
 

@@ -24,7 +24,8 @@ _PASSES = 2  # that it shows
 _NEW = 1.0  # seconds, after which all have come that come together
 
 _CALLS = "Make the same calls on every rank, in the same order, and not under a condition like `if rank == 0`."
-_ARGUMENTS = "Make the call with the same arguments on every rank, and run the same units in every pass."
+_ARGUMENTS = "Make the call with the same arguments on every rank."
+_UNITS = "Run the same units in the same passes on every rank, and make the same calls."
 _GROUPS = "Give the same ranks to every rank (process_group, mesh, WORLD_SIZE)."
 
 # What may take long for a good reason, by the files that it is in.
@@ -144,7 +145,9 @@ def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
     if found:
         return found
     if len({(each.waits_for, each.call) for each in waiting.values()}) > 1:
-        return f"The ranks wait for each other in different collectives. {_ARGUMENTS}"
+        call = waiting[asker].call
+        remedy = _ARGUMENTS if call else _UNITS
+        return f"The ranks wait for each other in different collectives{f' of {call}' if call else ''}. {remedy}"
     return "All wait for the same: the network is slow, or has lost something."
 
 

@@ -90,7 +90,8 @@ class EvenRanks:
     is_joining = False
     stage = ""
     _outermost: Unit
-    _pass: paths.Pass  # that has begun last
+    _pass: paths.Pass  # that runs, or ran last
+    _around: paths.Pass  # the forward before the backward that runs, or around it
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         if is_outermost:
@@ -121,6 +122,7 @@ class EvenRanks:
         divided = f" with gradients divided by {divisor:g}" if divisor != usual else ""
         self.stage = f"backward{accumulates}{divided}"
         modes = (accumulates.strip() or "with reduction", f"with gradients divided by {divisor:g}")
+        self._around = self._pass
         self._pass = paths.path.begin("backward", unit.name, unit.ranks, modes, list(_trained(reduced)))
 
     def reach(self, call: Call) -> None:
@@ -130,7 +132,7 @@ class EvenRanks:
         return True
 
     def end_backward(self) -> None:
-        self._pass.is_over = True
+        self._pass.is_over, self._pass = True, self._around
 
     def abandon(self) -> None:
         """Raise RuntimeError if what looks like a forward that was given up is another thread's."""

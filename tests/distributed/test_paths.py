@@ -285,7 +285,7 @@ def test_a_call_that_other_ranks_have_not_made_is_named() -> None:
 
 def test_other_arguments_of_the_same_call_are_told() -> None:
     answers = {rank: at(f"the norm of order {rank}", "clip_grad_norm_()", step(1)) for rank in range(2)}
-    assert "different collectives. Make the call with the same arguments" in conclusion(0, answers)
+    assert "different collectives of clip_grad_norm_(). Make the call with the same" in conclusion(0, answers)
 
 
 def test_other_groups_of_ranks_are_named() -> None:
