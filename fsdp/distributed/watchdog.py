@@ -2,8 +2,9 @@
 
 Each rank listens on a socket of its own; the ranks give each other the addresses once, through the store of the default
 process group. A thread looks every second for how long this rank has waited in a collective. If that is too long, it
-asks all ranks where they are, makes a report of the answers, and gives it to all, which print it. A rank that is ended
-by an exception tells the others before it goes. Nothing of this goes through the collectives that it is about.
+asks all ranks where they are, makes a report of the answers (`positions`), and gives it to all; the first rank of each
+machine prints it. A rank that is ended by an exception tells the others before it goes. Nothing of this goes through
+the collectives that it is about.
 
 A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
 lock. On NCCL, where the host does not wait for collectives, nobody is found waiting.
@@ -455,17 +456,18 @@ def set_watchdog(
     reports: str | Path | None = None,
     replicas_every: int = 1000,
 ) -> None:
-    """Set how long a rank waits in a collective before all ranks print where they are, and what is done about it.
+    """Set how long a rank waits in a collective before a report says where all ranks are, and why they wait.
 
     Call it on every rank.
 
     Args:
-        patience: seconds, beyond twice the longest of the last waits, or what was computed between two of them (ten
-            seconds at most) if that is longer; None: nothing is watched, and the steps of optimizers are not compared.
+        patience: seconds, beyond twice the longest of the last waits, or the time between two of them (ten seconds at
+            most) if that is longer. None: nothing is watched, and the steps of optimizers are not compared.
         raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
-            its next collective. The process groups on gloo that sharded models use are of no use afterwards, until
-            `recover` has connected them anew. Others, with NCCL, are left to their own timeouts. Besides, that some
-            ranks have changed shards or gradients between steps, and others not, is an error and no warning.
+            its next collective. Give a patience that is longer than anything that one rank does alone. The process
+            groups on gloo that sharded models use are of no use afterwards, until `recover` has connected them anew.
+            Others, with NCCL, are left to their own timeouts. Besides, that some ranks have changed shards or gradients
+            between steps, and others not, is an error and no warning.
         reports: a folder, in which each rank writes what it reports and why it ends, for `python -m fsdp diagnose`.
             None: the one that the environment names by FSDP_REPORTS, or that was set before.
         replicas_every: backwards between two comparisons of replicas, each of which reads all shards once.
