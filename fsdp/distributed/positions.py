@@ -53,7 +53,7 @@ class Position:
         seconds: for how long it has waited.
         stack: the lines of the user's code that its main thread is in, as "train.py:12 in step", the outermost first.
         occupation: what it does that may take long, if that can be told.
-        passes: the forwards and backwards that it has begun last, the oldest first.
+        passes: the forwards and backwards that its main thread has begun last, the oldest first.
         groups: the ranks of the process groups that its models use.
     """
 
@@ -77,7 +77,7 @@ class Position:
             seconds=time.monotonic() - wait.since if wait else 0.0,
             stack=_places(stacks.get(thread, ())),
             occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
-            passes=list(paths.path.passes),
+            passes=[] if is_aside else list(paths.path.passes),
             groups=communicator.ranks_of_groups(),
         )
 

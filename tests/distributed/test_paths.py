@@ -261,6 +261,19 @@ def test_a_path_numbers_passes_by_their_model_and_keeps_the_last() -> None:
     assert str(begun) == "forward 20 (..., blocks.996, blocks.997, blocks.998, blocks.999)"
 
 
+def test_passes_are_counted_anew_for_the_ranks_that_have_recovered() -> None:
+    path, every, some = Path(), frozenset({0, 1, 2}), frozenset({0, 1})
+    for ranks in (every, some, every):
+        path.begin("forward", "root", ranks, ["in train()"])
+    path.forget(every)
+    assert [(one.name, one.ranks) for one in path.passes] == [("forward 1", "ranks 0-1")]
+    assert path.begin("forward", "root", every, ["in train()"]).name == "forward 1"
+    assert path.begin("forward", "root", some, ["in train()"]).name == "forward 2"
+    path.forget()
+    assert not path.passes
+    assert path.begin("forward", "root", some, ["in train()"]).name == "forward 1"
+
+
 # Conclusions from positions
 
 ALL = [[0, 1, 2]]
