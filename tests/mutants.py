@@ -114,7 +114,10 @@ CONCERNS = {
     "distributed/dtensor": (
         "tensor_parallel/errors tensor_parallel/changes tensor_parallel/state fully_shard/tensor_parallel"
     ),
-    "distributed/watchdog": "distributed/watchdog engine/ranks_apart",
+    "distributed/watchdog distributed/positions": (
+        "distributed/watchdog distributed/paths distributed/causes_of_hangs engine/ranks_apart"
+    ),
+    "distributed/paths": "distributed/paths",
     "distributed/consensus": "distributed/agreement checkpoint/errors",
     "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/devices": (
         "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses"

@@ -328,6 +328,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available
 def communicator(group: Group, device: torch.device) -> Communicator:
     """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
     if group.size() == 1:
+        watch()  # others may wait for this rank, in a group that it was to be in
         return LONE_RANK
     is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
     # A user's object in front of a group is there to see collectives.
@@ -337,7 +338,6 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     if key not in communicators:
         way = (DirectExchange if is_host(device) else StagedExchange) if is_ours else TorchCollectives
         communicators[key] = way(known)
-        if communicators[key].peers_answer:
-            watch()
+        watch()
     found: Communicator = communicators[key]
     return found

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -260,12 +259,13 @@ class Wait(NamedTuple):
     since: float
 
 
-# For the watchdog: by thread, what this rank waits in now; what it has waited in last; and how long waits of threads
-# beside the main one (True) and of that itself take, in seconds: the longest of late, since one of a thousand waits ago
-# counts for a third.
+# For the watchdog: by thread, what this rank waits in now, and when its last wait has ended; and how long waits of
+# threads beside the main one (True) and of that itself take, in seconds: the longest of late, since one of a thousand
+# waits ago counts for a third.
 waits: dict[int, Wait] = {}
-ended: deque[str] = deque(maxlen=4)
+_resumed: dict[int, float] = {}
 longest = {False: 0.0, True: 0.0}
+_LONG = 10.0  # seconds between two waits, of which no more count: a rank may pause for hours
 
 
 main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testing`)
@@ -284,6 +284,7 @@ def explain(closed_by: int | None) -> str:
 def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; an error if one did not complete, which says why if it is known."""
     thread, since = threading.get_ident(), time.monotonic()
+    beside = is_aside(thread)
     waits[thread] = Wait(what, _call.get(), since)
     try:
         limit = _limit.get()
@@ -294,9 +295,17 @@ def finish(works: Sequence[Any], what: str) -> None:
         raise incomplete(what, error) from error
     finally:
         del waits[thread]
-    ended.append(what)
-    beside = is_aside(thread)
-    longest[beside] = max(0.999 * longest[beside], time.monotonic() - since)
+    now = time.monotonic()
+    # Where much is computed between two waits, ranks come apart by more.
+    since_last = 0.0 if beside else min(now - _resumed.get(thread, since), _LONG)
+    longest[beside] = max(0.999 * longest[beside], now - since, since_last / 2)
+    _resumed[thread] = now
+
+
+def measure_anew() -> None:
+    """Forget how long waits have taken."""
+    longest.update(dict.fromkeys(longest, 0.0))
+    _resumed.clear()
 
 
 def incomplete(what: str, error: RuntimeError) -> RuntimeError:
@@ -470,6 +479,12 @@ def ranks_of(group: Any) -> Sequence[int]:
         return dist.get_process_group_ranks(behind(group))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
         return [own_rank()] if group.size() == 1 else []
+
+
+def ranks_of_groups() -> list[list[int]]:
+    """Return the ranks of each group that there is a way to."""
+    found = dict.fromkeys(tuple(sorted(ranks_of(one.group))) for one in list(communicators.values()))
+    return [list(ranks) for ranks in found if ranks]
 
 
 def communicators_among(ranks: Iterable[int]) -> list[Communicator]:

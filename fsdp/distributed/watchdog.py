@@ -2,8 +2,9 @@
 
 Each rank listens on a socket of its own; the ranks give each other the addresses once, through the store of the default
 process group. A thread looks every second for how long this rank has waited in a collective. If that is too long, it
-asks all ranks where they are, makes a report of the answers, and gives it to all, which print it. A rank that is ended
-by an exception tells the others before it goes. Nothing of this goes through the collectives that it is about.
+asks all ranks where they are, makes a report of the answers (`positions`), and gives it to all; the first rank of each
+machine prints it. A rank that is ended by an exception tells the others before it goes. Nothing of this goes through
+the collectives that it is about.
 
 A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
 lock. On NCCL, where the host does not wait for collectives, nobody is found waiting.
@@ -16,28 +17,27 @@ import hmac
 import json
 import os
 import secrets
+import signal
 import socket
 import socketserver
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, cast
 
-import torch
 import torch.distributed as dist
 
-from fsdp.distributed import communicator
+from fsdp.distributed import communicator, paths
 from fsdp.distributed.journal import journals, settings
+from fsdp.distributed.positions import Position, Report, last_place, longest_wait
 from fsdp.distributed.reports import Event, Kind
 from fsdp.distributed.roll_call import RollCall, named
 
@@ -47,10 +47,13 @@ _LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed
 _SLACK = 2.0  # of the longest wait so far: what took long before may take long again
 _POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
 _STUCK = 10.0  # seconds, after which a wait whose connections are closed does not end any more
-_FRAMES = 3  # of the user's code, that a report shows of a rank
 
 # Why a rank does not answer.
 _GONE = "is gone: its process has ended"
+_WHY_GONE = (
+    "{gone}{exit} (process {pid} on {host}). Look at what this rank has printed; if there is no error in it, the "
+    "process was killed, as the kernel does when memory runs out (dmesg says so)"
+)
 _SILENT = "gives no answer: it is stopped, or cannot be reached (process {pid} on {host})"
 _ABSENT = "has wrapped no model yet"
 _CLOSED = "is gone: it has closed its connections, and had wrapped no model yet"
@@ -69,103 +72,31 @@ class Address(NamedTuple):
 
 
 @dataclass
-class Position:
-    """A position says where a rank is.
-
-    Attributes:
-        waits_for: the collective that it waits in; None if it waits in none of ours.
-        call: the public call that it is in; empty in forward and backward.
-        seconds: for how long it has waited.
-        stack: the lines of the user's code that its main thread is in, as "train.py:12 in step", the outermost first.
-        occupation: what it does that may take long, if that can be told.
-        before: the collectives that it has ended last, the oldest first.
-    """
-
-    waits_for: str | None
-    call: str
-    seconds: float
-    stack: Sequence[str]
-    occupation: str | None
-    before: Sequence[str]
-
-    @classmethod
-    def here(cls, is_aside: bool) -> Position:
-        """Return where this rank's main thread is, or those beside it, of which that with the longest wait counts."""
-        thread, wait = longest_wait(is_aside) or (threading.main_thread().ident or 0, None)
-        stacks = {each: _frames(frame) for each, frame in sys._current_frames().items()}
-        busy = [frame for each, frames in stacks.items() if communicator.is_aside(each) is is_aside for frame in frames]
-        return cls(
-            waits_for=wait and wait.what,
-            call=wait.call if wait else "",
-            seconds=time.monotonic() - wait.since if wait else 0.0,
-            stack=_places(stacks.get(thread, ())),
-            occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
-            before=list(communicator.ended),
-        )
-
-    def __str__(self) -> str:
-        where = f", at {' > '.join(self.stack)}" if self.stack else ""
-        if self.waits_for is None:
-            return f"in no collective{f', {self.occupation}' if self.occupation else ''}{where}"
-        call = f" in {self.call}" if self.call else ""
-        before = f"; before it: {', '.join(self.before)}" if self.before else ""
-        return f"waiting for {self.waits_for}{call}{where}{before}"
-
-
-class Report:
-    """A report puts what the ranks have answered into words for people.
-
-    Args:
-        asker: the rank that waits too long.
-        answers: by rank; a text if it gave no answer, which says why.
-    """
-
-    def __init__(self, asker: int, answers: Mapping[int, Position | str]) -> None:
-        self._asker, self._answers = asker, answers
-        self._came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
-        self._wait = self._came[asker]
-        self._late = [rank for rank in answers if rank not in self._came or self._came[rank].waits_for is None]
-
-    @property
-    def is_due(self) -> bool:
-        """False if the wait is over, or the last rank has just come, or those that have not are busy for long."""
-        busy = [rank for rank in self._late if rank in self._came and self._came[rank].occupation]
-        if self._late or self._wait.waits_for is None:
-            return self._wait.waits_for is not None and busy != self._late
-        are_together = {each.waits_for for each in self._came.values()} == {self._wait.waits_for}
-        return not are_together or min(each.seconds for each in self._came.values()) > _TICK
-
-    def __str__(self) -> str:
-        what = self._wait.waits_for
-        lines = [f"fsdp: rank {self._asker} has waited for {what} for {self._wait.seconds:.0f} s."]
-        by_text: dict[str, list[int]] = {}
-        for rank, answer in sorted(self._answers.items()):
-            by_text.setdefault(str(answer), []).append(rank)
-        lines += [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
-        elsewhere = [rank for rank, each in self._came.items() if each.waits_for not in (None, what)]
-        if self._late:
-            lines.append(f"The others wait for {named(self._late)}.")
-        elif elsewhere:
-            lines.append("The ranks wait for each other in different collectives: they have taken different paths.")
-        else:
-            lines.append("All wait for the same: the network is slow, or has lost something.")
-        return "\n".join(lines)
-
-
-@dataclass
 class _Looks:
     """The looks at the waits of the main thread, or at those of threads beside it, as of one that saves.
 
     Attributes:
         asked: the wait that was looked at last.
         patience: seconds that it is given.
+        lost: seconds of it in which this process did not run: its machine is busy, or it was stopped.
         reported_at: when where all ranks were was last said, or not worth saying.
+        report: what was said then.
     """
 
     is_aside: bool
     asked: communicator.Wait | None = None
     patience: float = 0.0
+    lost: float = 0.0
     reported_at: float = 0.0
+    report: str = ""
+
+    def pass_time(self, seconds: float) -> None:
+        """Note that a tick has taken so long."""
+        self.lost += max(0.0, seconds - _TICK)
+
+    def give_time(self) -> None:
+        """Give twice the patience before the next look at all ranks."""
+        self.patience, self.lost = 2 * self.patience, 0.0
 
 
 class Watchdog:
@@ -182,7 +113,7 @@ class Watchdog:
         self._others = [each for each in range(world_size) if each != rank]
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
         self._ends: dict[int, str] = {}  # how ranks have ended
-        self._report = ""  # the last one
+        self._exits: dict[int, str] = {}  # how processes of this machine have ended, if that could be seen
         self._looks = (_Looks(is_aside=False), _Looks(is_aside=True))
         self._given_up = ""  # waiting, because of this
         self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
@@ -209,9 +140,9 @@ class Watchdog:
 
     def announce_end(self, error: BaseException, trace: TracebackType | None) -> None:
         """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
-        places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
         text = " ".join(str(error).split())
-        end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{''.join(f' ({place})' for place in places)}"
+        place = "".join(f" ({place})" for place in last_place(trace))
+        end = f"{type(error).__name__}{': ' * bool(text)}{text[:600]}{place}"
         if isinstance(error, communicator.OtherRankError):
             self._log(Kind.FOLLOWED, str(error))
         else:
@@ -226,7 +157,8 @@ class Watchdog:
             closed_by: the rank that has closed its connection, if that is known.
         """
         if closed_by is not None:  # before anything else: a launcher is about to end all ranks, if one has died
-            self._log(Kind.CLOSED, f"rank {closed_by} has closed its connections, as when its process ends")
+            ended = self._exit(closed_by) and f": that has ended{self._exit(closed_by)}"
+            self._log(Kind.CLOSED, f"rank {closed_by} has closed its connections, as when its process ends{ended}")
         until = time.monotonic() + _LAST_WORDS
         while not (known := self._given_up or self._roll_call.difference or self._ends) and time.monotonic() < until:
             time.sleep(0.02)
@@ -235,18 +167,30 @@ class Watchdog:
         if self._ends:
             return "; ".join(f"rank {rank} {end}" for rank, end in sorted(self._ends.items()))
         wait = communicator.waits.get(threading.get_ident())
-        if wait is not None and any(looks.reported_at > wait.since for looks in self._looks if looks.asked is wait):
-            return self._report
+        for looks in self._looks:
+            if wait is not None and looks.asked is wait and looks.reported_at > wait.since:
+                return looks.report
         answers = self._tell_all({})
         silent = [rank for rank, answer in answers.items() if answer in (_GONE, _ABSENT)]
         ends = {rank: end for rank in silent if (end := self._last_word(rank))}
         if not ends and closed_by is not None and answers.get(closed_by) == _ABSENT:
             ends = {closed_by: _CLOSED}
         elif not ends:  # those that have said nothing may have ended because of those that have
-            ends = {rank: _GONE for rank in silent if answers[rank] == _GONE}
+            ends = {rank: self._gone(rank) for rank in silent if answers[rank] == _GONE}
         for rank, end in ends.items():  # those that wait for this one will find it gone as well, and are to know these
             self._tell_all(self._end(rank, end))
         return "; ".join(f"rank {rank} {end}" for rank, end in ends.items())
+
+    def _exit(self, rank: int) -> str:
+        """Return how the process of a rank has ended, if that can be seen: soon after, on this machine."""
+        address = self._addresses.get(rank)
+        if not self._exits.get(rank) and address is not None and address.host == socket.gethostname():
+            self._exits[rank] = _exit_of(address.pid)
+        return self._exits.get(rank, "")
+
+    def _gone(self, rank: int) -> str:
+        address = self._addresses[rank]
+        return _WHY_GONE.format(gone=_GONE, exit=self._exit(rank), pid=address.pid, host=address.host)
 
     def _end(self, rank: int, end: str) -> Message:
         """Return the message that says how a rank has ended, also for ranks that begin to listen later."""
@@ -264,12 +208,16 @@ class Watchdog:
     def _run(self) -> None:
         pause, next_look = _TICK, 0.0
         logged: set[str] = set()
+        before = time.monotonic()
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
+            for looks in self._looks:
+                looks.pass_time(now - before)
             if self._unknown and now > next_look:
                 self._find_unknown()
                 pause, next_look = 2 * pause, now + pause
             if _patience is None:
+                before = time.monotonic()
                 continue
             self._roll_call.tick()
             known = {text for each in list(journals) for text in (each.difference, each.warning) if text}
@@ -279,6 +227,7 @@ class Watchdog:
             for looks in self._looks:
                 if found := longest_wait(looks.is_aside):
                     self._look(looks, found[1], now, _patience)
+            before = time.monotonic()
 
     def _look(self, looks: _Looks, wait: communicator.Wait, now: float, patience: float) -> None:
         """Say where all ranks are, or have them raise what is known, if this rank has waited for too long."""
@@ -287,17 +236,28 @@ class Watchdog:
             return
         if wait is not looks.asked:
             looks.asked, looks.patience = wait, patience + _SLACK * communicator.longest[looks.is_aside]
+            looks.lost = 0.0
         # In turn, so that one asks for all: the others have its report before it is theirs to ask.
         turn = _TICK * self._rank / (1 + len(self._addresses))
-        if now - max(wait.since, looks.reported_at) > looks.patience + turn:
-            report = Report(self._rank, self._ask_all(looks.is_aside))
+        if now - max(wait.since, looks.reported_at) - looks.lost > looks.patience + turn:
+            answers = self._ask_all(looks.is_aside)
+            report = Report(self._rank, answers)
             if report.is_due:
-                self._tell_all(self._show(str(report), looks.is_aside))
+                first, positions = str(report).split("\n", 1)
+                is_new = looks.reported_at < wait.since or not looks.report.endswith(positions)
+                shown = str(report) if is_new else f"{first} Nothing has changed since the last report."
+                self._tell_all(self._show(str(report), looks.is_aside, self._printers(answers), shown))
                 if settings.raises:
                     self._give_up(str(report))
             else:
                 looks.reported_at = now
-            looks.patience *= 2
+                looks.give_time()
+
+    def _printers(self, answers: Mapping[int, Position | str]) -> list[int]:
+        """Return the ranks that print a report: the first of each machine that has answered."""
+        hosts = {rank: address.host for rank, address in self._addresses.items()} | {self._rank: socket.gethostname()}
+        first = {hosts[rank]: rank for rank in sorted(answers, reverse=True) if not isinstance(answers[rank], str)}
+        return list((first | {hosts[self._rank]: self._rank}).values())
 
     @property
     def _unknown(self) -> list[int]:
@@ -309,12 +269,15 @@ class Watchdog:
                 if self._store.check([key := f"address of {rank}"]):
                     self._addresses[rank] = Address(*json.loads(self._store.get(key)))
 
-    def _show(self, report: str, is_aside: bool) -> Message:
-        """Print a report, and return the message with which other ranks do."""
-        self._report, self._looks[is_aside].reported_at = report, time.monotonic()
-        print(report, file=sys.stderr, flush=True)
+    def _show(self, report: str, is_aside: bool, printers: Sequence[int], shown: str) -> Message:
+        """Note a report, print it if this rank is to, and return the message with which other ranks do the same."""
+        looks = self._looks[is_aside]
+        looks.report, looks.reported_at = report, time.monotonic()
+        looks.give_time()
+        if self._rank in printers:
+            print(shown, file=sys.stderr, flush=True)
         self._log(Kind.WAIT, report)
-        return {"report": report, "aside": is_aside}
+        return {"report": report, "aside": is_aside, "printers": printers, "shown": shown}
 
     def _log(self, kind: Kind, text: str) -> None:
         if _folder:
@@ -376,7 +339,7 @@ class Watchdog:
         if "end" in message:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:
-            self._show(message["report"], message["aside"])
+            self._show(message["report"], message["aside"], message["printers"], message["shown"])
             if settings.raises:
                 self._give_up(message["report"])
         elif "meeting" in message:
@@ -384,7 +347,7 @@ class Watchdog:
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
                 self._give_up(message["why"], message["ranks"])
         elif "where" in message:
-            return vars(Position.here(message["where"]))
+            return asdict(Position.here(message["where"]))
         elif message:
             return self._roll_call.answer(message)
         return {}
@@ -392,8 +355,8 @@ class Watchdog:
     def _ask_all(self, is_aside: bool) -> dict[int, Position | str]:
         answers: dict[int, Position | str] = {self._rank: Position.here(is_aside)}
         for rank, answer in self._tell_all({"where": is_aside}).items():
-            known = self._ends.get(rank, answer)
-            answers[rank] = known if isinstance(known, str) else Position(**known)
+            known = self._ends.get(rank, self._gone(rank) if answer == _GONE else answer)
+            answers[rank] = known if isinstance(known, str) else Position.from_json(known)
         return answers
 
     def _tell_all(self, message: Message, among: Iterable[int] | None = None) -> dict[int, Message | str]:
@@ -458,46 +421,15 @@ def _tell(address: Address, message: Message) -> Message | str:
         return _SILENT.format(**address._asdict())
 
 
-def longest_wait(is_aside: bool) -> tuple[int, communicator.Wait] | None:
-    """Return the thread that has waited longest, and for what: the main one, or of those beside it; None if none."""
-    found = [each for each in list(communicator.waits.items()) if communicator.is_aside(each[0]) is is_aside]
-    return min(found, key=lambda each: each[1].since, default=None)
-
-
-# What may take long for a good reason, by the files that it is in.
-_SLOW = [
-    ("/torch/_dynamo/", "compiling"),
-    ("/torch/_inductor/", "compiling"),
-    ("/fsdp/checkpoint/", "saving or loading a checkpoint"),
-    ("/torch/serialization.py", "saving or loading a file"),
-    ("/torch/distributed/checkpoint/", "saving or loading a checkpoint"),
-    ("/bdb.py", "in a debugger"),
-]
-_LIBRARIES = tuple(
-    {str(Path(module).parent) for module in (torch.__file__, communicator.__file__.replace("/distributed/", "/"))}
-    | {sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib")}
-)
-
-
-def _frames(frame: FrameType | None) -> Sequence[traceback.FrameSummary]:
-    return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1] if frame else []
-
-
-def _places(frames: Sequence[traceback.FrameSummary]) -> Sequence[str]:
-    return [_place(frame) for frame in frames if not _is_library(frame)][-_FRAMES:]
-
-
-def places_in(frame: FrameType | None) -> Sequence[str]:
-    """Return the lines of the user's code that a thread is in, the outermost first."""
-    return _places(_frames(frame))
-
-
-def _is_library(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith((*_LIBRARIES, "<frozen"))
-
-
-def _place(frame: traceback.FrameSummary) -> str:
-    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+def _exit_of(pid: int) -> str:
+    """Return how a process of this machine has ended, as long as its parent has not asked; empty if unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if state == "Z":
+            status = int(fields[48])
+            by = signal.Signals(status & 127).name if status & 127 else ""
+            return f" by {by}" if by else f" with status {status >> 8}"
+    return ""
 
 
 def _own_ip() -> str:
@@ -512,29 +444,30 @@ def _own_ip() -> str:
 
 # --- the one of this process ----------------------------------------------------------------------------------------
 
-_patience: float | None = 15.0
+_patience: float | None = 5.0
 _folder = os.environ.get("FSDP_REPORTS", "")
 watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by the default group
 
 
 def set_watchdog(
-    patience: float | None = 15.0,
+    patience: float | None = 5.0,
     *,
     raises: bool = False,
     reports: str | Path | None = None,
     replicas_every: int = 1000,
 ) -> None:
-    """Set how long a rank waits in a collective before all ranks print where they are, and what is done about it.
+    """Set how long a rank waits in a collective before a report says where all ranks are, and why they wait.
 
     Call it on every rank.
 
     Args:
-        patience: seconds, beyond twice what the longest wait before took; None: nothing is watched, and the steps of
-            optimizers are not compared.
+        patience: seconds, beyond twice the longest of the last waits, or the time between two of them (ten seconds at
+            most) if that is longer. None: nothing is watched, and the steps of optimizers are not compared.
         raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
-            its next collective. The process groups on gloo that sharded models use are of no use afterwards, until
-            `recover` has connected them anew. Others, with NCCL, are left to their own timeouts. Besides, that some
-            ranks have changed shards or gradients between steps, and others not, is an error and no warning.
+            its next collective. Give a patience that is longer than anything that one rank does alone. The process
+            groups on gloo that sharded models use are of no use afterwards, until `recover` has connected them anew.
+            Others, with NCCL, are left to their own timeouts. Besides, that some ranks have changed shards or gradients
+            between steps, and others not, is an error and no warning.
         reports: a folder, in which each rank writes what it reports and why it ends, for `python -m fsdp diagnose`.
             None: the one that the environment names by FSDP_REPORTS, or that was set before.
         replicas_every: backwards between two comparisons of replicas, each of which reads all shards once.
@@ -549,6 +482,7 @@ def set_watchdog(
         raise ValueError(f"set_watchdog: replicas_every is a positive number of backwards, got {replicas_every}")
     _patience, _folder = patience, str(reports or _folder)
     settings.raises, settings.replicas_every = raises, replicas_every
+    communicator.measure_anew()
     for journal in list(journals) if patience is None else ():
         journal.difference = ""
 
@@ -560,10 +494,13 @@ def is_watching() -> bool:
 
 def watch() -> None:
     """Start the watchdog of the default process group, if it has none."""
-    group = dist.group.WORLD
-    if group is None or group in watchdogs:
+    group = dist.group.WORLD if dist.is_available() else None
+    if group is None or group in watchdogs or group.size() == 1:
         return
+    if "fake" in communicator.backend_names(group).values():
+        return  # other ranks are only simulated
     stop()
+    paths.path.forget()
     try:
         watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), cast(Any, group.get_group_store()).clone())
     except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets here, or a store of another kind

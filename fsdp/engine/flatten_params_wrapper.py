@@ -235,7 +235,8 @@ class FlattenParamsWrapper(nn.Module):
     def _refuse_managed(self, what: str) -> None:
         if self._is_managed:
             raise RuntimeError(
-                f"{what}: these parameters are sharded; use the method of the FullyShardedDataParallel around it"
+                f"{what}: these parameters are sharded; use the method of the FullyShardedDataParallel around it, on "
+                "every rank"
             )
 
     # --- nn.Module ----------------------------------------------------------------------------------------------

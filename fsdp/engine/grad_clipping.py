@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.collectives import Communicator, communicator, during
 from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
@@ -27,6 +27,7 @@ from fsdp.engine.unit import Unit
 Owned = Sequence[tuple[Tensor, nn.Parameter]]
 
 
+@during("clip_grad_norm_()")
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)

@@ -75,7 +75,8 @@ def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars:
     if unit.state is not TrainingState.SUMMON_FULL_PARAMS and unit.request(LocalState) is None:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
-            "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
+            "this rank's shards, or nothing. Call state_dict() of the wrapper on every rank, or enter "
+            "summon_full_params() on every rank and call it there: both are collective, so one rank alone would wait."
         )
 
 

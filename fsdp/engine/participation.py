@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from fsdp.distributed import paths
 from fsdp.distributed.communicator import own_rank
 from fsdp.engine.call_stack import MODULE_CALL, calls_on
 from fsdp.engine.forward_hooks import Call
@@ -55,8 +57,8 @@ class Participation(Protocol):
         come to it together, and nothing may be prefetched.
         """
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    def begin_backward(self, reduced: Sequence[FlatParamHandle]) -> None:
+        """A backward begins, which reduces gradients of these handles."""
 
     def reach(self, call: Call) -> None:
         """Collective. Backward has reached the outputs of a call for the first time.
@@ -88,15 +90,22 @@ class EvenRanks:
     is_joining = False
     stage = ""
     _outermost: Unit
+    _pass: paths.Pass  # that runs, or ran last
+    _around: paths.Pass  # the forward before the backward that runs, or around it
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         if is_outermost:
-            self._outermost = call.unit
-            mode = "" if call.unit.mode == "train()" else f" in {call.unit.mode}"
-            self.stage = f"forward{mode}{'' if torch.is_grad_enabled() else ' without gradients'}"
+            self._outermost = unit = call.unit
+            has_graph = torch.is_grad_enabled()
+            mode = "" if unit.mode == "train()" else f" in {unit.mode}"
+            self.stage = f"forward{mode}{'' if has_graph else ' without gradients'}"
+            modes = (f"in {unit.mode}", "with gradients" if has_graph else "without gradients")
+            self._pass = paths.path.begin("forward", unit.name, unit.ranks, modes)
+        if not call.recomputed:
+            self._pass.come_to(call.unit.name)
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
-        pass
+        self._pass.is_over |= call.unit is self._outermost and not call.recomputed
 
     def fail(self, unit: Unit) -> None:
         pass
@@ -106,21 +115,24 @@ class EvenRanks:
     ) -> ExecutionOrder[Unit]:
         return usual
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, reduced: Sequence[FlatParamHandle]) -> None:
         unit = self._outermost
         accumulates = " under no_sync()" if unit.policy.sync is GradientSync.NONE else ""
         divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
         divided = f" with gradients divided by {divisor:g}" if divisor != usual else ""
         self.stage = f"backward{accumulates}{divided}"
+        modes = (accumulates.strip() or "with reduction", f"with gradients divided by {divisor:g}")
+        self._around = self._pass
+        self._pass = paths.path.begin("backward", unit.name, unit.ranks, modes, list(_trained(reduced)))
 
     def reach(self, call: Call) -> None:
-        pass
+        self._pass.come_to(call.unit.name)
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
         return True
 
     def end_backward(self) -> None:
-        pass
+        self._pass.is_over, self._pass = True, self._around
 
     def abandon(self) -> None:
         """Raise RuntimeError if what looks like a forward that was given up is another thread's."""
@@ -138,3 +150,15 @@ class EvenRanks:
 
     def announce_clip_value(self, clip_value: float) -> None:
         pass
+
+
+def _trained(handles: Sequence[FlatParamHandle]) -> Iterator[str]:
+    """Yield what gets gradients, for people."""
+    for handle in handles:
+        if not handle.has_frozen:
+            yield handle.name
+            continue
+        each = zip(handle.layout.slots, handle.requires_grad_each, strict=True)
+        frozen = [slot.name for slot, is_trained in each if not is_trained]
+        if len(frozen) < len(handle.layout.slots):
+            yield f"{handle.name} without {', '.join(frozen)}"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdp.distributed import paths
 from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.communicator import (
     CollectiveError,
@@ -171,10 +172,12 @@ def _step(optimizer: torch.optim.Optimizer | None) -> None:
 
 def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
     """Drop all that a forward or backward has left, where connections are closed and nothing arrives any more."""
+    paths.path.forget(root.ranks)
     for _, unit in units_in(root):
         for handle in unit.handles:
             if handle.phase is Phase.UNSHARDING:
                 handle._pending = Pending("", (), lambda: blank(0))
+    paths.path.forget(root.ranks)
     with after_closing():
         for way in ways:
             _repeat(way.settle)

@@ -383,10 +383,10 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self._backward_order.begin()
-        self.participation.begin_backward()
         for unit in self.units:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
+        self.participation.begin_backward(reduced)
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
         ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
         self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)

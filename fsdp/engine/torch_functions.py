@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
+from fsdp.distributed.communicator import during
 from fsdp.distributed.dtensor import MeshPart, full_tensor, is_dtensor, local_part, memory_of, settled_gradient
 from fsdp.engine.grad_clipping import (
     Owned,
@@ -240,7 +241,8 @@ class Models:
         known = {id(handle.flat_param): runtime for runtime in self._runtimes for handle in runtime.handles}
         for tensor, param in owned:
             parts[known.get(id(owner_of(param)), self._runtimes[0])].append((tensor, param))
-        norms = [norm_over_ranks(one.root, one.units, part, norm_type) for one, part in parts.items()]
+        with during(f"{self._function}()"):
+            norms = [norm_over_ranks(one.root, one.units, part, norm_type) for one, part in parts.items()]
         if len(norms) == 1:
             return norms[0]
         dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32

@@ -6,13 +6,12 @@ import os
 import random
 import sys
 import warnings
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 
-from fsdp.distributed import collectives, communicator, journal, messages
+from fsdp.distributed import collectives, journal, messages, paths
 from fsdp.engine import placeholder, runtime
 
 # Of the package: what was set for this process, and what it is at.
@@ -22,7 +21,7 @@ _OWN: tuple[tuple[Any, str], ...] = (
     (warnings, "_showwarnmsg_impl"),  # private; where warnings are recorded (Python 3.10 to 3.13)
     (collectives, "_only_torch"),
     (messages, "_are_checked"),
-    (communicator, "ended"),
+    (paths, "path"),
     (journal, "journals"),
     (runtime, "_last"),
     (placeholder, "_under_way"),
@@ -46,7 +45,7 @@ class ProcessState:
         self._attributes[warnings, "filters"] = list(warnings.filters)
         if variables is not None:
             self._variables = dict(variables)
-            self._attributes[communicator, "ended"] = deque(maxlen=communicator.ended.maxlen)
+            self._attributes[paths, "path"] = paths.Path()
             self._attributes[journal, "journals"] = set()  # which holds on to them, until they were compared
 
     def keep(self) -> None:
@@ -82,9 +81,9 @@ class ProcessState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     @property
-    def last_collectives(self) -> list[str]:
-        """The last ones that the rank has completed."""
-        return list(self._attributes[communicator, "ended"])
+    def passes(self) -> list[paths.Pass]:
+        """The forwards and backwards that the rank has begun last."""
+        return list(cast("paths.Path", self._attributes[paths, "path"]).passes)
 
     @property
     def journals(self) -> Collection[Any]:

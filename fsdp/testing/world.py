@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp.distributed import communicator, watchdog
 from fsdp.distributed.communicator import forget_groups
+from fsdp.distributed.positions import Position, conclusion, lines_of, places_in
 from fsdp.distributed.roll_call import RollCall, named
 from fsdp.testing.memory_group import MemoryGroup
 from fsdp.testing.network import Death, Fault, MemoryStore, Network
@@ -312,24 +313,24 @@ class _Run:
 
     def _stuck(self) -> None:
         """Have all ranks raise that they wait for each other."""
-        by_text: dict[str, list[int]] = {}
-        for rank in range(self._ranks):
-            text = str(self._position(rank)) if rank in self._running else self._end(rank)
-            by_text.setdefault(text, []).append(rank)
-        lines = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
+        answers: dict[int, Position | str] = {
+            rank: self._position(rank) if rank in self._running else self._end(rank) for rank in range(self._ranks)
+        }
+        lines = [*lines_of(answers), conclusion(min(self._running), answers)]
         self._network.failure = "\n".join(["the ranks wait for each other, and nothing is on its way:", *lines])
         self.schedule.wake_all()
 
-    def _position(self, rank: int) -> watchdog.Position:
+    def _position(self, rank: int) -> Position:
         thread = self._threads[rank].ident or 0
         wait = communicator.waits.get(thread)
-        return watchdog.Position(
+        return Position(
             waits_for=wait.what if wait else self.schedule.waits.get(thread),
             call=wait.call if wait else "",
             seconds=0.0,
-            stack=watchdog.places_in(sys._current_frames().get(thread)),
+            stack=places_in(sys._current_frames().get(thread)),
             occupation=None,
-            before=self._states[rank].last_collectives,
+            passes=self._states[rank].passes,
+            groups=[],
         )
 
     def _end(self, rank: int) -> str:

@@ -385,7 +385,7 @@ class Visits:
 
     # --- backward, as the runtime reports it --------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, reduced: Sequence[FlatParamHandle]) -> None:
         """A backward begins."""
         for region in self._directory.regions.values():
             region.backward_order.begin()

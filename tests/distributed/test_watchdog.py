@@ -30,8 +30,8 @@ from fsdp.checkpoint import Saver, writer
 from fsdp.checkpoint.cli import main
 from fsdp.distributed import communicator, messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
+from fsdp.distributed.positions import Position, Report
 from fsdp.distributed.reports import Kind, read_events
-from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 
@@ -43,7 +43,6 @@ LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
 def printed_while(behaviour: Callable[[], None]) -> str:
     """What the watchdog prints while this rank behaves so, and patience is short."""
     set_watchdog(0.2)
-    communicator.longest.update({False: 0.0, True: 0.0})  # waits of other tests are no measure
     try:
         with redirect_stderr(StringIO()) as output:
             behaviour()
@@ -63,13 +62,17 @@ def train(model: nn.Module) -> None:
     model(torch.ones(1, 4)).sum().backward()
 
 
-def test_a_wait_that_lasts_is_reported_on_every_rank_with_the_place_of_who_is_late(ranks: RankPool) -> None:
-    for report in ranks(3).run(_be_late):
+def test_a_wait_that_lasts_is_reported_once_with_the_place_of_who_is_late(ranks: RankPool) -> None:
+    reports = list(filter(None, ranks(3).run(_be_late)))
+    for report in reports:
         assert "has waited for all-gather of root (Linear) in forward for" in report
         assert "  ranks 0, 2: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in report
         assert "  rank 1: in no collective, at test_watchdog.py:" in report
         assert " in _sleep_on_rank_1\n" in report
         assert "The others wait for rank 1." in report
+        assert report.count("The others wait") == 1
+        assert report.endswith("Nothing has changed since the last report.\n")
+    assert len(reports) == 1, "one rank of a machine is enough"
 
 
 def _be_late() -> str:
@@ -107,10 +110,10 @@ def _compile_for_long() -> str:
 def test_a_slow_save_in_the_background_is_waited_for_and_hides_nothing(
     ranks: RankPool, tmp_path: Path, is_late: bool
 ) -> None:
-    for report in ranks(2).run(_save_slowly_in_the_background, tmp_path, is_late):
-        assert "what ranks tell each other" not in report
-        assert ("waited for all-gather of root (Linear) in forward" in report) is is_late
-        assert ("  rank 1: in no collective, at test_watchdog.py:" in report) is is_late
+    report = "".join(ranks(2).run(_save_slowly_in_the_background, tmp_path, is_late))
+    assert "what ranks tell each other" not in report
+    assert ("waited for all-gather of root (Linear) in forward" in report) is is_late
+    assert ("  rank 1: in no collective, at test_watchdog.py:" in report) is is_late
 
 
 def _save_slowly_in_the_background(folder: Path, is_late: bool) -> str:
@@ -159,7 +162,7 @@ def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_rep
         assert "did not complete: fsdp: rank " in error
         assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
         assert "  rank 1: waiting for gather of root (Linear) in state_dict()" in error
-        assert "The ranks wait for each other in different collectives: they have taken different paths." in error
+        assert "Rank 1 is in state_dict(), which every rank must call, and rank 0 in forward 2." in error
 
 
 def _take_different_paths(folder: Path) -> str:
@@ -243,6 +246,47 @@ def test_patience_is_positive(patience: float) -> None:
         set_watchdog(patience)
 
 
+class Work:
+    """A collective that takes so long, by a clock that a test sets."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def wait(self) -> None:
+        self._clock[0] += self._seconds
+
+
+@pytest.mark.parametrize(
+    ("waited", "between", "expected"),
+    [(0.25, 0.0, 0.25), (0.0, 4.0, 2.0), (3.0, 4.0, 3.5), (0.0, 3600.0, 5.0), (60.0, 3600.0, 60.0)],
+)
+def test_patience_grows_with_waits_and_with_what_lies_between_them(
+    monkeypatch: pytest.MonkeyPatch, waited: float, between: float, expected: float
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    communicator.measure_anew()
+    try:
+        communicator.finish([Work(clock, 0.0)], "a")
+        clock[0] += between
+        communicator.finish([Work(clock, waited)], "b")
+        assert communicator.longest == {False: expected, True: 0.0}
+        for _ in range(7000):
+            communicator.finish([], "c")
+        assert communicator.longest[False] < 0.06
+    finally:
+        communicator.measure_anew()
+
+
+def test_time_in_which_the_process_did_not_run_is_not_waited() -> None:
+    """A machine under load reports nothing that is not the case."""
+    looks = watchdog._Looks(is_aside=False)
+    looks.pass_time(1.0)
+    looks.pass_time(1.4)
+    looks.pass_time(21.0)
+    assert looks.lost == pytest.approx(20.4)
+
+
 def gather_failed(rank_1: str) -> str:
     """A pattern of what rank 0 says."""
     return rf"CollectiveError: rank 0: all-gather of root \(Linear\) in forward did not complete: rank 1 {rank_1}\n"
@@ -251,7 +295,8 @@ def gather_failed(rank_1: str) -> str:
 def test_a_rank_that_was_killed_is_in_the_error_of_the_others(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failed:
         ranks(2, timeout=60, grace=60).run(_be_killed)
-    assert re.search(gather_failed("is gone: its process has ended"), failed.value.outcomes[0].details)
+    where = r"is gone: its process has ended( by SIGKILL)? \(process \d+ on .*\)\. Look at what this rank has printed.*"
+    assert re.search(gather_failed(where), failed.value.outcomes[0].details)
 
 
 def _be_killed() -> None:
@@ -260,6 +305,22 @@ def _be_killed() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     train(model)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="only Linux tells")
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("import sys; sys.exit(3)", " with status 3"), ("import os; os.kill(os.getpid(), 9)", " by SIGKILL")],
+)
+def test_how_a_process_has_ended_is_seen_until_its_parent_asks(code: str, expected: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 60
+    while not (found := watchdog._exit_of(process.pid)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert found == expected
+    process.wait()
+    assert watchdog._exit_of(process.pid) == ""
+    assert watchdog._exit_of(os.getpid()) == ""
 
 
 def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of_reports(
@@ -304,7 +365,8 @@ def _ask_without_the_secret() -> None:
 
 def waiting(what: str, **known: Any) -> Position:
     return Position(
-        **{"waits_for": what, "call": "", "seconds": 20.0, "stack": [], "occupation": None, "before": []} | known
+        **{"waits_for": what, "call": "", "seconds": 20.0, "stack": [], "occupation": None, "passes": [], "groups": []}
+        | known
     )
 
 

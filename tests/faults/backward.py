@@ -21,6 +21,7 @@ from tests.faults.fault import (
 )
 from tests.faults.job import Job
 
+OFTEN = r"backward\(\) equally often on every rank"
 # What ranks are in when one of them goes wrong in the backward.
 BACKWARD = r"(all-gather|reduce-scatter|exchange) (of|for) .*(root|blocks)"
 CLIPPING = "setup batch forward backward clip step batch forward backward clip step"
@@ -86,18 +87,27 @@ FAULTS = {
             rank="rank 1: gives no answer",
             unit=BACKWARD,
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault("slow in the backward", "slow ranks", "forward 2", in_backward(sleeps(1)), quiet=True, after="trained"),
-        Fault("no backward on one rank", "skipping", "backward 2", skip, rank=r"rank 1\b", unit=BACKWARD),
+        Fault(
+            "no backward on one rank",
+            "skipping",
+            "backward 2",
+            skip,
+            rank=r"Rank 1 began forward \d+ while ranks? [-0, 23]+ (is|are) in backward",
+            unit=BACKWARD,
+            remedy=OFTEN,
+        ),
         Fault(
             "a second backward",
             "extra calls",
             "backward 2",
             lambda job: job.loss.backward(retain_graph=True),
-            rank=r"rank 1\b",
+            rank=r"rank 1 is in backward|Rank 1 began backward",
             unit=BACKWARD,
+            remedy=OFTEN,
             by="all",
         ),
         Fault(
@@ -157,16 +167,18 @@ FAULTS = {
             "options",
             "forward 2",
             lambda job: job.model.set_gradient_divide_factors(1.0, 8.0),
-            rank=r"rank 1\b",
+            rank=r"Rank 1 runs backward \d+ with gradients divided by 8",
             unit="root|blocks",
+            remedy="factors that divide gradients",
         ),
         Fault(
             "a parameter frozen since the second step",
             "structure",
             "forward 2",
             lambda job: next(job.model.parameters()).requires_grad_(False),
-            rank=r"rank 1\b",
+            rank=r"Rank 1 did not train root \(Net\) in backward",
             unit="root|blocks",
+            remedy="Freeze and unfreeze the same parameters",
         ),
     ],
     "clipping": [
@@ -177,11 +189,18 @@ FAULTS = {
             "clip 2",
             skip,
             program=CLIPPING + " train",
-            rank=r"rank 1\b",
+            rank=r"rank 1 in forward",
             unit="clip_grad_norm_",
+            remedy="which every rank must call",
         ),
         Fault(
-            "clipping on one rank only", "extra calls", "step 2", also("clip"), rank=r"rank 1\b", unit="clip_grad_norm_"
+            "clipping on one rank only",
+            "extra calls",
+            "step 2",
+            also("clip"),
+            rank=r"Rank 1 is in clip_grad_norm_\(\), which every rank must call",
+            unit="clip_grad_norm_",
+            remedy="Make the same calls on every rank",
         ),
         Fault(
             "another bound",

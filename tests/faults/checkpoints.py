@@ -272,7 +272,7 @@ FAULTS = {
             program=SAVE,
             rank="rank 1: gives no answer",
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault(

@@ -38,7 +38,7 @@ class Fault:
         at: the operation before which the fault strikes; with a number if it is not the first of its name.
         do: what then happens on the victim. It may raise `Skip` to leave the operation out.
         rank, unit, remedy: patterns of what must be said: where it happened, to what, and what to do.
-        by: who must say it: "all" that still live, the "others" than the victim, or the "victim".
+        by: who must say it: "all" that still live, the "others" than the victim, the "victim", or "one" of the others.
         after: operations that all ranks perform when the error was caught.
         sizes: worlds that it is run in.
         victim: the rank that goes wrong; None for all.

@@ -12,6 +12,7 @@ from tests.faults.fault import (
     ENDED,
     GATHER,
     GONE,
+    Action,
     Fault,
     also,
     ends_by,
@@ -44,6 +45,16 @@ def flips_a_bit(job: Job) -> None:
 
     patch = mock.patch.object(dist.ProcessGroup, "send", send_flipped)
     patch.start()
+
+
+def runs(*order: int) -> Action:
+    """Run the blocks in this order from now on."""
+    return lambda job: setattr(job, "order", order)
+
+
+def without_gradients(job: Job) -> None:
+    """Have the rest of the training be in a `no_grad`."""
+    job.stack.enter_context(torch.no_grad())
 
 
 FAULTS = {
@@ -89,7 +100,7 @@ FAULTS = {
             rank="rank 1: gives no answer: it is stopped",
             unit=GATHER,
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault("slow by a second", "slow ranks", "forward 2", sleeps(1), quiet=True, after="trained"),
@@ -107,9 +118,63 @@ FAULTS = {
             "extra calls",
             "batch 2",
             also("evaluate"),
-            rank=r"rank 1\b",
+            rank=r"Rank 1 runs forward \d+ in eval\(\) without gradients",
             unit="all-gather of",
-            remedy="",
+            remedy="the same mode on every rank",
+        ),
+        Fault(
+            "two units in another order",
+            "order",
+            "forward 2",
+            runs(1, 0),
+            rank=r"Rank 1 ran blocks\.1 before blocks\.0 in forward",
+            unit=r"ran blocks\.0 first",
+            remedy="the same units in the same order",
+        ),
+        Fault(
+            "two units in another order in the first step",
+            "order",
+            "forward",
+            runs(1, 0),
+            rank=r"Rank 1 ran blocks\.1 before blocks\.0 in forward",
+            unit=r"ran blocks\.0 first",
+            remedy="the same units in the same order",
+        ),
+        Fault(
+            "a unit is left out",
+            "skipping",
+            "forward 2",
+            runs(0),
+            rank=r"Rank 1 left blocks\.1 out of forward",
+            unit=r"blocks\.1",
+            remedy=r"fsdp\.cond",
+        ),
+        Fault(
+            "a unit is used twice",
+            "extra calls",
+            "forward 2",
+            runs(0, 0, 1),
+            rank=r"Rank 1 ran blocks\.0 twice in forward",
+            unit=r"blocks\.0",
+            remedy="the same units in the same order",
+        ),
+        Fault(
+            "a forward more",
+            "extra calls",
+            "forward 2",
+            also("forward"),
+            rank=r"Rank 1 began forward \d+ while ranks? [-0, 23]+ (is|are) in backward",
+            unit="root|blocks",
+            remedy=r"fsdp\.join",
+        ),
+        Fault(
+            "no gradients on one rank",
+            "modes",
+            "forward 2",
+            without_gradients,
+            rank=r"Rank 1 runs forward \d+ without gradients",
+            unit="root|blocks",
+            remedy=r"torch\.no_grad\(\)",
         ),
         Fault("a forward is left out", "skipping", "forward 2", skip, rank=ENDED, unit=GATHER, by="others"),
     ],

@@ -7,6 +7,7 @@ import gc
 import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.calls += 1
-        for number, block in enumerate(self.blocks):
+        for number in self.job.order:
             if number == 1:
                 self.job.between_blocks(x)
-            x = self.job.through(number, block, x)
+            x = self.job.through(number, self.blocks[number], x)
         return self.head(x)
 
 
@@ -74,6 +75,7 @@ class Job:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.options: dict[str, Any] = {}
         self.units = 2  # so many blocks are
+        self.order: Sequence[int] = (0, 1)  # in which the blocks are run
         self.seed, self.rate, self.steps = 0, 0.05, 0
         self.clipping: dict[str, Any] = {"max_norm": 1.0}
         self.hook_fails = False

@@ -53,7 +53,7 @@ FAULTS = {
             by="others",
         ),
         by_trainer("killed", "SIGKILL", inside(ends_by(signal.SIGKILL)), rank=GONE, unit=GATHER, ends="SIGKILL"),
-        by_trainer("late", "slow ranks", inside(sleeps(6)), rank=LATE, unit=GATHER, raises=False, by="others"),
+        by_trainer("late", "slow ranks", inside(sleeps(6)), rank=LATE, unit=GATHER, raises=False, by="one"),
         by_trainer(
             "a checkpoint on one rank only",
             "extra calls",

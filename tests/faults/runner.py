@@ -101,10 +101,8 @@ _set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distri
 def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
     """Collective. Do this rank's part of a fault, and leave a record of it."""
     from fsdp import set_watchdog
-    from fsdp.distributed import communicator
 
     fault = table()[key]
-    communicator.longest.update(dict.fromkeys(communicator.longest, 0.0))  # waits of other faults are no measure
     set_watchdog(PATIENCE, raises=fault.raises)
     _set_timeout(timedelta(seconds=GROUP_TIMEOUT), dist.group.WORLD)
     job, record = make_job(fault, folder), Record()
@@ -291,7 +289,8 @@ def judge(
         verdict.seconds = max(0.0, min(times) - struck)
     texts = ["\n".join(text for _, text in each) for each in told]
     for what, pattern in patterns.items():
-        verdict.named[what] = all(re.search(pattern, texts[rank]) for rank in hearers) if pattern else None
+        among = any if fault.by == "one" else all
+        verdict.named[what] = among(re.search(pattern, texts[rank]) for rank in hearers) if pattern else None
     verdict.words = "".join(f"\n--- rank {rank} said\n{text[-1500:] or '(nothing)'}" for rank, text in enumerate(texts))
     verdict.afterwards = "; ".join(_broken(fault, records, endings, headlines, struck))
     return verdict
@@ -301,7 +300,7 @@ def _must_say(fault: Fault, rank: int) -> bool:
     is_victim = fault.victim in (None, rank)
     if fault.ends:
         return not is_victim
-    return {"all": True, "others": not is_victim, "victim": is_victim}[fault.by]
+    return {"all": True, "victim": is_victim}.get(fault.by, not is_victim)
 
 
 def _told(rank: int, record: Record | None, fault: Fault, patterns: Sequence[str]) -> list[tuple[float, str]]:

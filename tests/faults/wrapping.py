@@ -142,7 +142,7 @@ FAULTS = {
             sleeps(5),
             rank=LATE + "|rank 1: has wrapped no model yet",
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault(
@@ -209,7 +209,7 @@ FAULTS = {
             sleeps(5),
             rank=LATE,
             raises=False,
-            by="others",
+            by="one",
             after="trained",
         ),
         Fault(

@@ -65,8 +65,8 @@ def _different_collectives() -> None:
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
-        ("skips a unit", "did not complete.*waiting for all-gather of .*gate.*wait for each other"),
-        ("other order", "did not complete.*waiting for all-gather of"),
+        ("skips a unit", "did not complete.*waiting for all-gather of .*gate.*Rank 1 left gate out of forward 1"),
+        ("other order", "did not complete.*waiting for all-gather of.*Rank 1 ran gate before first in forward 1"),
         ("other model", "ranks"),
         ("other seed", "the ranks have sharded different values"),
         ("other optimizer", "different optimizer steps.*rank 1: SGD.*lr=0.2"),

@@ -261,8 +261,11 @@ def test_the_state_of_a_module_inside_is_refused(ranks: RankPool, part: str, wor
 def _save_part(path: str, layout: str) -> None:
     twins = Twins(layout)
     twins.step()
-    with pytest.raises(RuntimeError, match=r"inside a FullyShardedDataParallel would hold this rank's shards"):
+    with pytest.raises(
+        RuntimeError, match=r"inside a FullyShardedDataParallel would hold this rank's shards"
+    ) as raised:
         find(twins.sharded, path).state_dict()
+    assert "Call state_dict() of the wrapper on every rank" in str(raised.value), "one rank alone would wait"
     with twins.sharded.summon_full_params():  # type: ignore[operator]
         found = find(twins.sharded, path).state_dict()
     assert sorted(found) == sorted(find(twins.plain, path).state_dict())

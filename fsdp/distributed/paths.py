@@ -1,0 +1,281 @@
+"""Ranks that wait for each other have taken different paths; comparing these gives the cause, and what to do about it.
+
+Each rank notes the forwards and backwards that it has begun last, with the units that it ran in them: the hot path
+appends a name. Nothing is compared before a rank has waited too long. Then `difference` looks for the first place at
+which the ranks did not do the same; it is a function of these notes, without a process group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any
+
+from fsdp.distributed.roll_call import named
+
+_KEPT = 8  # passes
+_MOST_UNITS = 1000  # of a pass; a forward that loops inside of itself may come to any number
+_SHOWN = 4  # units of a pass, in reports
+
+_ORDER = "Run the same units in the same order on every rank; fsdp.cond runs a module on some ranks only."
+_TIMES = (
+    "Call the model and backward() equally often on every rank, in the same order; where ranks have different numbers "
+    "of batches use fsdp.join."
+)
+_MODES = (
+    "Have the same pass in the same mode on every rank: torch.no_grad(), eval(), no_sync(), and factors that divide "
+    "gradients."
+)
+_FROZEN = "Freeze and unfreeze the same parameters on every rank (requires_grad_)."
+
+
+@dataclass
+class Pass:
+    """A forward or backward that this rank has begun.
+
+    Attributes:
+        name: with its number among those of the model, as "backward 3".
+        model: the name of the outermost unit in it.
+        ranks: those of the model.
+        mode: what else must be alike on all ranks, as "without gradients".
+        reduced: the flat parameters of which a backward reduces gradients, with what of them is frozen.
+        units: those that it has come to, the first one first.
+        is_over: it has ended on this rank.
+    """
+
+    name: str
+    model: str
+    ranks: str
+    mode: Sequence[str]
+    reduced: Sequence[str] = ()
+    units: list[str] = field(default_factory=list)
+    is_over: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'..., ' * (len(self.units) > _SHOWN)}{', '.join(self.units[-_SHOWN:])})"
+
+    def come_to(self, unit: str) -> None:
+        """Note that a unit is about to compute."""
+        if len(self.units) < _MOST_UNITS:
+            self.units.append(unit)
+
+    def is_same(self, other: Pass) -> bool:
+        """Return whether two ranks mean the same one."""
+        return (self.name, self.model, self.ranks) == (other.name, other.model, other.ranks)
+
+    def events(self, *, units: bool = True) -> Iterator[tuple[str, Hashable]]:
+        """Yield what must be alike on all ranks, in the order of time; without its `units` if wanted."""
+        yield "begin", (self.name, self.model)
+        yield "mode", tuple(self.mode)
+        if not units:
+            return
+        yield "reduced", tuple(self.reduced)
+        yield from (("unit", unit) for unit in self.units)
+        if self.is_over:
+            yield "end", None
+
+
+class Path:
+    """The passes that this rank has begun last, the oldest first."""
+
+    def __init__(self) -> None:
+        self.passes: deque[Pass] = deque(maxlen=_KEPT)
+        self._numbers: Counter[tuple[Any, ...]] = Counter()
+
+    def begin(
+        self, kind: str, model: str, ranks: frozenset[int], mode: Sequence[str], reduced: Sequence[str] = ()
+    ) -> Pass:
+        """Note that a forward or backward begins."""
+        self._numbers[kind, model, ranks] += 1
+        begun = Pass(f"{kind} {self._numbers[kind, model, ranks]}", model, _text(ranks), mode, reduced)
+        self.passes.append(begun)
+        return begun
+
+    def forget(self, ranks: frozenset[int] | None = None) -> None:
+        """Count anew, the passes of models on these ranks or all: ranks may have begun different numbers of them."""
+        kept = [] if ranks is None else [one for one in self.passes if one.ranks != _text(ranks)]
+        numbers = {key: number for key, number in self._numbers.items() if ranks is not None and ranks not in key}
+        self.passes, self._numbers = deque(kept, maxlen=_KEPT), Counter(numbers)
+
+
+_text = lru_cache(maxsize=64)(named)  # of a model's ranks, which may be thousands
+path = Path()  # of this rank
+
+
+def difference(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> str:
+    """Return where ranks have taken different paths, and the remedy; empty if there is no such place.
+
+    The order of passes and their modes are compared first, as far back as they are known. An old difference in units
+    may have done no harm: these are compared from the last forward on that all ranks have begun, and then before it.
+
+    Args:
+        paths: the passes of each rank, the oldest first.
+        among: the ranks that wait for each other. What others do is compared if they have the same model.
+    """
+    compared = _of_one_model(paths, among)
+    first = min(compared, default=-1)
+    common = [
+        one for one in compared.get(first, ()) if all(any(map(one.is_same, other)) for other in compared.values())
+    ]
+    forwards = [one for one in common if one.name.startswith("forward")] or common
+    for start, units in [*((one, False) for one in common[:1]), *((one, True) for one in reversed(forwards))]:
+        since = {rank: [*each][_index(each, start) :] for rank, each in compared.items()}
+        if found := _Divergence.first_of(since, paths, units=units):
+            return found.text
+    return ""
+
+
+def _of_one_model(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> dict[int, list[Pass]]:
+    """Return the passes of models on the ranks of that which the first of some ranks has run last."""
+    ranks = next((paths[rank][-1].ranks for rank in among if paths[rank]), None)
+    found = {rank: [one for one in each if one.ranks == ranks] for rank, each in paths.items()}
+    return {rank: each for rank, each in found.items() if each}
+
+
+def _index(passes: Sequence[Pass], wanted: Pass) -> int:
+    return next(number for number, one in enumerate(passes) if one.is_same(wanted))
+
+
+@dataclass
+class _Side:
+    """Ranks that have done the same up to some place and there, and one of their paths."""
+
+    ranks: Sequence[int]
+    passes: Sequence[Pass]
+    number: int  # of the pass that the place is in
+    kind: str  # of the event at the place
+    value: Any
+    is_usual: bool  # it was so in the pass of this kind before, too
+
+    @property
+    def name(self) -> str:
+        return named(self.ranks)
+
+    @property
+    def here(self) -> Pass:
+        return self.passes[self.number]
+
+
+class _Divergence:
+    """A place at which ranks did not do the same: `odd` ranks did other things than the `rest`."""
+
+    def __init__(self, sides: Sequence[_Side]) -> None:
+        by_trust = sorted(sides, key=lambda side: (-len(side.ranks), not side.is_usual, min(side.ranks)))
+        self.rest, self.odd = by_trust[0], by_trust[1]
+        self._has_models = len({one.model for side in sides for one in side.passes}) > 1
+
+    @classmethod
+    def first_of(
+        cls, since: Mapping[int, Sequence[Pass]], paths: Mapping[int, Sequence[Pass]], *, units: bool
+    ) -> _Divergence | None:
+        """Return the first one in passes that begin with one that all ranks have; None if all have done the same."""
+        events = {
+            rank: [(number, *event) for number, one in enumerate(passes) for event in one.events(units=units)]
+            for rank, passes in since.items()
+        }
+        for place in range(max(map(len, events.values()))):
+            there: dict[Hashable, list[int]] = {}
+            for rank, each in events.items():
+                if place < len(each):  # else it is behind, which says nothing
+                    there.setdefault(each[place], []).append(rank)
+            if len(there) > 1:
+                sides = []
+                for ranks in there.values():
+                    first = max(ranks, key=lambda rank: len(events[rank]))  # which is furthest
+                    number, kind, value = events[first][place]
+                    begin = [one[1:] for one in events[first][: place + 1] if one[0] == number]
+                    is_usual = _is_usual(paths[first], since[first][number], begin)
+                    sides.append(_Side(ranks, since[first], number, kind, value, is_usual))
+                return cls(sides)
+        return None
+
+    @property
+    def text(self) -> str:
+        kinds = {self.rest.kind, self.odd.kind}
+        if kinds == {"mode"}:
+            return self._text_of_modes()
+        if kinds == {"reduced"}:
+            return self._text_of_reduced()
+        if "begin" in kinds:
+            return self._text_of_passes()
+        return self._text_of_units()
+
+    def _text_of_modes(self) -> str:
+        own, others = (
+            " ".join(word for word in side.here.mode if word not in other.here.mode)
+            for side, other in ((self.odd, self.rest), (self.rest, self.odd))
+        )
+        runs = "runs" if len(self.odd.ranks) == 1 else "run"
+        return f"{self.odd.name} {runs} {self._shown(self.odd.here)} {own}, {self.rest.name} {others}. {_MODES}"
+
+    def _text_of_reduced(self) -> str:
+        odd, rest, name = self.odd, self.rest, self._shown(self.odd.here)
+        own = [each for each in odd.here.reduced if each not in rest.here.reduced]
+        others = [each for each in rest.here.reduced if each not in odd.here.reduced]
+        if own and others:
+            text = f"{odd.name} trains {_listed(own)} in {name}, {rest.name} trains {_listed(others)}"
+        elif own or others:
+            less, more = (odd, rest) if others else (rest, odd)
+            text = f"{less.name} did not train {_listed(own or others)} in {name}, where it is frozen; {more.name} did"
+        else:
+            return f"{odd.name} and {rest.name} have their units in different orders. {_ORDER}"
+        return f"{text}. {_FROZEN}"
+
+    def _text_of_passes(self) -> str:
+        ahead, other = self.odd, self.rest
+        if ahead.kind != "begin" or (other.kind == "begin" and other.here.name.startswith("forward")):
+            ahead, other = other, ahead
+        last = other.passes[-1]
+        if last.is_over:
+            meanwhile = f"where {other.name} ran {self._shown(other.here)}"
+        else:
+            meanwhile = f"while {other.name} {'is' if len(other.ranks) == 1 else 'are'} in {self._shown(last)}"
+        return f"{ahead.name} began {self._shown(ahead.here)} {meanwhile}. {_TIMES}"
+
+    def _text_of_units(self) -> str:
+        name, both = self._shown(self.odd.here), ((self.odd, self.rest), (self.rest, self.odd))
+        for side, other in both:
+            count = side.here.units.count
+            if count(side.value) > max(1, other.here.units.count(side.value)) and side.value in self._before:
+                times, once = (_count(each, side.value) for each in (side, other))
+                return f"{side.name} ran {side.value} {times} in {name}, {other.name} {once}. {_ORDER}"
+        odd, rest = self.odd, self.rest
+        lacking = [side for side, other in both if side.here.is_over and other.value not in (*side.here.units, None)]
+        if len(lacking) == 1:
+            left = lacking[0]
+            other = rest if left is odd else odd
+            return f"{left.name} left {other.value} out of {name}, which {other.name} ran. {_ORDER}"
+        if lacking:
+            return f"{odd.name} ran {odd.value} in {name}, where {rest.name} ran {rest.value}. {_ORDER}"
+        doubt = "" if rest.value in odd.here.units else f", or left {rest.value} out"
+        order = f"{odd.name} ran {odd.value} before {rest.value} in {name}{doubt}"
+        return f"{order}; {rest.name} ran {rest.value} first. {_ORDER}"
+
+    @property
+    def _before(self) -> Sequence[str]:
+        """The units that all ranks have come to in this pass before they took different paths."""
+        pairs = zip(self.odd.here.units, self.rest.here.units, strict=False)
+        return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+    def _shown(self, one: Pass) -> str:
+        return f"{one.name} of {one.model}" if self._has_models else one.name
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+
+
+def _count(side: _Side, unit: str) -> str:
+    count = side.here.units.count(unit)
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _is_usual(passes: Sequence[Pass], present: Pass, begin: Sequence[tuple[str, Hashable]]) -> bool:
+    """Return whether a rank's last pass of the same kind and model has begun in the same way."""
+    kind = present.name.split()[0]
+    earlier = passes[: _index(passes, present)]
+    before = [one for one in earlier if one.name.startswith(kind) and one.model == present.model]
+    return bool(before) and list(before[-1].events())[1 : len(begin)] == list(begin[1:])

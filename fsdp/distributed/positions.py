@@ -1,0 +1,210 @@
+"""The positions of ranks that wait for each other, and the report of them, which names the cause."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from fsdp.distributed import communicator, paths
+from fsdp.distributed.paths import Pass
+from fsdp.distributed.roll_call import named
+
+_FRAMES = 3  # of the user's code, that a report shows of a rank
+_PASSES = 2  # that it shows
+_NEW = 1.0  # seconds, after which all have come that come together
+
+_CALLS = "Make the same calls on every rank, in the same order, and not under a condition like `if rank == 0`."
+_ARGUMENTS = "Make the call with the same arguments on every rank."
+_UNITS = "Run the same units in the same passes on every rank, and make the same calls."
+_GROUPS = "Give the same ranks to every rank (process_group, mesh, WORLD_SIZE)."
+
+# What may take long for a good reason, by the files that it is in.
+_SLOW = [
+    ("/torch/_dynamo/", "compiling"),
+    ("/torch/_inductor/", "compiling"),
+    ("/fsdp/checkpoint/", "saving or loading a checkpoint"),
+    ("/torch/serialization.py", "saving or loading a file"),
+    ("/torch/distributed/checkpoint/", "saving or loading a checkpoint"),
+    ("/bdb.py", "in a debugger"),
+]
+_LIBRARIES = tuple(
+    {str(Path(module).parent) for module in (torch.__file__, communicator.__file__.replace("/distributed/", "/"))}
+    | {sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib")}
+)
+
+
+@dataclass
+class Position:
+    """A position says where a rank is.
+
+    Attributes:
+        waits_for: the collective that it waits in; None if it waits in none of ours.
+        call: the public call that it is in; empty in forward and backward.
+        seconds: for how long it has waited.
+        stack: the lines of the user's code that its main thread is in, as "train.py:12 in step", the outermost first.
+        occupation: what it does that may take long, if that can be told.
+        passes: the forwards and backwards that its main thread has begun last, the oldest first.
+        groups: the ranks of the process groups that its models use.
+    """
+
+    waits_for: str | None
+    call: str
+    seconds: float
+    stack: Sequence[str]
+    occupation: str | None
+    passes: Sequence[Pass]
+    groups: Sequence[Sequence[int]]
+
+    @classmethod
+    def here(cls, is_aside: bool) -> Position:
+        """Return where this rank's main thread is, or those beside it, of which that with the longest wait counts."""
+        thread, wait = longest_wait(is_aside) or (threading.main_thread().ident or 0, None)
+        stacks = {each: _frames(frame) for each, frame in sys._current_frames().items()}
+        busy = [frame for each, frames in stacks.items() if communicator.is_aside(each) is is_aside for frame in frames]
+        return cls(
+            waits_for=wait and wait.what,
+            call=wait.call if wait else "",
+            seconds=time.monotonic() - wait.since if wait else 0.0,
+            stack=_places(stacks.get(thread, ())),
+            occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
+            passes=[] if is_aside else list(paths.path.passes),
+            groups=communicator.ranks_of_groups(),
+        )
+
+    @classmethod
+    def from_json(cls, known: Mapping[str, Any]) -> Position:
+        """Return the position that another rank has sent."""
+        return cls(**{**known, "passes": [Pass(**one) for one in known["passes"]]})
+
+    def __str__(self) -> str:
+        where = f", at {' > '.join(self.stack)}" if self.stack else ""
+        if self.waits_for is None:
+            return f"in no collective{f', {self.occupation}' if self.occupation else ''}{where}"
+        call = f" in {self.call}" if self.call else ""
+        ran = f"; ran {', '.join(map(str, self.passes[-_PASSES:]))}" if self.passes else ""
+        return f"waiting for {self.waits_for}{call}{where}{ran}"
+
+
+class Report:
+    """A report puts what the ranks have answered into words for people.
+
+    Args:
+        asker: the rank that waits too long.
+        answers: by rank; a text if it gave no answer, which says why.
+    """
+
+    def __init__(self, asker: int, answers: Mapping[int, Position | str]) -> None:
+        self._asker, self._answers = asker, answers
+        self._came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
+        self._wait = self._came[asker]
+        self._late = [rank for rank in answers if rank not in self._came or self._came[rank].waits_for is None]
+
+    @property
+    def is_due(self) -> bool:
+        """False if the wait is over, or the last rank has just come, or those that have not are busy for long."""
+        busy = [rank for rank in self._late if rank in self._came and self._came[rank].occupation]
+        if self._late or self._wait.waits_for is None:
+            return self._wait.waits_for is not None and busy != self._late
+        are_together = {each.waits_for for each in self._came.values()} == {self._wait.waits_for}
+        return not are_together or min(each.seconds for each in self._came.values()) > _NEW
+
+    def __str__(self) -> str:
+        seconds = f"{self._wait.seconds:.0f} s"
+        head = f"fsdp: rank {self._asker} has waited for {self._wait.waits_for} for {seconds}."
+        return "\n".join([head, *lines_of(self._answers), conclusion(self._asker, self._answers)])
+
+
+def lines_of(answers: Mapping[int, Position | str]) -> list[str]:
+    """Return where ranks are; those that say the same share a line."""
+    by_text: dict[str, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        by_text.setdefault(str(answer), []).append(rank)
+    return [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
+
+
+def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
+    """Return why ranks wait for each other, and what to do about it, as far as their positions tell."""
+    came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
+    waiting = {rank: each for rank, each in came.items() if each.waits_for is not None}
+    late = [rank for rank in answers if rank not in waiting]
+    found = paths.difference({rank: each.passes for rank, each in came.items()}, [asker, *waiting])
+    found = found or _of_calls(waiting, not late) or _of_groups(asker, came, late)
+    found = found[:1].upper() + found[1:]
+    if late:
+        return f"The others wait for {named(late)}.{f' {found}' if found else ''}"
+    if found:
+        return found
+    if len({(each.waits_for, each.call) for each in waiting.values()}) > 1:
+        call = waiting[asker].call
+        remedy = _ARGUMENTS if call else _UNITS
+        return f"The ranks wait for each other in different collectives{f' of {call}' if call else ''}. {remedy}"
+    return "All wait for the same: the network is slow, or has lost something."
+
+
+def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:
+    """Return which ranks are in a public call that others are not in."""
+    by_call: dict[str, list[int]] = {}
+    for rank, each in sorted(waiting.items()):
+        by_call.setdefault(each.call, []).append(rank)
+    training, calls = by_call.pop("", []), list(by_call.items())
+    if not calls or (are_all and len(calls) == 1 and not training):
+        return ""
+    (first, ranks), *others = calls
+    text = f"{named(ranks)} {_are(ranks)} in {first}, which every rank must call"
+    for call, elsewhere in others:
+        text += f", and {named(elsewhere)} in {call}"
+    if training:
+        last = waiting[training[0]].passes[-1:]
+        where = last[0].name if last and not last[0].is_over else "forward or backward"
+        text += f", and {named(training)} in {where}"
+    return f"{text}. {_CALLS}"
+
+
+def _of_groups(asker: int, came: Mapping[int, Position], late: Sequence[int]) -> str:
+    """Return which ranks have not made a group of ranks in which another one waits for them, but others, or none."""
+    for group in came[asker].groups:
+        without = [rank for rank in group if rank in came and group not in came[rank].groups]
+        are_through = all(rank in without and came[rank].passes and not came[rank].groups for rank in late)
+        if without and are_through:
+            theirs = " and ".join(map(named, came[without[0]].groups)) or "itself alone"
+            return f"rank {asker} shards over {named(group)}, and {named(without)} over {theirs}. {_GROUPS}"
+    return ""
+
+
+def longest_wait(is_aside: bool) -> tuple[int, communicator.Wait] | None:
+    """Return the thread that has waited longest, and for what: the main one, or of those beside it; None if none."""
+    found = [each for each in list(communicator.waits.items()) if communicator.is_aside(each[0]) is is_aside]
+    return min(found, key=lambda each: each[1].since, default=None)
+
+
+def places_in(frame: FrameType | None) -> Sequence[str]:
+    """Return the lines of the user's code that a thread is in, the outermost first."""
+    return _places(_frames(frame))
+
+
+def last_place(trace: TracebackType | None) -> Sequence[str]:
+    """Return the innermost line of the user's code that an exception has come through, if there is one."""
+    return _places(traceback.extract_tb(trace))[-1:]
+
+
+def _frames(frame: FrameType | None) -> Sequence[traceback.FrameSummary]:
+    return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1] if frame else []
+
+
+def _places(frames: Sequence[traceback.FrameSummary]) -> Sequence[str]:
+    users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    return [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in users][-_FRAMES:]
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
