@@ -28,6 +28,7 @@ from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
+from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored, group, lender_of, note_stale, take_over
@@ -157,7 +158,7 @@ def fully_shard(
     Every rank must do the same in the same order, with the same values; ranks compare both at the first use.
 
     Args:
-        module: with a forward that is called (no ``ModuleList`` and the like), or several. One without parameters, or
+        module: with a forward that is called (a plain ``ModuleList`` has none), or several. One without parameters, or
             with those of sharded modules inside only, may be given too.
         mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
             means all ranks, on CUDA if a parameter is there or the default process group serves it. Parameters that
@@ -374,7 +375,7 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard shards an nn.Module, got a {type(module).__name__}")
     kind = type(module).__name__
-    if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if not has_forward(module):
         raise ValueError(
             f"{kind} has no forward, so nothing would unshard its parameters: call fully_shard on the modules in it, "
             "or on the module around it"
