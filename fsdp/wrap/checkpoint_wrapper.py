@@ -330,8 +330,11 @@ def _put_back(norm: nn.Module, inputs: Any = None, output: Any = None) -> None:
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
     """Forget what batch norms in a module learn inside."""
-    kept = [(norm, _use_copies(norm)) for norm in _norms(module) if norm.training]
+    kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     try:
+        for norm in _norms(module):
+            if norm.training:
+                kept.append((norm, _use_copies(norm)))
         yield
     finally:
         for norm, buffers in kept:

@@ -376,18 +376,18 @@ def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
     rest, targets = _Rest([], []), dict[int, LoadTarget]()
     modules = list(modules)
     before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
-    for entries, name, tensor in before:
-        target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
-        rest.tensors.append((entries, name, target))
-        entries.update({name: target})  # which, unlike an item that is set, no registry is told of
     extra = [module for module in modules if "set_extra_state" not in module.__dict__]
-    for module in extra:
-        module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
     try:
+        for entries, name, tensor in before:
+            target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
+            rest.tensors.append((entries, name, target))
+            entries.update({name: target})  # which, unlike an item that is set, no registry is told of
+        for module in extra:
+            module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
         yield rest
     finally:
         for module in extra:
-            del module.__dict__["set_extra_state"]
+            module.__dict__.pop("set_extra_state", None)
         for entries, name, tensor in before:
             entries.update({name: tensor})
 
@@ -408,9 +408,9 @@ def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
 @contextmanager
 def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and not that of computation."""
-    for unit in units:
-        unit.buffers.widen()
     try:
+        for unit in units:
+            unit.buffers.widen()
         yield
     finally:
         for unit in units:
