@@ -329,7 +329,8 @@ def _with_leaves(torchs: Callable[..., None]) -> Callable[..., None]:
             raise RuntimeError(
                 f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
                 "because something was computed with it and left its unit beside the output (an attribute, a closure, "
-                "a generator). Return it from the forward, or compute it before the output."
+                "a generator). Return it from the forward, or compute it before the output; if this is a second "
+                "backward through the same graph, add up the losses and run a single backward."
             ) from error
 
     return backward

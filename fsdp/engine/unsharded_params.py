@@ -202,8 +202,8 @@ class UnshardedParameters:
         """Let the modules see placeholders, or what else they see of parameters that are sharded."""
         if not self._hides:
             return
-        if torch.is_grad_enabled() and not self.is_shard:
-            self._freed.seal()
+        if not (self.is_shard or torch.is_inference_mode_enabled()):
+            self._freed.seal()  # in backward too: a graph that is retained has saved them
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent
