@@ -209,7 +209,9 @@ class Registry:
                     "torch.func.functional_call under those names; or change values inside "
                     "`with model.summon_full_params():`."
                 )
-        elif (module, name) in self.lent and (value is entry or looks.is_own(slot, value)):
+        elif (value is entry and value is not None and name not in module.__dict__) or (
+            (module, name) in self.lent and (value is entry or looks.is_own(slot, value))
+        ):  # it is assigned what it lists already, as by a function that ties weights, or what was lent is given back
             self._show(slot, module, name, looks.present(slot), is_lent=False)
             return entry
         elif value is None:

@@ -34,6 +34,7 @@ from fsdp.engine.deferred_init import memory_to_load_into, require_values_everyw
 from fsdp.engine.fingerprints import fingerprint, sampled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
+from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_dict.sharded import TensorPart, store
@@ -189,7 +190,8 @@ def load_full(
 
     def load() -> Any:
         try:
-            return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
+            with unswapped():
+                return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
         except Exception as error:
             explain(error, unit.module, state_dict)
             raise
