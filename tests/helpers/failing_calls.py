@@ -1,7 +1,7 @@
 """Calls that fail half way: an exception in each function of ours that they call, in one after the other.
 
-After each of them, all that is changed for a while must be as it was before. Functions that put things back are not
-made to fail, and neither are those of `fsdp.distributed`, whose number of calls depends on the time that messages take.
+After each failure, the state is compared with the state before it. Functions that restore state do not fail, and
+neither do those of `fsdp.distributed`: how often they are called depends on the time that messages take.
 """
 
 from __future__ import annotations

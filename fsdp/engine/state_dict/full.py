@@ -37,6 +37,7 @@ from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
+from fsdp.engine.state_dict.lost_writes import note_loaded, watch_copies
 from fsdp.engine.state_dict.sharded import TensorPart, store
 from fsdp.engine.state_dict.summon import (
     Exposure,
@@ -118,6 +119,8 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
     if is_outermost and not form.is_here:
         for key in [key for key in state if key.startswith(prefix)]:
             del state[key]
+    elif is_outermost and not keep_vars:
+        watch_copies(state, {key for key in state if key.startswith(prefix)}, type(unit.module).__name__)
     return state
 
 
@@ -185,6 +188,8 @@ def load_full(
     methods of their own. With `rank0_only`, only the first rank's state dict counts.
     """
     source = FirstRank(unit.everyone) if rank0_only else None
+    if isinstance(state_dict, Mapping):
+        note_loaded(state_dict)
     if source is not None:
         state_dict = _received(source, wrapper, unit, state_dict)
 

@@ -93,11 +93,12 @@ class Exposure:
                 handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
             for handle in self.handles:
                 handle.settle()  # peers may still be receiving from the shard
-            for (handle, slot), _ in () if keep is None else self.numbered():
-                try:
-                    keep(handle, slot)
-                except ValueError as error:
-                    problems.append(str(error))
+            if keep is not None:
+                for (handle, slot), _ in self.numbered():
+                    try:
+                        keep(handle, slot)
+                    except ValueError as error:
+                        problems.append(str(error))
         finally:
             self._withdraw()
         if problems:
