@@ -116,8 +116,8 @@ class Accelerator(_PlainAccelerator):
             with super().no_sync(model):
                 yield
             return
-        model.set_requires_gradient_sync(False)
         try:
+            model.set_requires_gradient_sync(False)
             yield
         finally:
             model.set_requires_gradient_sync(True)

@@ -15,22 +15,23 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
-from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
+from fsdp.distributed.communicator import Group, behind
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
-from fsdp.distributed.devices import accelerator, current_device, has_streams, run_after
+from fsdp.distributed.devices import accelerator, current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
+from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored, group, lender_of, note_stale, take_over
+from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
@@ -38,7 +39,7 @@ from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
-from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, post_forward_group
+from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, mesh_of_all, post_forward_group
 from fsdp.engine.shared_params import share, split_off, tie_assigned
 from fsdp.engine.state_dict.full import explain
 from fsdp.engine.summary import summary
@@ -157,7 +158,7 @@ def fully_shard(
     Every rank must do the same in the same order, with the same values; ranks compare both at the first use.
 
     Args:
-        module: with a forward that is called (no ``ModuleList`` and the like), or several. One without parameters, or
+        module: with a forward that is called (a plain ``ModuleList`` has none), or several. One without parameters, or
             with those of sharded modules inside only, may be given too.
         mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
             means all ranks, on CUDA if a parameter is there or the default process group serves it. Parameters that
@@ -190,7 +191,7 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     one = modules[0] if len(modules) == 1 else ModuleGroup(modules)
-    mesh = _mesh_of_all(one) if mesh is None else mesh
+    mesh = mesh_of_all(one) if mesh is None else mesh
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
     # Imports DTensor, which takes a second.
@@ -340,26 +341,6 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
     return asked > 1, post_forward_group(groups.shard, asked)
 
 
-def _mesh_of_all(module: nn.Module) -> DeviceMesh:
-    """Return the mesh of all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
-        )
-    on = (param.device.type for param in module.parameters() if has_streams(param.device.type))
-    kind = next(on, served_device(default_group(None)).type)
-    key = (dist.group.WORLD, kind)
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
-    return _meshes[key]
-
-
-# Of the default process group: every call wants the same.
-_meshes: dict[Any, Any] = made_once_for_groups()
-
-
 def _outermost(given: Any) -> list[Any]:
     """Return the modules that were given, without those that are inside of others among them."""
     if not isinstance(given, (list, tuple)):
@@ -374,7 +355,7 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard shards an nn.Module, got a {type(module).__name__}")
     kind = type(module).__name__
-    if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if not has_forward(module):
         raise ValueError(
             f"{kind} has no forward, so nothing would unshard its parameters: call fully_shard on the modules in it, "
             "or on the module around it"
@@ -712,10 +693,16 @@ class FSDPModule(_Base):
     def _get_fsdp_state(self) -> FSDPState:
         return FSDPState(_of(self))
 
+    @torch.inference_mode(False)  # in which no `DTensor` can be detached
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict as the module does by itself."""
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as the module does by itself; of unsharded tensors each rank keeps its shard."""
         try:
-            return super().load_state_dict(state_dict, *args, **kwargs)
+            with unswapped():
+                return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
             explain(error, self, state_dict)
             raise

@@ -400,7 +400,7 @@ def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
     for name, child in module.named_children():
         if isinstance(child, fsdp.FullyShardedDataParallel) or not any(True for _ in child.parameters()):
             continue
-        if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
             _wrap_called(child, f"{prefix}{name}.")
         else:
             inner = fsdp.auto_wrap(child, keep_wrapped=True)

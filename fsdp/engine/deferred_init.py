@@ -220,11 +220,11 @@ def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
 def memory_to_load_into(units: Iterable[Unit]) -> Iterator[list[Uninitialized]]:
     """Give memory to what modules list without values; where values came inside, it stays."""
     found = []
-    for unit in units:
-        for each in uninitialized_in(own_modules(unit.module)) if unit.awaits_values else ():
-            each.give_memory(unit.device)
-            found.append(each)
     try:
+        for unit in units:
+            for each in uninitialized_in(own_modules(unit.module)) if unit.awaits_values else ():
+                found.append(each)
+                each.give_memory(unit.device)
         yield found
     finally:
         for each in found:

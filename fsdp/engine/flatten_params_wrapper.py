@@ -226,11 +226,13 @@ class FlattenParamsWrapper(nn.Module):
         if self._unflattened or not self.flat_params:
             yield
             return
-        self._unflatten(flat_params)
+        is_unflattened = False
         try:
+            self._unflatten(flat_params)
+            is_unflattened = True
             yield
         finally:
-            self._flatten_again(keep_changes=flat_params is None)
+            self._flatten_again(keep_changes=is_unflattened and flat_params is None)
 
     def _refuse_managed(self, what: str) -> None:
         if self._is_managed:
@@ -252,8 +254,8 @@ class FlattenParamsWrapper(nn.Module):
         self._refuse_managed("state_dict")
         if not self.is_flattened:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        self._unflatten()
         try:
+            self._unflatten()
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         finally:
             self._flatten_again(keep_changes=False)

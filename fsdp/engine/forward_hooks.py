@@ -24,6 +24,11 @@ from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, because its class or the instance defines ``forward``."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 class ForwardHooks:
     """Runs a unit's runtime around the forward of its module, and casts what goes in and out.
 

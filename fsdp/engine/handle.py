@@ -231,6 +231,12 @@ class FlatParamHandle:
         return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
 
     @property
+    def kept_grad_dtype(self) -> torch.dtype:
+        """The dtype of the shard's gradient between backward and step."""
+        own = self.flat_param.dtype
+        return self.precision.compute_dtype(own) if self.precision.keeps_low_gradients else own
+
+    @property
     def shard_state(self) -> ShardState:
         """A value that changes when the shard is written, cast, moved or released."""
         shard, listed = self.flat_param, self.orig_params
@@ -561,8 +567,7 @@ class FlatParamHandle:
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank)
-        if self.precision.keeps_low_gradients:
-            reduced = reduced.to(self.gradients.dtype)
+        reduced = reduced.to(self.kept_grad_dtype)
         if not self.gradient_hooks.keep(reduced):
             self.storage.accept(self.flat_param, reduced)
 

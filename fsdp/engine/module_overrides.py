@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -80,6 +81,17 @@ def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars:
         )
 
 
+@contextmanager
+def unswapped() -> Iterator[None]:
+    """Keep the objects of parameters inside; torch may be set to swap each for another, which loses their shards."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
 class Conversions:
     """The ``_apply`` of a unit's module."""
 
@@ -101,7 +113,8 @@ class Conversions:
         for name in rows:
             own.pop(name)  # torch would put other tensors in their place; they follow their shard
         try:
-            type(self._module)._apply(self._module, fn, recurse)
+            with unswapped():
+                type(self._module)._apply(self._module, fn, recurse)
         finally:
             if rows:
                 listed |= own

@@ -35,9 +35,9 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     if not handles:
         raise ValueError(f"detect_nonfinite: nothing in this {type(model).__name__} is sharded")
     outer = {handle: handle.check_gradient for handle in handles}
-    for handle in handles:
-        handle.check_gradient = _check
     try:
+        for handle in handles:
+            handle.check_gradient = _check
         yield
     finally:
         for handle, check in outer.items():

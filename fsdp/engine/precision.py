@@ -42,9 +42,9 @@ class MixedPrecision:
             computation in their own dtype; their outputs are cast back to the dtype of their inputs. Batch norms by
             default.
         full_precision_in_eval: don't cast, and gather in full, while the wrapped module is in ``eval()``.
-        keep_low_precision_grads: leave reduced gradients in the dtype of the reduction, half the bytes between backward
-            and step, for optimizers that widen them themselves. Of torch's, SGD (not fused) does; the others are an
-            error at their step.
+        keep_low_precision_grads: keep reduced gradients in `param_dtype`, whatever `reduce_dtype` is: half the bytes
+            between backward and step, for optimizers that widen gradients themselves. Of torch's, SGD (not fused) does;
+            the others raise an error at their step.
 
     Raises:
         ValueError: for a dtype that is not a floating-point one of 16 bits or more.

@@ -54,9 +54,10 @@ class Listing(dict[str, Any]):
         """Tell this registry what is put under a name."""
         self._registries[name] = registry
 
-    def runs(self, name: object) -> bool:
-        """Return whether a handle runs the parameter of this name."""
-        return name in self._registries
+    def looks_of(self, name: Any) -> Looks | None:
+        """Return the handle that runs the parameter of this name; None if there is none."""
+        registry = self._registries.get(name)
+        return None if registry is None else registry._looks()
 
     def __setitem__(self, name: str, value: Any) -> None:
         registry, module = self._registries.get(name), self._module()
@@ -242,7 +243,9 @@ class Registry:
                     "torch.func.functional_call under those names; or change values inside "
                     "`with model.summon_full_params():`."
                 )
-        elif (module, name) in self.lent and (value is entry or looks.is_own(slot, value)):
+        elif (value is entry or looks.is_own(slot, value)) and (
+            (module, name) in self.lent or (value is not None and name not in module.__dict__)
+        ):  # what was lent is given back; or what modules see is assigned again, as by a function that ties weights
             self._show(slot, module, name, looks.present(slot), is_lent=False)
             return entry if self._leaves is None else self._leaves[slot]
         elif value is None:

@@ -513,8 +513,8 @@ class Runtime:
         """Backwards inside accumulate unsharded gradients without reducing them."""
         self.ensure_idle("enter no_sync()", is_served=True)
         outer = {unit: unit.policy.sync for unit in self.units}
-        self.synchronise(GradientSync.NONE)
         try:
+            self.synchronise(GradientSync.NONE)
             yield
         finally:
             for unit, sync in outer.items():

@@ -86,6 +86,7 @@ class ParamForm(Protocol):
         """Shard the parameters, and take them out of their modules."""
 
 
+@torch.inference_mode(False)  # shards that are made in it could not be trained
 def shard_module(
     module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
 ) -> tuple[Unit, Group]:

@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import (
@@ -24,9 +25,13 @@ from fsdp.distributed.communicator import (
     number_of_groups,
     ranks_of,
     reduce_group,
+    served_device,
 )
 from fsdp.distributed.consensus import agree_on, from_everyone
-from fsdp.distributed.devices import HOST
+from fsdp.distributed.devices import HOST, has_streams
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardingStrategy(Enum):
@@ -313,3 +318,23 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
         str(number_of_groups()),
     )
     return dist.new_group(next(list(part) for part in parts if mine in part), use_local_synchronization=True)
+
+
+def mesh_of_all(module: nn.Module) -> DeviceMesh:
+    """Return the mesh of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
+        )
+    on = (param.device.type for param in module.parameters() if has_streams(param.device.type))
+    kind = next(on, served_device(default_group(None)).type)
+    key = (dist.group.WORLD, kind)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
+    return _meshes[key]
+
+
+# Of the default process group: every call wants the same.
+_meshes: dict[Any, Any] = made_once_for_groups()

@@ -40,11 +40,12 @@ from fsdp.engine.grad_clipping import (
     scale_to,
     unsharded_parameters,
 )
-from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.registration import Listing
 from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.unit import TrainingState
 
 Tensors = Tensor | Iterable[Tensor]
 
@@ -175,7 +176,10 @@ def _check_before(owner: Any, name: str) -> None:
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(*args, **kwargs).arguments
         module, param = given["module"], given.get("tensor_name", given.get("name"))
-        if isinstance(module._parameters, Listing) and module._parameters.runs(param):
+        handle: Any = module._parameters.looks_of(param) if isinstance(module._parameters, Listing) else None
+        # Inside of its unit's forward a parameter is a leaf, and a parametrization is for that forward alone.
+        is_computing = handle is not None and handle.unit.state in (TrainingState.FORWARD, TrainingState.BACKWARD_PRE)
+        if handle is not None and not (is_computing and handle.phase is Phase.UNSHARDED):
             raise RuntimeError(
                 f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
                 "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
@@ -337,7 +341,8 @@ def _with_leaves(torchs: Callable[..., None]) -> Callable[..., None]:
             raise RuntimeError(
                 f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
                 "because something was computed with it and left its unit beside the output (an attribute, a closure, "
-                "a generator). Return it from the forward, or compute it before the output."
+                "a generator). Return it from the forward, or compute it before the output; if this is a second "
+                "backward through the same graph, add up the losses and run a single backward."
             ) from error
 
     return backward

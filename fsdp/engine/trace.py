@@ -77,9 +77,16 @@ class Trace:
         """Collective. Record from now on."""
         if self._runtime is None or self._memory:
             raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
-        root = self._runtime.root
-        self._clock = _Clock(root.everyone)
-        hook = partial(hook_method, self._undo, self._runtime)
+        self._clock = _Clock(self._runtime.root.everyone)
+        try:
+            self._follow(self._runtime)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _follow(self, runtime: Runtime) -> None:
+        root = runtime.root
+        hook = partial(hook_method, self._undo, runtime)
         hook(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
         hook(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
         hook(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(root, unit))

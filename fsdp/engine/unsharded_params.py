@@ -9,6 +9,7 @@ of the weights that it saved. The leaf of a parameter that is a `DTensor` is one
 from __future__ import annotations
 
 import operator
+import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
@@ -142,14 +143,14 @@ class UnshardedParameters:
         self._is_arranged = self._arrangement is not None and not directly
         if self._arrangement is not None and self._is_arranged:
             return self._arrangement.begin()
-        self.full.untyped_storage().resize_(self._nbytes)
+        self._allocate()
         return self.full if directly else self._gathered
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
         """Have in the buffer what was gathered, which is there now."""
         if self._arrangement is not None and self._is_arranged:
             if is_wanted:
-                self.full.untyped_storage().resize_(self._nbytes)
+                self._allocate()
             self._arrangement.end(is_wanted)
 
     def free(self) -> None:
@@ -159,8 +160,22 @@ class UnshardedParameters:
         the same storage again after the next all-gather.
         """
         if not self.is_shard:
-            self.full.untyped_storage().resize_(0)
+            storage = self.full.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+            else:
+                warnings.warn(
+                    f"{self._layout.slots[0].name} and the parameters that are sharded with it stay unsharded in "
+                    "memory, because NumPy shares the memory: copy a weight first, as in "
+                    "weight.detach().clone().numpy().",
+                    stacklevel=2,
+                )
             self._expected = None
+
+    def _allocate(self) -> None:
+        storage = self.full.untyped_storage()
+        if storage.nbytes() != self._nbytes:  # NumPy may share the memory, which cannot be freed then
+            storage.resize_(self._nbytes)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the buffer's, and will be freed."""
@@ -199,8 +214,8 @@ class UnshardedParameters:
         """Let the modules see placeholders, or what else they see of parameters that are sharded."""
         if not self._hides:
             return
-        if torch.is_grad_enabled() and not self.is_shard:
-            self._freed.seal()
+        if not (self.is_shard or torch.is_inference_mode_enabled()):
+            self._freed.seal()  # in backward too: a graph that is retained has saved them
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent

@@ -64,18 +64,15 @@ class EMA(AveragedModel):
         Raises:
             ValueError: if `model` has other parameters than the one that was copied, or was cast since.
         """
-        self._exchange(model)
+        exchanged: list[tuple[Tensor, Tensor]] = []
         try:
+            for pair in self._pairs(model):
+                _exchange(*pair)
+                exchanged.append(pair)
             yield
         finally:
-            self._exchange(model)
-
-    @torch.no_grad()
-    def _exchange(self, model: nn.Module) -> None:
-        for average, param in self._pairs(model):
-            kept = param.detach().clone()
-            param.copy_(average)
-            average.copy_(kept)
+            for pair in exchanged:
+                _exchange(*pair)
 
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         ours, theirs = list(self.module.parameters()), list(model.parameters())
@@ -85,3 +82,10 @@ class EMA(AveragedModel):
                 f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
             )
         return list(zip(ours, theirs, strict=True))
+
+
+@torch.no_grad()
+def _exchange(average: Tensor, param: Tensor) -> None:
+    kept = param.detach().clone()
+    param.copy_(average)
+    average.copy_(kept)

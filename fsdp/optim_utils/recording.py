@@ -86,8 +86,16 @@ class FingerprintRecording:
         self._undo = ExitStack()
 
     def __enter__(self) -> FingerprintRecording:
+        try:
+            self._begin()
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
         if number_among(self._root.everyone) == 0:
-            self._file = self._undo.enter_context(open(self._path, "w", encoding="utf-8"))
+            self._file = self._undo.enter_context(open(self._path, "w", encoding="utf-8"))  # noqa: SIM115
         self._write(
             {
                 FORMAT: VERSION,
@@ -106,7 +114,6 @@ class FingerprintRecording:
         for handle in self._runtime.handles:
             self._undo.callback(setattr, handle, "check_gradient", handle.check_gradient)
             handle.check_gradient = partial(self._on_gradient, handle.check_gradient)
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()

@@ -353,8 +353,10 @@ class _SimulatedStream:
     wait_stream = synchronize = wait_event
 
     def __enter__(self) -> Any:
-        self._entered.append(type(self).entered(self))
-        return self._entered[-1].__enter__()
+        context = type(self).entered(self)
+        stream = context.__enter__()
+        self._entered.append(context)
+        return stream
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)

@@ -75,6 +75,7 @@ def join(
     agree_on(runtime.root.everyone, "optimizers in fsdp.join", kinds)
     joining = Joining(runtime, model, optimizers, after_step)
     try:
+        joining.begin()
         yield joining
         joining.serve()
     finally:
@@ -102,6 +103,9 @@ class Joining:
         self.running_ranks = 0  # that ran the last forward
         self._is_finished = False
         self._undo: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Announce what this rank does from now on, until `end`."""
         self._runtime.trust_values(self._runtime.root)
         self._visits.joining = self
         for number, optimizer in enumerate(self._optimizers):

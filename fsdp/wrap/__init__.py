@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.devices import accelerator
+from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import join
 
@@ -76,7 +77,7 @@ def default_auto_wrap_policy(
         never = force_leaf_classes() if force_leaf_modules is None else tuple(force_leaf_modules)
     else:
         never = _exclude_wrap_classes() if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
-        large_enough = large_enough and is_callable_module(module)
+        large_enough = large_enough and has_forward(module)
     return large_enough and not isinstance(module, never)
 
 
@@ -185,12 +186,7 @@ class _PredicatePolicy:
         return module not in self._inside_leaf and self._wants(module)
 
     def _wants(self, module: nn.Module) -> bool | Mapping[str, Any]:
-        return is_callable_module(module) and self._predicate(module)
-
-
-def is_callable_module(module: nn.Module) -> bool:
-    """Return whether a module has a forward of its own, without which a unit never runs."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+        return has_forward(module) and self._predicate(module)
 
 
 class ConfigAutoWrap:

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp.distributed.devices import HOST, arrival_on, has_streams
 from fsdp.engine.autograd import in_backward
+from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.trees import map_tensors
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,7 +67,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
         if own.offload != offload:
             raise ValueError(f"this {type(module).__name__} is checkpointed already, with offload_to_cpu={own.offload}")
         return module
-    if own is None and type(module).forward is nn.Module.forward:
+    if not has_forward(module):
         raise ValueError(f"{type(module).__name__} has no forward to checkpoint: wrap the modules in it")
     module.forward = _CheckpointedForward(module, own, offload)
     return module
@@ -329,8 +330,11 @@ def _put_back(norm: nn.Module, inputs: Any = None, output: Any = None) -> None:
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
     """Forget what batch norms in a module learn inside."""
-    kept = [(norm, _use_copies(norm)) for norm in _norms(module) if norm.training]
+    kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     try:
+        for norm in _norms(module):
+            if norm.training:
+                kept.append((norm, _use_copies(norm)))
         yield
     finally:
         for norm, buffers in kept:

@@ -66,8 +66,11 @@ class LiveBytes(TorchDispatchMode):
             return found
 
         # Private by no name, but no operator: the dispatcher does not see storages resized (torch 2.11 and 2.13).
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-        return super().__enter__()
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            entered = super().__enter__()
+            self._patches = patches.pop_all()
+        return entered
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)

@@ -374,8 +374,8 @@ def _fused_attention() -> Iterator[None]:
     Not by a mode of torch functions: those are off inside of functions that are seen by them themselves.
     """
     library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     try:
+        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         yield
     finally:
         library._destroy()  # private, and the only way to take it back before it is collected (torch 2.11 and 2.13)

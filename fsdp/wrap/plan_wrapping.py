@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.summary import aligned, size_text
-from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes, is_callable_module
+from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from fsdp.wrap.plan import Plan, copy_on_meta, plan
 
@@ -218,7 +219,7 @@ def _largest(graph: ModuleGraph, numel: Mapping[nn.Module, int], limit: int) -> 
     def visit(module: nn.Module) -> None:
         children = [child for _, child in graph.children(module) if numel[child]]
         is_whole = not children or isinstance(module, force_leaf_classes())
-        if module is not graph.root and is_callable_module(module) and (is_whole or numel[module] <= limit):
+        if module is not graph.root and has_forward(module) and (is_whole or numel[module] <= limit):
             if numel[module] >= limit * _LEAST:
                 found[module] = None
         elif not is_whole:

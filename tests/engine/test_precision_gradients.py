@@ -6,13 +6,17 @@ they are added in it, and make 1.125 if they are not.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
+from torch.distributed.fsdp import MixedPrecision as TorchPolicy
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
@@ -269,7 +273,7 @@ LOW = MixedPrecision(param_dtype=BRAIN, keep_low_precision_grads=True)
 
 
 @pytest.mark.parametrize("kind", every_kind(LOW))
-def test_gradients_are_kept_in_the_dtype_of_the_reduction_if_asked_for(ranks: RankPool, kind: str) -> None:
+def test_gradients_are_kept_in_the_dtype_of_the_computation_if_asked_for(ranks: RankPool, kind: str) -> None:
     ranks(2).run(_keep_low, kind)
 
 
@@ -291,6 +295,50 @@ def _keep_low(kind: str) -> None:
     low_state = low.state_dict()
     for name, value in wide.state_dict().items():
         torch.testing.assert_close(low_state[name], value, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("reduce_dtype", [None, SINGLE, BRAIN])
+@pytest.mark.parametrize("kind", every_kind(LOW))
+def test_gradients_that_are_kept_low_can_be_summoned(
+    ranks: RankPool, world_size: int, kind: str, reduce_dtype: torch.dtype | None
+) -> None:
+    ranks(world_size).run(_summon_low, kind, reduce_dtype)
+
+
+def _summon_low(kind: str, reduce_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecision(param_dtype=BRAIN, reduce_dtype=reduce_dtype, keep_low_precision_grads=True)
+    model = weights(**every_kind(policy)[kind])
+    backward(model, 0.5)
+    for scale in (1, 2):
+        with model.summon_full_params(with_grads=True):
+            for param in model.parameters():
+                assert param.grad is not None
+                assert param.dtype == SINGLE
+                torch.testing.assert_close(param.grad, torch.full((1, 3), 0.5 * scale, dtype=BRAIN))
+                param.grad *= 2
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {BRAIN}
+    backward(model, 0.5)  # which adds to what is there
+    with model.summon_full_params(with_grads=True):
+        for param in model.parameters():
+            torch.testing.assert_close(param.grad, torch.full((1, 3), 2.5, dtype=BRAIN))
+
+
+def test_gradients_are_kept_low_as_in_fsdp1(ranks: RankPool) -> None:
+    ranks(2).run(_keep_low_as_fsdp1)
+
+
+def _keep_low_as_fsdp1() -> None:
+    for param_dtype, reduce_dtype in itertools.product([None, BRAIN], [None, SINGLE, BRAIN]):
+        dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        found = []
+        torchs = partial(TorchFSDP1, device_id=torch.device("cpu"))
+        for kind, policy in ((FullyShardedDataParallel, MixedPrecision), (torchs, TorchPolicy)):
+            given: Any = policy(**dtypes, keep_low_precision_grads=True)
+            model: Any = kind(nn.Linear(4, 4), mixed_precision=given)
+            model(torch.ones(2, 4)).float().sum().backward()
+            found.append({param.grad.dtype for param in model.parameters()})
+        assert found[0] == found[1], dtypes
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])

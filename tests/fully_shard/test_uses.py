@@ -252,6 +252,75 @@ def _forward_only() -> None:
     assert_at_rest(model)
 
 
+# Which modules have a forward
+
+
+class Stack(nn.ModuleList):
+    """A list that can be called."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self:
+            inputs = torch.tanh(layer(inputs))
+        return inputs
+
+
+class Table(nn.ModuleDict):
+    """A dictionary that can be called."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self["exit"](torch.tanh(self["entry"](inputs)))
+        return hidden
+
+
+class Assigned(nn.Module):
+    """A module whose class defines no forward: each instance has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.forward = self.forward_train
+
+    def forward_train(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(inputs)
+        return hidden
+
+
+class Replaced(nn.Linear):
+    """A module whose instances have another forward than the class."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.forward = self.forward_doubled  # type: ignore[method-assign]
+
+    def forward_doubled(self, inputs: Tensor) -> Tensor:
+        return 2 * super().forward(inputs)
+
+
+def _stack() -> nn.Module:
+    return Stack(nn.Linear(5, 5) for _ in range(2))
+
+
+def _table() -> nn.Module:
+    return Table({"entry": nn.Linear(5, 4), "exit": nn.Linear(4, 5)})
+
+
+def _as_root(make: Callable[[], nn.Module], wrap: Wrap) -> nn.Module:
+    return seeded(lambda _: make(), wrap)
+
+
+def _inside(make: Callable[[], nn.Module], wrap: Wrap) -> nn.Module:
+    return seeded(lambda inner: nn.Sequential(inner(make()), nn.Linear(5, 2)), wrap)
+
+
+@pytest.mark.parametrize("place", [_as_root, _inside], ids=["root", "inside"])
+@pytest.mark.parametrize("make", [_stack, _table, Assigned, Replaced], ids=["list", "dict", "assigned", "replaced"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_module_that_can_be_called_is_sharded(
+    ranks: RankPool, world_size: int, make: Callable[[], nn.Module], place: Callable[..., nn.Module]
+) -> None:
+    ranks(world_size).run(assert_trains_as_plain, partial(place, make))
+
+
 # As torch's
 
 

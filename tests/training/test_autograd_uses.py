@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import seeded
@@ -286,6 +287,45 @@ def _differentiate_penalty() -> None:
             loss.backward()
         model(inputs).sum().backward()
     assert_at_rest(model)
+
+
+class Remembering(nn.Module):
+    """Keeps something that it has computed on the way to its output."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry, self.exit = wrap(nn.Linear(5, 5)), nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.hidden = torch.tanh(self.exit(self.entry(inputs)))
+        return self.exit(self.hidden)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("form", [*EVERY_FORM, None], ids=str)
+def test_a_second_backward_that_begins_inside_of_a_unit_is_an_error(
+    ranks: RankPool, world_size: int, form: dict[str, Any] | None
+) -> None:
+    """It is named, also if the first backward has freed the parameters; the next step is as ever."""
+    ranks(world_size).run(_backward_from_inside, form)
+
+
+def _backward_from_inside(form: dict[str, Any] | None) -> None:
+    torch.manual_seed(0)
+    wrap = ours() if form is None else fully_sharded(**form)
+    remembering = Remembering(wrap)
+    model = wrap(remembering)
+    inputs = torch.ones(2, 5)
+    model(inputs).sum().backward()
+    before = [None if param.grad is None else local_part(param.grad).clone() for param in model.parameters()]
+    model.zero_grad()
+    model(inputs).sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace.*exit.weight of root .*single backward"):
+        remembering.hidden.sum().backward()
+    model.zero_grad()
+    model(inputs).sum().backward()
+    after = [None if param.grad is None else local_part(param.grad) for param in model.parameters()]
+    torch.testing.assert_close(after, before)
 
 
 # Gradients of the parameters that the wrapped model lists

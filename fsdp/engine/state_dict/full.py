@@ -34,8 +34,10 @@ from fsdp.engine.deferred_init import memory_to_load_into, require_values_everyw
 from fsdp.engine.fingerprints import fingerprint, sampled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
+from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
+from fsdp.engine.state_dict.lost_writes import note_loaded, watch_copies
 from fsdp.engine.state_dict.sharded import TensorPart, store
 from fsdp.engine.state_dict.summon import (
     Exposure,
@@ -117,6 +119,8 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
     if is_outermost and not form.is_here:
         for key in [key for key in state if key.startswith(prefix)]:
             del state[key]
+    elif is_outermost and not keep_vars:
+        watch_copies(state, {key for key in state if key.startswith(prefix)}, type(unit.module).__name__)
     return state
 
 
@@ -184,12 +188,15 @@ def load_full(
     methods of their own. With `rank0_only`, only the first rank's state dict counts.
     """
     source = FirstRank(unit.everyone) if rank0_only else None
+    if isinstance(state_dict, Mapping):
+        note_loaded(state_dict)
     if source is not None:
         state_dict = _received(source, wrapper, unit, state_dict)
 
     def load() -> Any:
         try:
-            return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
+            with unswapped():
+                return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
         except Exception as error:
             explain(error, unit.module, state_dict)
             raise
@@ -376,18 +383,18 @@ def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
     rest, targets = _Rest([], []), dict[int, LoadTarget]()
     modules = list(modules)
     before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
-    for entries, name, tensor in before:
-        target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
-        rest.tensors.append((entries, name, target))
-        entries.update({name: target})  # which, unlike an item that is set, no registry is told of
     extra = [module for module in modules if "set_extra_state" not in module.__dict__]
-    for module in extra:
-        module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
     try:
+        for entries, name, tensor in before:
+            target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
+            rest.tensors.append((entries, name, target))
+            entries.update({name: target})  # which, unlike an item that is set, no registry is told of
+        for module in extra:
+            module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
         yield rest
     finally:
         for module in extra:
-            del module.__dict__["set_extra_state"]
+            module.__dict__.pop("set_extra_state", None)
         for entries, name, tensor in before:
             entries.update({name: tensor})
 
@@ -408,9 +415,9 @@ def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
 @contextmanager
 def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and not that of computation."""
-    for unit in units:
-        unit.buffers.widen()
     try:
+        for unit in units:
+            unit.buffers.widen()
         yield
     finally:
         for unit in units:

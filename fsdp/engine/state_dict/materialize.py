@@ -302,10 +302,10 @@ def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collec
         for entries, name, tensor in beside_ours(inner)
         if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
     ]
-    for entries, name, tensor in others:
-        copy = tensor.detach().clone()
-        entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
     try:
+        for entries, name, tensor in others:
+            copy = tensor.detach().clone()
+            entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
         yield
     finally:
         for entries, name, tensor in others:

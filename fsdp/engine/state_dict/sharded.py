@@ -312,8 +312,10 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
     """
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
     with closing(Exposure(unit, parts)):
-        blanks = _show_blanks(unit, rank) if unit.awaits_values else []
+        blanks: list[Uninitialized] = []
         try:
+            if unit.awaits_values:
+                _show_blanks(unit, rank, blanks)
             with serving([unit], ShardedState()):
                 yield [part for each in parts.values() for part in each]
         finally:
@@ -332,20 +334,21 @@ def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart
     return found
 
 
-def _show_blanks(unit: Unit, rank: int) -> list[Uninitialized]:
-    """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved."""
-    found = []
+def _show_blanks(unit: Unit, rank: int, shown: list[Uninitialized]) -> None:
+    """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved.
+
+    Adds to `shown` what the caller takes back afterwards.
+    """
     for blank in uninitialized_in(own_modules(unit.module)):
         if is_dtensor(blank.value):
             continue  # of which DCP takes care
+        shown.append(blank)
         blank.give_memory(unit.device)
         given = blank.value
         if given is not None:
             part = Part.of_whole(given.shape, blank.places[0][1], rank)
-            shown = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
-            blank.put(nn.Parameter(shown, given.requires_grad) if isinstance(given, nn.Parameter) else shown)
-            found.append(blank)
-    return found
+            own = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
+            blank.put(nn.Parameter(own, given.requires_grad) if isinstance(given, nn.Parameter) else own)
 
 
 def _require_shards(handle: FlatParamHandle) -> None:

@@ -53,13 +53,19 @@ class Exposure:
     ) -> None:
         self._unit = unit
         self.handles = list(tensors)
-        self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
-        unit.buffers.widen()
-        self.params = {handle: _install(handle, each) for handle, each in tensors.items() if each is not None}
+        self.params = {handle: _as_params(handle, each) for handle, each in tensors.items() if each is not None}
         self._looks = {key: _Look.at(param, by_value) for key, param in self.numbered()}
-        for handle in self.handles:
-            handle.is_exposed = True
-        restore_order(unit)
+        self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
+        try:
+            unit.buffers.widen()
+            for handle in self.handles:
+                handle.is_exposed = True
+                if handle in self.params:
+                    _install(handle, self.params[handle])
+            restore_order(unit)
+        except BaseException:
+            self.close()
+            raise
 
     def numbered(self) -> Iterator[tuple[tuple[FlatParamHandle, int], nn.Parameter]]:
         """Yield the parameters that are shown, each after its handle and its number there."""
@@ -82,48 +88,55 @@ class Exposure:
         unit is usable, and a RuntimeError names it.
         """
         problems: list[str] = []
-        for handle, slot in () if keep is None else self.changed():
-            handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+        try:
+            for handle, slot in () if keep is None else self.changed():
+                handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+            for handle in self.handles:
+                handle.settle()  # peers may still be receiving from the shard
+            if keep is not None:
+                for (handle, slot), _ in self.numbered():
+                    try:
+                        keep(handle, slot)
+                    except ValueError as error:
+                        problems.append(str(error))
+        finally:
+            self._withdraw()
+        if problems:
+            raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
+
+    def _withdraw(self) -> None:
+        """Restore the modules, also if only some of the parameters are shown."""
         for handle in self.handles:
-            handle.settle()  # peers may still be receiving from the shard
             handle.is_exposed = False
-            if handle in self.params:
-                problems += _remove(handle, keep)
+        for handle in self.params:
+            for place in (place for places in handle.places for place in places):
+                place.module._parameters.pop(place.name, None)
+            handle.registry.leave()
+        for handle in self.params:  # after all have left: optimizers number parameters in this order
+            handle.fill_places()
+            handle.registry.enter()
         restore_order(self._unit)
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
         self._unit.state = self._outer_state
-        if problems:
-            raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
 
 
-def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
     pairs = zip(tensors, handle.requires_grad_each, strict=True)
     params = [each if isinstance(each, nn.Parameter) else nn.Parameter(each, need) for each, need in pairs]
     for param, places, attributes in zip(params, handle.places, handle.flat_param.attributes, strict=True):
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         give_attributes(param, attributes)
+    return params
+
+
+def _install(handle: FlatParamHandle, params: Sequence[nn.Parameter]) -> None:
+    for param, places in zip(params, handle.places, strict=True):
         for place in places:
             attributes_seen_by(place.module)[place.name] = param
             del place.module.__dict__[place.name]
             place.module._parameters[place.name] = param
     handle.registry.leave()
-    return params
-
-
-def _remove(handle: FlatParamHandle, keep: Callable[[FlatParamHandle, int], None] | None) -> list[str]:
-    problems = []
-    for slot, places in enumerate(handle.places):
-        try:
-            if keep is not None:
-                keep(handle, slot)
-        except ValueError as error:
-            problems.append(str(error))
-        for place in places:
-            place.module._parameters.pop(place.name, None)
-    handle.fill_places()
-    handle.registry.enter()
-    return problems
 
 
 class _Look(NamedTuple):
@@ -282,7 +295,15 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
             form.require_shown_by(unit.request(Summoning), unit)
         else:
             closed.append(unit)
-    with for_each(closed, lambda unit: closing(_Summoned(unit, form))):
+    with ExitStack() as undo:  # of an entry that fails half way, on one rank perhaps
+        shown = []
+        for unit in closed:
+            shown.append(_Summoned(unit, form))
+            undo.callback(shown[-1].forget)
+        undo.pop_all()
+    with ExitStack() as stack:
+        for each in shown:
+            stack.callback(each.close)
         yield
 
 
@@ -301,19 +322,19 @@ class _Summoned:
                     "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
                 )
         device = HOST if form.on_host else None
-        grads: dict[FlatParamHandle, list[Tensor | None]] = {}
-        for handle in handles if form.with_grads else ():
-            found = _full_gradients(handle)
-            if self._is_here:
-                grads[handle] = [grad if grad is None or device is None else grad.to(device) for grad in found]
+        grads = {handle: _full_gradients(handle) for handle in handles} if form.with_grads else {}
         values = unsharded(unit, form.rank0_only, device)
         shown = {handle: tensors if self._is_here else None for handle, tensors in values.items()}
+        for handle, found in grads.items() if self._is_here else ():
+            shown[handle] = _with_gradients(handle, values[handle], found)
         by_value = form.keeps_changes and form.rank0_only and self._is_here
         self._exposure = Exposure(unit, shown, by_value)
-        for handle, each in grads.items():
-            for param, grad in zip(self._exposure.params[handle], each, strict=True):
-                param.grad = grad
         unit.requests[Summoning] = form
+
+    def forget(self) -> None:
+        """Shard the values again without changes; not collective."""
+        self._unit.requests.pop(Summoning, None)
+        self._exposure.close()
 
     @during("summon_full_params()")
     def close(self) -> None:
@@ -440,14 +461,26 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
     return shown
 
 
+def _with_gradients(
+    handle: FlatParamHandle, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return unsharded parameters with these gradients, which may have another dtype."""
+    params = _as_params(handle, tensors)
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            if gradient.dtype != param.dtype:
+                param.grad_dtype = None  # any
+            param.grad = gradient.to(param.device)
+    return list[Tensor](params)
+
+
 def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> None:
     """Have this rank's shards of unsharded gradients, in the place of those that it has."""
     handle.zero_grad()
     handle.flat_param.grad = None
     if all(gradient is None for gradient in gradients):
         return
-    dtype = handle.gradients.dtype if handle.precision.keeps_low_gradients else handle.flat_param.dtype
-    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.storage.device)
+    shard = torch.zeros(handle.layout.shard_numel, dtype=handle.kept_grad_dtype, device=handle.storage.device)
     for slot, gradient in enumerate(gradients):
         if gradient is not None:
             part, local = handle.flat_param.parts[slot], gradient.detach()

@@ -1,0 +1,161 @@
+"""Settings of torch and functions of other libraries around a sharded model, which compute as the plain model does."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from tests.helpers.ranks import RankPool
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "flat": FullyShardedDataParallel,
+    "orig": partial(FullyShardedDataParallel, use_orig_params=True),
+    "rows": fsdp.fully_shard,
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+every_size = pytest.mark.parametrize("world_size", [2, 3])
+
+
+class Tied(nn.Module):
+    """A model whose weights can be tied again, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        self.exit.weight = self.entry.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(torch.tanh(self.entry(inputs)))
+
+
+class Looking(Tied):
+    """A model that reads a weight by NumPy in its forward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = float(np.mean(self.entry.weight.detach().numpy()))
+        return super().forward(inputs)
+
+
+def _twins(form: str, kind: type[nn.Module] = Tied) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = kind()
+    return FORMS[form](copy.deepcopy(plain)), plain
+
+
+def _assert_alike(sharded: Any, plain: Any, steps: int = 2) -> None:
+    """Train both, on the same inputs on every rank, and compare."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (sharded, plain)]
+    for _ in range(steps):
+        inputs = torch.linspace(-1, 1, 10, dtype=next(plain.parameters()).dtype).view(2, 5)
+        outputs = []
+        for model, optimizer in zip((sharded, plain), optimizers, strict=True):
+            outputs.append(model(inputs))
+            outputs[-1].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(outputs[0], outputs[1])
+    state = {name: _whole(value) for name, value in sharded.state_dict().items()}
+    torch.testing.assert_close(state, dict(plain.state_dict()))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@contextmanager
+def _swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+        assert torch.__future__.get_swap_module_params_on_conversion()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@every_size
+@every_form
+def test_a_weight_can_be_read_by_numpy_in_a_forward(ranks: RankPool, world_size: int, form: str) -> None:
+    ranks(world_size).run(_read_by_numpy, form)
+
+
+def _read_by_numpy(form: str) -> None:
+    sharded, plain = _twins(form, Looking)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _assert_alike(sharded, plain)
+    assert any("entry.weight" in str(each.message) and "NumPy" in str(each.message) for each in caught)
+
+
+@every_size
+@every_form
+def test_a_model_can_be_sharded_in_inference_mode(ranks: RankPool, world_size: int, form: str) -> None:
+    ranks(world_size).run(_shard_in_inference_mode, form)
+
+
+def _shard_in_inference_mode(form: str) -> None:
+    with torch.inference_mode():
+        sharded, _ = _twins(form)
+    _, plain = _twins(form)
+    _assert_alike(sharded, plain)
+
+
+@every_size
+@every_form
+def test_parameters_are_not_swapped(ranks: RankPool, world_size: int, form: str) -> None:
+    """By a cast and by a load, if torch is set to do so."""
+    ranks(world_size).run(_cast_and_load, form)
+
+
+def _cast_and_load(form: str) -> None:
+    sharded, plain = _twins(form)
+    before = sharded.state_dict()
+    with _swapping():
+        sharded.to(torch.float64)
+    plain.to(torch.float64)
+    _assert_alike(sharded, plain)
+    with _swapping():
+        sharded.load_state_dict(before)
+    plain.load_state_dict({name: _whole(value) for name, value in before.items()})
+    _assert_alike(sharded, plain)
+
+
+@every_size
+@every_form
+def test_a_state_dict_can_be_taken_in_inference_mode(ranks: RankPool, world_size: int, form: str) -> None:
+    ranks(world_size).run(_state_in_inference_mode, form)
+
+
+def _state_in_inference_mode(form: str) -> None:
+    sharded, plain = _twins(form)
+    with torch.inference_mode():
+        state = sharded.state_dict()
+    torch.testing.assert_close({name: _whole(value) for name, value in state.items()}, dict(plain.state_dict()))
+    _assert_alike(sharded, plain)
+
+
+@every_size
+def test_weights_can_be_tied_again_under_fully_shard(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_tie_again)
+
+
+def _tie_again() -> None:
+    sharded, plain = _twins("rows")
+    sharded.tie_weights()
+    _assert_alike(sharded, plain)
+    sharded.tie_weights()
+    _assert_alike(sharded, plain)
