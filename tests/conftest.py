@@ -8,8 +8,9 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
-# Before torch is imported here or in the workers: ranks share the cores, one thread each.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before torch is imported here or in the workers: ranks share the cores, one thread each. This process and those that
+# tests start have one as well, since sums have the order of threads, and each thread has memory of its own.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Or asking whether there is a GPU would start CUDA in the server that workers are forked from, and break it
 # in all of them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

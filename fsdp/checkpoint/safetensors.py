@@ -16,11 +16,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,11 +45,24 @@ from fsdp.distributed.devices import is_host
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
+_MAX_ENTRY = 8192  # characters of a tensor's entry in a header
+_MAX_DIMS = 64  # as in numpy
 _MOST_ELEMENTS = (1 << 63) - 1  # that torch can count
 _LENGTH_BYTES = 8  # of the header's length, before it
 # Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
 # the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
 _LINE = 64
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{short([name for name, _ in pairs])} are the keys of one object")
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_without_duplicates)
+_NEXT, _ENTRY = re.compile(r"[ \t\n\r]*(.?)", re.DOTALL), re.compile(r"\{[^{}]*\}")
 
 _NAMES = (
     "F64 float64, F32 float32, F16 float16, BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, "
@@ -84,7 +98,7 @@ class SafetensorsFiles(TensorReader):
 
     def _of_index(self) -> dict[str, StridedTensor]:
         try:
-            weight_map = json.loads(content_of(self.path))["weight_map"]
+            weight_map = json.loads(content_of(self.path, _MAX_HEADER))["weight_map"]
             pairs = [(str(name), str(file)) for name, file in weight_map.items()]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
@@ -135,27 +149,92 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
                 f"{path} is no whole safetensors file: its {size} bytes cannot hold a header of {length} bytes "
                 f"(at most {_MAX_HEADER})"
             )
-        try:
-            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
+        text = file.read(length)
     first = _LENGTH_BYTES + length
-    tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
+    tensors: dict[str, StridedTensor] = {}
+    metadata: dict[str, str] = {}
+    for name, entry in _members(path, text):
+        if name == "__metadata__":
+            metadata = entry
+        else:
+            tensors[name] = _stored(seen, name, entry, first)
     _check_places(path, tensors, first, size)
     return tensors, metadata
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{readable(name, 200)} is in it twice")
-    return found
+def _members(path: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Decode the members of a header one at a time, because Python's objects take many times the memory of JSON."""
+    names: set[str] = set()
+    try:
+        header = _JsonText(text.decode())
+        for name in header.members():
+            if name in names:
+                raise ValueError(f"{readable(name, 200)} is in it twice")
+            names.add(name)
+            yield name, header.strings() if name == "__metadata__" else header.entry(name)
+        header.end()
+    except ValueError as error:
+        raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
+
+
+class _JsonText:
+    """A header's text, and how far it was decoded."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def members(self) -> Iterator[str]:
+        """Yield the names of an object's members. The caller decodes each value before it asks for the next name."""
+        self._take("{")
+        if self._next() == "}":
+            self._take("}")
+            return
+        while True:
+            name = self._string("name, which is a string,")
+            self._take(":")
+            yield name
+            if self._take(",}") == "}":
+                return
+
+    def strings(self) -> dict[str, str]:
+        """Decode an object of strings; ValueError if it has anything else."""
+        return {name: self._string(f"string for {readable(name, 200)}") for name in self.members()}
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """Decode the object of a tensor, which has no others in it."""
+        self._next()
+        found = _ENTRY.match(self._text, self._at, self._at + _MAX_ENTRY)
+        if found is None:
+            raise ValueError(
+                f"{readable(name, 200)} has no dtype, shape and two data_offsets in at most {_MAX_ENTRY} characters, "
+                f"but {short(self._text[self._at : self._at + 100])}"
+            )
+        self._at = found.end()
+        return cast(dict[str, Any], _JSON.decode(found.group()))
+
+    def end(self) -> None:
+        """Raise ValueError if there is more text than space."""
+        if self._next():
+            raise ValueError(f"there is more after its end, at character {self._at}")
+
+    def _string(self, what: str) -> str:
+        if self._next() != '"':
+            raise ValueError(f"there is no {what} at character {self._at}")
+        found, self._at = _JSON.raw_decode(self._text, self._at)
+        return cast(str, found)
+
+    def _take(self, wanted: str) -> str:
+        found = self._next()
+        if not found or found not in wanted:
+            raise ValueError(f"there is no {' or '.join(wanted)} at character {self._at}")
+        self._at += 1
+        return found
+
+    def _next(self) -> str:
+        """Return the next character that is no space; an empty string at the end."""
+        found = cast(re.Match[str], _NEXT.match(self._text, self._at))
+        self._at = found.start(1)
+        return found[1]
 
 
 def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
@@ -167,6 +246,8 @@ def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{name} in {path} is of dtype {short(kind)}, which torch {torch.__version__} has not")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if isinstance(shape, list) and len(shape) > _MAX_DIMS:
+        raise ValueError(f"{name} in {path} has {len(shape)} dimensions, and at most {_MAX_DIMS} are read")
     if any(type(number) is not int or not 0 <= number <= _MOST_ELEMENTS for number in numbers):
         raise ValueError(f"{name} in {path} has shape {short(shape)} and data_offsets {short(entry['data_offsets'])}")
     numel = 0 if 0 in shape else 1
@@ -385,6 +466,8 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     for entry in entries:
         if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
+        if len(entry.shape) > _MAX_DIMS:
+            raise ValueError(f"{entry.name} has {len(entry.shape)} dimensions, and a file can hold {_MAX_DIMS}")
     bundles: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:

@@ -59,9 +59,17 @@ def opened(path: str | os.PathLike[str]) -> IO[bytes]:
     return os.fdopen(descriptor(path), "rb")
 
 
-def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Return all of a file; raises what `descriptor` raises."""
+def content_of(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """Return all of a file.
+
+    Raises:
+        ValueError: also if the file has more than `most` bytes.
+        OSError: see `descriptor`.
+    """
     with opened(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if most is not None and nbytes > most:
+            raise ValueError(f"{os.fspath(path)} has {nbytes} bytes, and at most {most} are read")
         return file.read()
 
 

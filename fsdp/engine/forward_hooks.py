@@ -119,7 +119,7 @@ class ForwardHooks:
         if kind is InputCast.WIDEN:
             return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
         if not unit.in_full_precision and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-            return cast_floats(inputs, unit.precision.compute)
+            return cast_floats(inputs, unit.precision.input_dtype(unit.device.type))
         own = next((handle.flat_param.dtype for handle in unit.handles if handle.is_cast), None)
         return cast_floats(inputs, own)
 

@@ -165,6 +165,15 @@ class Precision:
         """Return the dtype in which parameters of dtype `own` are unsharded."""
         return own if self.compute is None or not own.is_floating_point else self.compute
 
+    def input_dtype(self, kind: str) -> torch.dtype | None:
+        """Return the dtype of inputs on this kind of device; None leaves them.
+
+        As in FairScale, a unit that leaves its computation in float32 to autocast has the inputs of autocast's dtype.
+        """
+        if self.inputs is InputCast.OUTERMOST and self.compute == torch.float32:
+            return autocast_dtype(kind) or self.compute
+        return self.compute
+
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of such parameters are sent."""
         return self.compute_dtype(own) if self.reduce is None or not own.is_floating_point else self.reduce
@@ -187,6 +196,12 @@ class Precision:
                 f"{name} is {dtype}, which cannot hold what is computed in param_dtype={self.compute}: cast the module "
                 "to float32 first, or leave param_dtype=None to compute in the parameters' own dtype."
             )
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on this kind of device; None where it does not."""
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else None
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype] | None = None) -> Any:

@@ -26,6 +26,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import ddp_message, is_ours, refuse_held, text_of_key
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.precision import autocast_dtype
 from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
 
 # Of each unit, by its name, what the ranks must have alike, by what messages call that.
@@ -75,14 +76,13 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
 
 def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
     """Return the versions, and the settings of torch, that change what ranks compute."""
-    kind = device.type
-    is_cast = to_run and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = autocast_dtype(device.type) if to_run else None
     return {
         "torch": torch.__version__.split("+")[0],  # whatever it was built for
         "fsdp": __version__,
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.autocast": torch.get_autocast_dtype(kind) if is_cast else "off",
+        "torch.autocast": "off" if autocast is None else autocast,
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +39,8 @@ def is_tensor(leaf: Any) -> bool:
 
 def why_unknown(leaf: Any) -> str | None:
     """Return why a leaf is only carried along; None for a tensor and a plain value."""
+    if sharded := _why_sharded(leaf):
+        return sharded
     if isinstance(leaf, Tensor):
         if (special := _special(leaf)) is None:
             return None
@@ -50,6 +53,17 @@ def why_unknown(leaf: Any) -> str | None:
     return (
         f"a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a tensor, number, str, bytes, "
         "io.BytesIO or None. Take it out of the tree, or pass type_check=False."
+    )
+
+
+def _why_sharded(leaf: Any) -> str | None:
+    """Return why a `ShardedTensor`, of which torch refuses to tell even the device, cannot be in a tree."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if module is None or not isinstance(leaf, module.ShardedTensor):
+        return None
+    return (
+        "a ShardedTensor, which torch has replaced by DTensor. Let torch's FullyShardedDataParallel make DTensors, by "
+        "its device_mesh argument."
     )
 
 
@@ -381,9 +395,11 @@ def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Excepti
 
 
 def check_types(tree: Any, type_check: bool) -> None:
-    """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
-    if type_check:
-        check_leaves(tree, why_unknown, TypeError)
+    """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to.
+
+    A `ShardedTensor` is always an error: it is not whole, so a result that carried it along would not be either.
+    """
+    check_leaves(tree, why_unknown if type_check else _why_sharded, TypeError)
 
 
 def with_own_leaves(tree: Any) -> Any:
@@ -503,7 +519,8 @@ def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str,
     """
     if children(tree) is None:
         raise TypeError(f"a mapping, list or tuple can be flattened, got a {type(tree).__name__}")
-    check_types(tree, type_check)
+    if type_check:
+        check_leaves(tree, why_unknown, TypeError)
     flat: dict[str, Any] = {}
     mapping = FlatMapping()
     for path, leaf in _ends(tree, (), mapping.containers):
@@ -533,34 +550,45 @@ def _without_contents(node: Any) -> Any:
     return type(node)._make([None] * len(node)) if hasattr(node, "_fields") else rebuilt(node, {})
 
 
-def unflatten_state_dict(flat: Mapping[str, Any], mapping: FlatMapping) -> Any:
-    """Return the nested tree that `flatten_state_dict` took apart, with the values of `flat`; no communication.
+def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -> Any:
+    """Return the nested tree of a flat dict, by the paths of its keys; no communication.
 
     Args:
-        flat: a value for each key of the mapping; not changed. Values may have been replaced since.
-        mapping: what `flatten_state_dict` returned. Where it is a plain dict of paths, all containers become dicts.
+        flat: a value for each key of the mapping, or for a part of them; not changed. Values may have been replaced
+            since.
+        mapping: what `flatten_state_dict` returned, with paths that were added since; or a plain dict of paths, as
+            torch's functions return it. A container of which nothing else is known is a list if its keys are integers,
+            and a dict otherwise.
 
     Returns:
-        The tree, of new containers in which keys have their old order.
+        The tree, of new containers in which keys have the order of the mapping. Items of lists and tuples that have no
+        value and precede another item are None.
 
     Raises:
-        ValueError: for keys that only one of the two has.
+        ValueError: for a key that has no path, and for a path that leads through the value of another key.
     """
-    for name, keys, others in (("flat dict", flat, mapping), ("mapping", mapping, flat)):
-        if only := [key for key in keys if key not in others]:
-            raise ValueError(f"keys of the {name} only: {only[:5]}. Both must come from one flatten_state_dict.")
-    containers = mapping.containers if isinstance(mapping, FlatMapping) else {}
-    nested: dict[Any, Any] = {}
+    if only := [key for key in flat if key not in mapping]:
+        raise ValueError(f"keys of the flat dict only: {only[:_SHOWN]}. The mapping must have a path for each key.")
+    nested = _Inner()
     for key, path in mapping.items():
-        node = nested
-        for step in path[:-1]:
-            node = node.setdefault(step, _Inner())
-        node[path[-1]] = flat[key]
-    return _assembled(nested, (), containers)
+        if key in flat:
+            _set(nested, key, path, flat[key])
+    return _assembled(nested, (), mapping.containers if isinstance(mapping, FlatMapping) else {})
 
 
 class _Inner(dict[Any, Any]):
     """A container that is being put together: values that are dicts themselves must not be taken for one."""
+
+
+def _set(nested: _Inner, key: str, path: Path, value: Any) -> None:
+    node = nested
+    for step in path[:-1]:
+        node = node.setdefault(step, _Inner())
+        if not isinstance(node, _Inner):
+            break
+    if not path or not isinstance(node, _Inner) or path[-1] in node:
+        raise ValueError(f"{key!r} has the path {path}, where another key has its value. Give it another path.")
+    node[path[-1]] = value
 
 
 def _assembled(node: Any, path: Path, containers: Mapping[Path, Any]) -> Any:
@@ -568,4 +596,9 @@ def _assembled(node: Any, path: Path, containers: Mapping[Path, Any]) -> Any:
         key: _assembled(child, (*path, key), containers) if isinstance(child, _Inner) else child
         for key, child in node.items()
     }
-    return rebuilt(containers.get(path, {}), values)
+    # A path of integers leads through lists, unless the container is known to be something else. The root is a dict.
+    like = containers.get(path, [] if path and all(type(key) is int for key in values) else {})
+    if not isinstance(like, Mapping):
+        size = max(len(like), *(key + 1 for key in values), 0)
+        values = {index: values.get(index) for index in range(size)}
+    return rebuilt(like, values)

@@ -161,7 +161,7 @@ def triples_across_pairs(seed: int) -> nn.Module:
 
 @pytest.mark.parametrize("make", [pairs_across_triples, triples_across_pairs])
 def test_meshes_that_cross_are_named(ranks: RankPool, tmp_path: Path, make: Callable[[int], nn.Module]) -> None:
-    ranks(6, timeout=30, grace=1).run(_refuse, tmp_path / "run", make)
+    ranks(6, grace=1).run(_refuse, tmp_path / "run", make)
 
 
 def _refuse(folder: Path, make: Callable[[int], nn.Module]) -> None:

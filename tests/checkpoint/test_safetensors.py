@@ -262,6 +262,19 @@ def entry(begin: int, end: int, shape: Any = (2,), dtype: Any = "F32") -> dict[s
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
+def test_a_header_has_any_json_spaces_and_escapes(tmp_path: Path) -> None:
+    text = '\t{ "__metadata__" :\r{"a" : "}{,\\"" , "b":""},\n"\\u00e9\\"" :  %s , "": %s } \n'
+    header = text % (json.dumps(entry(0, 4, [1]), indent=2), json.dumps(entry(4, 12)))
+    path = write(tmp_path / "x", header.encode(), torch.arange(3.0).numpy().tobytes())
+    assert_holds(path, {'\u00e9"': torch.tensor([0.0]), "": torch.tensor([1.0, 2.0])})
+    assert SafetensorsFiles(path).metadata == {"a": '}{,"', "b": ""}
+
+
+def test_as_many_dimensions_as_may_be_saved_are_read(tmp_path: Path) -> None:
+    save_file({"x": torch.ones([1] * 63 + [3])}, tmp_path / "x")
+    assert_holds(tmp_path / "x", {"x": torch.ones([1] * 63 + [3])})
+
+
 def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "x", {"x": entry(4, 12), "y": entry(0, 4, [])}, torch.arange(3.0).numpy().tobytes())
     assert_holds(path, {"y": torch.tensor(0.0), "x": torch.tensor([1.0, 2.0])})
@@ -271,10 +284,18 @@ HEADERS = {
     "no JSON": (b"{", "header cannot be read"),
     "no text": (b"\xff\xfe", "header cannot be read"),
     "deep": (b"[" * 100_000, "header cannot be read"),
-    "no object": ([1], "header is no JSON object"),
-    "twice": (b'{"x": {}, "x": {}}', "x is in it twice"),
-    "metadata": ({"__metadata__": {"a": 1}}, "must map strings to strings"),
-    "no entry": ({"x": 3}, r"x in .* has no dtype, shape and two data_offsets"),
+    "no object": ([1], "header cannot be read: there is no { at character 0"),
+    "twice": (b'{"x": %s, "x": {}}' % json.dumps(entry(0, 8)).encode(), "x is in it twice"),
+    "a key twice": (b'{"x": {"dtype": "F32", "dtype": "I32"}}', r"\['dtype', 'dtype'\] are the keys of one object"),
+    "metadata": ({"__metadata__": {"a": 1}}, "there is no string for a at character 23"),
+    "metadata of another kind": ({"__metadata__": ["a"]}, "there is no { at character 17"),
+    "a number for a name": (b"{1: 2}", "there is no name, which is a string, at character 1"),
+    "a comma too many": (b'{"x": %s,}' % json.dumps(entry(0, 8)).encode(), "there is no name"),
+    "more behind it": (b"{} {}", "there is more after its end, at character 3"),
+    "no end": (b'{"x": %s' % json.dumps(entry(0, 8)).encode(), r"there is no , or } at character \d+"),
+    "no entry": ({"x": 3}, r"x has no dtype, shape and two data_offsets in at most 8192 characters, but '3}'"),
+    "an entry in an entry": ({"x": {"dtype": {}}}, r"x has no dtype, shape and two data_offsets in at most"),
+    "many dimensions": ({"x": entry(0, 4, [1] * 65)}, r"x in .* has 65 dimensions, and at most 64 are read"),
     "no shape": ({"x": {"dtype": "F32", "data_offsets": [0, 8]}}, r"x in .* has no dtype, shape"),
     "one offset": ({"x": entry(0, 8) | {"data_offsets": [0]}}, r"x in .* has no dtype, shape and two data_offsets"),
     "unknown dtype": ({"x": entry(0, 8, dtype="F7")}, r"x in .* is of dtype 'F7', which torch .* has not"),
@@ -318,6 +339,14 @@ def test_a_header_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
         file.write((100_000_001).to_bytes(8, "little"))
         file.truncate(200_000_000)
     with pytest.raises(ValueError, match=r"huge\.safetensors .* \(at most 100000000\)"):
+        SafetensorsFiles(path)
+
+
+def test_an_index_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.touch()
+    os.truncate(path, 100_000_001)
+    with pytest.raises(ValueError, match=r"index\.json has 100000001 bytes, and at most 100000000 are read"):
         SafetensorsFiles(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from fsdp.checkpoint.safetensors import Entry, PlannedFile, plan
@@ -34,6 +35,12 @@ def test_nothing_lies_between_tensors() -> None:
         assert file.begins[entry.name] == reached
         reached += entry.nbytes
     assert reached == file.nbytes
+
+
+def test_a_tensor_of_more_dimensions_than_can_be_read_is_not_written() -> None:
+    plan([Entry("x", torch.float32, torch.Size([1] * 64))], "model")
+    with pytest.raises(ValueError, match="x has 65 dimensions, and a file can hold 64"):
+        plan([Entry("x", torch.float32, torch.Size([1] * 65))], "model")
 
 
 def _planned(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[PlannedFile, list[Entry]]:

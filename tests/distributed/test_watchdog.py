@@ -32,6 +32,7 @@ from fsdp.distributed import communicator, messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.positions import Position, Report
 from fsdp.distributed.reports import Kind, read_events
+from tests.helpers.ended_rank import await_addresses
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 
@@ -301,7 +302,7 @@ def test_a_rank_that_was_killed_is_in_the_error_of_the_others(ranks: RankPool) -
 
 def _be_killed() -> None:
     model = trained_model()
-    time.sleep(1)  # until the ranks know each other's addresses
+    await_addresses()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     train(model)

@@ -114,7 +114,7 @@ def _train_mixed(options: dict[str, Any]) -> None:
         train_sharded(training, fully_sharded(**each))
         for each in ({}, {"mixed_precision": policy}, {"mixed_precision": policy, "process_group": mesh_of(2, 2)})
     )
-    assert distance(hybrid, exact).weight <= 2 * distance(plain, exact).weight + 1e-6
+    assert distance(hybrid, exact).weight <= 4 * distance(plain, exact).weight + 1e-6
     assert_same_on_every_rank(hybrid)
 
 

@@ -278,6 +278,20 @@ def test_a_policys_unit_casts_below_flags_and_not_the_other_way_round(recompute:
     assert seen_in(POLICY, FLAG, recompute) == [{BRAIN}, {SINGLE}]
 
 
+@pytest.mark.parametrize(
+    ("compute", "autocast", "expected"),
+    [(SINGLE, BRAIN, BRAIN), (SINGLE, torch.half, torch.half), (SINGLE, None, SINGLE), (BRAIN, torch.half, BRAIN)],
+)
+def test_with_flags_of_float32_autocast_says_what_inputs_are_cast_to(
+    compute: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype
+) -> None:
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        args, _ = given_to({"mixed_precision": True, "compute_dtype": compute}, numbers(), numbers().double())
+        assert [each.dtype for each in args] == [expected] * 2
+        (inputs,), _ = given_to({"mixed_precision": MixedPrecision(param_dtype=SINGLE)}, numbers().double())
+        assert inputs.dtype == SINGLE, "a policy says it itself"
+
+
 def test_which_unit_is_outermost_is_found_out_again_after_a_reset() -> None:
     recorder = Recorder()
     inner = wrap_alone(recorder, **FLAG)

@@ -704,7 +704,7 @@ class Choosing(nn.Module):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_ranks_may_complete_the_parameters_of_one_unit_in_different_orders(ranks: RankPool, strategy: str) -> None:
     """Each is reduced by itself, and ranks that wait for different ones would wait for ever."""
-    ranks(2, timeout=20).run(_complete_one_unit_in_different_orders, strategy)
+    ranks(2).run(_complete_one_unit_in_different_orders, strategy)
 
 
 def _complete_one_unit_in_different_orders(strategy: str) -> None:
@@ -745,7 +745,7 @@ class Always(nn.Module):
 @pytest.mark.parametrize("kind", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "rows"])
 def test_ranks_may_use_the_parameters_of_a_unit_in_different_ones_of_its_calls(ranks: RankPool, kind: str) -> None:
     """They complete its gradient early or late in a backward of several calls, and must not wait for each other."""
-    ranks(2, timeout=30).run(_use_parameters_in_different_calls, kind)
+    ranks(2).run(_use_parameters_in_different_calls, kind)
 
 
 def _use_parameters_in_different_calls(kind: str) -> None:

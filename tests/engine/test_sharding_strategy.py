@@ -146,7 +146,7 @@ def _train_no_shard_mixed(policy: dict[str, Any]) -> None:
             {"mixed_precision": MixedPrecision(**policy), "sharding_strategy": NONE},
         )
     )
-    assert distance(unsharded, exact).weight <= 2 * distance(plain, exact).weight + 1e-6
+    assert distance(unsharded, exact).weight <= 4 * distance(plain, exact).weight + 1e-6
 
 
 @parametrize_pairs(offload=["cpu", "disk"], strategy=[NONE, HYBRID])

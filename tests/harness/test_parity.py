@@ -6,6 +6,7 @@ A comparison that cannot fail proves nothing, so half of these are about trainin
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.helpers.parity import (
     nested_mlp,
     sgd_with_momentum,
     tiny_transformer,
-    train_alone,
     train_ddp,
     train_sharded,
 )
@@ -105,7 +105,8 @@ def test_wrong_averaging_is_found(ranks: RankPool) -> None:
 
 def _compare_different_trainings() -> None:
     training = Training(make_model=flat_mlp, make_optimizer=sgd_with_momentum)
-    assert_bit_equal(train_alone(training), train_ddp(training))
+    other = replace(training, make_optimizer=adam)  # not another order of sums, which may round to the same bits
+    assert_bit_equal(train_ddp(training), train_ddp(other))
 
 
 def test_equal_trainings_are_not_compared_with_noise(ranks: RankPool) -> None:

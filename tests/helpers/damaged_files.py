@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -41,6 +42,17 @@ def bounded(seconds: int = 20) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def memory_bounded(nbytes: int) -> Iterator[None]:
+    """What takes more of Python's memory within is an AssertionError."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def _too_long(*_: Any) -> None:

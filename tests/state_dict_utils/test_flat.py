@@ -77,12 +77,31 @@ def test_a_mapping_can_be_pickled() -> None:
     assert_same_tree(unflatten_state_dict(flat, again), {"a": OrderedDict(b=(1, 2)), "c": Moments(3, [])})
 
 
-def test_plain_paths_make_dicts() -> None:
-    assert unflatten_state_dict({"a.0": 1, "b": 2}, FlatMapping({"a.0": ("a", 0), "b": ("b",)})) == {
-        "a": {0: 1},
-        "b": 2,
-    }
-    assert unflatten_state_dict({"a.0": 1}, {"a.0": ("a", 0)}) == {"a": {0: 1}}  # type: ignore[arg-type]
+def test_plain_paths_make_lists_of_integers_and_dicts_of_others() -> None:
+    paths: dict[str, Any] = {"a.0": ("a", 0), "b": ("b",), "c.1": ("c", 1), "c.x": ("c", "x"), "d.2.0": ("d", 2, 0)}
+    flat = dict.fromkeys(paths, 1)
+    expected = {"a": [1], "b": 1, "c": {1: 1, "x": 1}, "d": [None, None, [1]]}
+    assert unflatten_state_dict(flat, paths) == expected
+    assert unflatten_state_dict(flat, FlatMapping(paths)) == expected
+    assert unflatten_state_dict({"a": 1}, {"a": (0,)}) == {0: 1}
+
+
+def test_a_part_of_the_keys_makes_a_part_of_the_tree() -> None:
+    flat, mapping = flatten_state_dict({"a": OrderedDict(b=1, c=2), "d": (1, 2, 3), "e": Moments(1, 2), "f": {0: 1}})
+    part = {key: flat[key] for key in ("f.0", "a.c", "d.1", "e.1")}
+    assert_same_tree(
+        unflatten_state_dict(part, mapping), {"a": OrderedDict(c=2), "d": (None, 2), "e": Moments(None, 2), "f": {0: 1}}
+    )
+    assert unflatten_state_dict({}, mapping) == {}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("value", [7, {"c": 1}])
+def test_a_path_through_the_value_of_another_key_is_refused(order: int, value: Any) -> None:
+    mapping = dict([("a", ("a",)), ("a.b", ("a", "b"))][::order])
+    with pytest.raises(ValueError, match=r"'a(\.b)?' has the path \('a',.*\), where another key has its value"):
+        unflatten_state_dict({"a": value, "a.b": 2}, mapping)
+    assert value in (7, {"c": 1})
 
 
 @pytest.mark.parametrize(
@@ -107,12 +126,10 @@ def test_only_containers_of_known_leaves_can_be_flattened() -> None:
     assert flatten_state_dict({"a": [leaf]}, type_check=False)[0] == {"a.0": leaf}
 
 
-def test_a_flat_dict_of_another_tree_is_refused() -> None:
+def test_a_key_without_a_path_is_refused() -> None:
     flat, mapping = flatten_state_dict({"a": 1, "b": 2})
-    with pytest.raises(ValueError, match=r"keys of the flat dict only: \['c'\]\. Both must come from one"):
+    with pytest.raises(ValueError, match=r"keys of the flat dict only: \['c'\]\. The mapping must have a path"):
         unflatten_state_dict({**flat, "c": 1}, mapping)
-    with pytest.raises(ValueError, match=r"keys of the mapping only: \['a', 'b'\]"):
-        unflatten_state_dict({}, mapping)
 
 
 # For all trees

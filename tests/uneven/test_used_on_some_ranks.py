@@ -168,7 +168,7 @@ def test_each_parameter_gets_the_sum_of_its_own_gradients(
     ranks: RankPool, world_size: int, form: str, how: str, accumulate: int, bucket_cap_mb: int, collectives: str
 ) -> None:
     options = {} if form == "rows" else {"bucket_cap_mb": bucket_cap_mb}
-    ranks(world_size, timeout=30).run(_train, form, options, how, accumulate, collectives)
+    ranks(world_size).run(_train, form, options, how, accumulate, collectives)
 
 
 def _train(form: str, options: dict[str, Any], how: str, accumulate: int, collectives: str) -> None:
@@ -180,16 +180,16 @@ def _train(form: str, options: dict[str, Any], how: str, accumulate: int, collec
 
 
 def test_re_entrant_checkpoints_bring_what_nobody_saw_coming(ranks: RankPool) -> None:
-    ranks(2, timeout=30).run(_train, "unflattened", {}, "reentrant", 1, "ours")
-    ranks(2, timeout=30).run(_train, "original", {}, "reentrant", 2, "ours")
+    ranks(2).run(_train, "unflattened", {}, "reentrant", 1, "ours")
+    ranks(2).run(_train, "original", {}, "reentrant", 2, "ours")
 
 
 @pytest.mark.parametrize(("bucket_cap_mb", "form"), [(0, "original"), (25, "unflattened")])
 def test_replicas_and_communication_hooks_see_the_same_parameters(
     ranks: RankPool, bucket_cap_mb: float, form: str
 ) -> None:
-    ranks(4, timeout=60).run(_train_replicas, bucket_cap_mb, form)
-    ranks(3, timeout=30).run(_train_with_hook, bucket_cap_mb)
+    ranks(4).run(_train_replicas, bucket_cap_mb, form)
+    ranks(3).run(_train_with_hook, bucket_cap_mb)
 
 
 def _train_replicas(bucket_cap_mb: float, form: str) -> None:
@@ -257,7 +257,7 @@ def _train_scaled(form: str) -> None:
 
 def test_ranks_with_a_loss_on_different_outputs_agree_where_nothing_is_gathered_for_backward(ranks: RankPool) -> None:
     """Units that stay whole are reached by backward on one rank only."""
-    ranks(2, timeout=30).run(_train_heads)
+    ranks(2).run(_train_heads)
 
 
 class Heads(nn.Module):

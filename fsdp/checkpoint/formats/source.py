@@ -16,6 +16,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -222,8 +224,8 @@ class StridedTensor:
     @classmethod
     def contiguous(cls, file: SeenFile, begin: int, dtype: torch.dtype, shape: torch.Size) -> StridedTensor:
         """Return a tensor whose elements follow each other in row-major order."""
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return cls(file, begin, dtype, shape, tuple(strides))
+        strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[: len(shape)]
+        return cls(file, begin, dtype, shape, tuple(reversed(strides)))
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ from tests.helpers.damaged_files import (
     damage_pickle,
     everything_in,
     manifest_of,
+    memory_bounded,
     seal,
     zipped_with,
 )
@@ -289,22 +290,48 @@ def test_shared_objects_of_usual_size_are_read(tmp_path: Path) -> None:
     assert unpickled(pickle.dumps(_nested("tuples", 10))) == _nested("tuples", 10)
 
 
-def test_a_late_duplicate_in_a_header_takes_little_time(tmp_path: Path) -> None:
-    entry = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-    header = ",".join([*(f'"{number}":{entry}' for number in range(50_000)), f'"49999":{entry}'])
-    text = f"{{{header}}}".encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    with bounded(), pytest.raises(ValueError, match="49999 is in it twice"):
-        SafetensorsFiles(tmp_path)
+_EMPTY = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 
 
-def test_a_shape_of_long_numbers_takes_little_time(tmp_path: Path) -> None:
-    sizes = ",".join(["9" * 4000] * 500)
-    text = f'{{"x":{{"dtype":"U8","shape":[{sizes}],"data_offsets":[0,1]}}}}'.encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0")
-    with bounded(), pytest.raises(ValueError, match=r"x in .* has shape") as caught:
+def _header_file(folder: Path, header: str) -> Path:
+    text = header.encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0")
+    return folder
+
+
+def _of_shape(shape: str) -> str:
+    return f'{{"x":{{"dtype":"U8","shape":{shape},"data_offsets":[0,1]}}}}'
+
+
+HEADERS: dict[str, Callable[[], str]] = {
+    "a number of digits": lambda: _of_shape(f"[{'9' * 20_000_000}]"),
+    "numbers of digits": lambda: _of_shape(f"[{','.join(['9' * 4000] * 5000)}]"),
+    "dimensions": lambda: _of_shape(f"[{','.join('1' * 10_000_000)}]"),
+    "dimensions without elements": lambda: _of_shape(f"[{','.join('0' * 10_000_000)}]"),
+    "dimensions in a short entry": lambda: _of_shape(f"[{','.join('1' * 4000)}]"),
+    "lists": lambda: _of_shape(f"[{','.join(['[]'] * 7_000_000)}]"),
+    "lists in each other": lambda: _of_shape("[" * 10_000_000),
+    "lists in each other, not too deep": lambda: _of_shape(f"[{','.join(['[' * 500 + ']' * 500] * 20_000)}]"),
+    "objects": lambda: '{"x":[' + ",".join(["{}"] * 7_000_000) + "]}",
+    "values": lambda: "{" + ",".join(['"":0'] * 4_000_000) + "}",
+    "metadata of lists": lambda: '{"__metadata__":{"x":[' + ",".join(["[]"] * 7_000_000) + "]}}",
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_of_20_mb_gets_little_time_and_memory(tmp_path: Path, case: str) -> None:
+    _header_file(tmp_path, HEADERS[case]())
+    with bounded(), memory_bounded(80 << 20), pytest.raises(ValueError, match=r"model\.safetensors") as caught:
         SafetensorsFiles(tmp_path)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_header_takes_no_more_memory_than_what_is_read_from_it(tmp_path: Path) -> None:
+    entries = [f'"{number}":{_EMPTY}' for number in range(20_000)]
+    header = ",".join([*entries, entries[-1]])
+    _header_file(tmp_path, f"{{{header}}}")
+    with bounded(), memory_bounded(12 * len(header)), pytest.raises(ValueError, match="19999 is in it twice"):
+        SafetensorsFiles(tmp_path)
 
 
 def test_records_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
