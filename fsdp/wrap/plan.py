@@ -33,8 +33,9 @@ from fsdp.engine.summary import aligned, size_text
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp.wrap import AutoWrapPolicy, auto_wrap, enable_wrap
+from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
+from fsdp.wrap.shard import shard
 
 PARAMETERS, UNSHARDED, BUFFERS, INPUTS = "parameters", "unsharded parameters", "buffers", "inputs"
 GRADIENTS, GRAD_BUFFERS, MESSAGES = "gradients", "gradient buffers", "messages"
@@ -299,10 +300,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _sharded(module: nn.Module, policy: AutoWrapPolicy | None, settings: dict[str, Any]) -> FullyShardedDataParallel:
-    if policy is not None:
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **settings):
-            module = auto_wrap(module, policy)
-    return module if isinstance(module, FullyShardedDataParallel) else FullyShardedDataParallel(module, **settings)
+    return FullyShardedDataParallel(module, **settings) if policy is None else shard(module, policy, **settings)
 
 
 def _on_meta(sample: Any, live: LiveBytes) -> Any:
@@ -443,8 +441,8 @@ class _Training:
         for slot in tuple(handle.valueless):
             handle.values.renewed(slot)
         is_offloaded = handle.storage.is_elsewhere
-        for shard in (handle.flat_param, *handle.listed_params):
-            live.assign(shard, ON_HOST if is_offloaded else PARAMETERS)
+        for tensor in (handle.flat_param, *handle.listed_params):
+            live.assign(tensor, ON_HOST if is_offloaded else PARAMETERS)
         if not handle.unsharded.is_shard:
             live.assign(handle.unsharded.full, UNSHARDED)
         for owner, name, kind in (

@@ -364,6 +364,13 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(runtime in others for runtime in runtimes())
 
 
+def test_it_plans_inside_of_a_wrapping_context() -> None:
+    policy = module_wrap_policy({Block})
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, reshard_after_forward=False):
+        inside = fsdp.plan(gpt(), 2, auto_wrap_policy=policy)
+    assert inside == fsdp.plan(gpt(), 2, auto_wrap_policy=policy)
+
+
 def test_ignored_modules_are_not_sharded() -> None:
     model: Any = gpt()
     ignored = list(model.blocks[0].modules())
