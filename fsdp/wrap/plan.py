@@ -152,7 +152,7 @@ def plan(
     module: nn.Module,
     world_size: int,
     *,
-    auto_wrap_policy: AutoWrapPolicy | None = None,
+    auto_wrap_policy: AutoWrapPolicy | Iterable[type[nn.Module]] | None = None,
     sample: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
@@ -173,7 +173,8 @@ def plan(
         module: the plain model, with parameters on any device, also the meta device. Activation checkpointing in it
             counts.
         world_size: how many ranks there are.
-        auto_wrap_policy: picks the units inside of the outermost one, as for `auto_wrap`; None: there are none.
+        auto_wrap_policy: the units inside of the outermost one: a set of classes, or a policy, as for `fsdp.shard`.
+            None: there are none.
         sample: what the model is called with on one rank: a tensor, a tuple of arguments, or a mapping of keywords.
             Only shapes and dtypes count. Without it, the units are taken to run in the order in which they are listed,
             all of them in backward as well, and to have no activations.
@@ -299,8 +300,8 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _sharded(module: nn.Module, policy: AutoWrapPolicy | None, settings: dict[str, Any]) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, **settings) if policy is None else shard(module, policy, **settings)
+def _sharded(module: nn.Module, units: Any, settings: dict[str, Any]) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, **settings) if units is None else shard(module, units, **settings)
 
 
 def _on_meta(sample: Any, live: LiveBytes) -> Any:
