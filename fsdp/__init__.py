@@ -8,6 +8,7 @@ from fsdp.checkpoint.writer import save
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
 from fsdp.distributed.messages import check_messages
+from fsdp.distributed.start import init_distributed
 from fsdp.distributed.watchdog import set_watchdog
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
@@ -63,6 +64,7 @@ from fsdp.wrap.checkpoint_wrapper import (
 )
 from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
 from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
+from fsdp.wrap.shard import shard
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -107,6 +109,7 @@ __all__ = [
     "flat_param_handles",
     "fully_shard",
     "get_fsdp_instances",
+    "init_distributed",
     "is_checkpointing",
     "is_recomputing",
     "join",
@@ -125,6 +128,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "set_watchdog",
+    "shard",
     "share_comm_ctx",
     "state_dict_utils",
     "trace",

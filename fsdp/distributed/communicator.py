@@ -525,8 +525,8 @@ def default_group(group: Group | None) -> Group:
     raise RuntimeError(
         "sharding needs a process group and torch.distributed is not initialized. Start the script with torchrun and "
         "put these two lines before the model is sharded:\n"
-        "    import torch.distributed as dist\n"
-        '    dist.init_process_group("gloo")  # "nccl" where the model is on GPUs'
+        "    import fsdp\n"
+        "    device = fsdp.init_distributed()  # move the model to this device"
     )
 
 

@@ -326,7 +326,7 @@ def mesh_of_all(module: nn.Module) -> DeviceMesh:
 
     if not dist.is_initialized():
         raise RuntimeError(
-            "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
+            "fully_shard needs a process group: call fsdp.init_distributed() first, or pass a mesh"
         )
     on = (param.device.type for param in module.parameters() if has_streams(param.device.type))
     kind = next(on, served_device(default_group(None)).type)

@@ -234,7 +234,7 @@ def test_without_a_process_group(ranks: RankPool) -> None:
 
 
 def _without_group() -> None:
-    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call fsdp\.init_distributed\(\) first"):
         fsdp.fully_shard(linear())
 
 
