@@ -71,6 +71,13 @@ def _classify(folder: Path) -> list[float]:
     return [accuracy, example.accuracy(plain, example.images(256, seed=2), CPU)]
 
 
+def test_a_gan_goes_on_with_more_ranks_from_one_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    through = ranks(2).run(_train, "gan", tmp_path / "through", 200)[0]
+    first = ranks(2).run(_train, "gan", tmp_path / "resumed", 100)[0]
+    second = ranks(3).run(_train, "gan", tmp_path / "resumed", 200)[0]
+    assert first + second == pytest.approx(through, rel=1e-2)
+
+
 def test_on_disk_a_model_trains_as_in_memory(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(_train_on_disk, tmp_path)
 
