@@ -8,6 +8,7 @@ from fsdp.checkpoint.writer import save
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
 from fsdp.distributed.messages import check_messages
+from fsdp.distributed.start import init_distributed
 from fsdp.distributed.watchdog import set_watchdog
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
@@ -61,6 +62,7 @@ from fsdp.wrap.checkpoint_wrapper import (
 )
 from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
 from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
+from fsdp.wrap.shard import shard
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -102,6 +104,7 @@ __all__ = [
     "fingerprint",
     "fully_shard",
     "get_fsdp_instances",
+    "init_distributed",
     "is_checkpointing",
     "is_recomputing",
     "join",
@@ -120,6 +123,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "set_watchdog",
+    "shard",
     "share_comm_ctx",
     "state_dict_utils",
     "trace",

@@ -70,7 +70,7 @@ class FullyShardedDataParallel(nn.Module):
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
     dtype and `requires_grad`), of which every rank keeps an equal shard. They are all-gathered when the module runs,
     and resharded afterwards; in backward, gradients are averaged over the ranks, and each rank keeps its shard. Wrap
-    inner modules first (see `fsdp.auto_wrap`): only one wrapper's parameters, and the next one's, are unsharded at a
+    inner modules first, as `fsdp.shard` does: only one wrapper's parameters, and the next one's, are unsharded at a
     time. Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
     A wrapper may be wrapped in turn, used or not. A module of which inner wrappers took all parameters may be wrapped

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp
 from benchmarks._measure import bytes_sent
-from fsdp import FullyShardedDataParallel, ShardingStrategy, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.engine.unit import unit_of_wrapper
 
 HERE = Path(__file__).parent
@@ -38,9 +38,7 @@ class Block(nn.Module):
 def build(**options: object) -> FullyShardedDataParallel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 64))
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        auto_wrap(model, module_wrap_policy({Block}))
-    return FullyShardedDataParallel(model, **options)
+    return fsdp.shard(model, units={Block}, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

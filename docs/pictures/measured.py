@@ -1,4 +1,4 @@
-"""Draws docs/pictures/measured.svg from the table of measured figures in README.md.
+"""Draws docs/pictures/measured.svg from the table of results in docs/benchmarks.md.
 
 python docs/pictures/measured.py
 """
@@ -13,15 +13,16 @@ from _svg import GRADIENT, PEER, UNSHARDED, Drawing
 HERE = Path(__file__).parent
 
 
-def figures(readme: str) -> list[tuple[str, float, float]]:
+def figures(page: str) -> list[tuple[str, float, float]]:
     """Return what was trained, and its time and CPU time for communication, as parts of the best peer's."""
-    rows = [line.strip("| ").split(" | ") for line in readme.splitlines() if line.startswith("| ")]
+    section = page.split("\n## Results\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     measured = [row for row in rows if len(row) > 2 and re.fullmatch(r"0\.\d\d", row[1])]
     return [(row[0].replace("`", ""), float(row[1]), float(row[2])) for row in measured]
 
 
-def draw(readme: str, path: Path) -> None:
-    rows = figures(readme)
+def draw(page: str, path: Path) -> None:
+    rows = figures(page)
     drawing = Drawing(900, 60 + 66 * len(rows))
     drawing.legend(350, 10, (UNSHARDED, "time of a step"), (GRADIENT, "CPU time for communication"), step=150)
     for row, (what, *parts) in enumerate(rows):
@@ -36,4 +37,4 @@ def draw(readme: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw((HERE.parents[1] / "README.md").read_text(encoding="utf-8"), HERE / "measured.svg")
+    draw((HERE.parent / "benchmarks.md").read_text(encoding="utf-8"), HERE / "measured.svg")

@@ -8,7 +8,6 @@ is to continue sequences that count upwards.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -18,17 +17,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+import fsdp
+from fsdp import FullyShardedDataParallel
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 16
-
-
-def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def configuration() -> LlamaConfig:
@@ -48,9 +40,7 @@ def build(device: torch.device) -> FullyShardedDataParallel:
     base = LlamaForCausalLM(configuration()).bfloat16()
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     plain = get_peft_model(base, adapters).to(device)
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
-        auto_wrap(plain, module_wrap_policy({LlamaDecoderLayer}))
-    return FullyShardedDataParallel(plain, use_orig_params=True)
+    return fsdp.shard(plain, units={LlamaDecoderLayer}, use_orig_params=True)
 
 
 def sequences(step: int, device: torch.device) -> Tensor:
@@ -85,7 +75,7 @@ def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
 
 
 def main() -> None:
-    train(join(), Path("runs/adapters"))
+    train(fsdp.init_distributed(), Path("runs/adapters"))
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp
-from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp import FullyShardedDataParallel, MixedPrecision
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
 
@@ -59,14 +59,13 @@ def join() -> torch.device:
 
 
 def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
-    options: dict[str, Any] = {
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "compute_device": device,
-        "use_orig_params": True,
-    }
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        auto_wrap(plain, module_wrap_policy({nn.TransformerEncoderLayer}))
-    return FullyShardedDataParallel(plain, **options)
+    return fsdp.shard(
+        plain,
+        units={nn.TransformerEncoderLayer},
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        compute_device=device,
+        use_orig_params=True,
+    )
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:

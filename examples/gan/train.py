@@ -8,7 +8,6 @@ The generator learns to draw points on a circle. `--steps 800` continues from th
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -35,14 +34,6 @@ def points(count: int, generator: torch.Generator) -> Tensor:
 
 def judged(logits: Tensor, as_real: bool) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(as_real)))
-
-
-def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def train(device: torch.device, folder: Path, steps: int = 400) -> list[float]:
@@ -101,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="of the whole training [%(default)s]")
     arguments = parser.parse_args()
-    train(join(), Path("runs/gan"), arguments.steps)
+    train(fsdp.init_distributed(), Path("runs/gan"), arguments.steps)
     dist.destroy_process_group()
 
 

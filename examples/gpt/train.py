@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from examples.gpt.model import GPT, SIZES, Block, next_byte_loss
 from examples.gpt.options import Options, parse_options
 from examples.gpt.report import HeldBytes, Report, measure_held_bytes, write_whole
 from examples.gpt.text import Corpus, load_corpus, training_batches, validation_batches
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy, wrap
+from fsdp import FullyShardedDataParallel
 
 WARMUP_STEPS = 20
 STEPS_BETWEEN_LOGS = 10
@@ -82,8 +81,7 @@ def join_group(options: Options) -> Place:
 
 def shard(plain: GPT) -> FullyShardedDataParallel:
     """Collective. One unit for each block, and one for what is left."""
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
-        return cast(FullyShardedDataParallel, wrap(auto_wrap(plain, module_wrap_policy({Block}))))
+    return fsdp.shard(plain, units={Block})
 
 
 def count_units(plain: GPT) -> list[int]:

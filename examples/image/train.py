@@ -7,7 +7,6 @@ The images are made here: noise with a brighter square in one of four corners, w
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsdp
-from fsdp import EMA, FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp import EMA
 
 CLASSES, SIZE, WIDTH = 4, 16, 32
 BATCH, ACCUMULATE = 16, 2  # of each rank; batches for each step
@@ -62,14 +61,6 @@ def images(count: int, seed: int) -> TensorDataset:
     return TensorDataset(noise, classes)
 
 
-def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
 @torch.no_grad()
 def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
     """Collective. The part of the images of all ranks that is classified right."""
@@ -85,10 +76,7 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 def train(device: torch.device, folder: Path, epochs: int = 4, count: int = 512) -> float:
     """Collective. Train, save the averaged weights, and return their accuracy on other images."""
     torch.manual_seed(0)  # the same weights on every rank
-    plain = Classifier().to(device)
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
-        auto_wrap(plain, module_wrap_policy({Block}))
-    model = FullyShardedDataParallel(plain)
+    model = fsdp.shard(Classifier().to(device), units={Block})
     ema = EMA(model, decay=0.9)
 
     data, held_out = images(count, seed=1), images(256, seed=2)
@@ -121,7 +109,7 @@ def train(device: torch.device, folder: Path, epochs: int = 4, count: int = 512)
 
 
 def main() -> None:
-    train(join(), Path("runs/image"))
+    train(fsdp.init_distributed(), Path("runs/image"))
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp import FullyShardedDataParallel
 
 WIDTH, LAYERS, BATCH = 512, 32, 32  # of each rank
 LIMIT = 192 * 2**20
@@ -45,9 +45,7 @@ def build(width: int, layers: int, **options: Any) -> FullyShardedDataParallel:
     """Collective. Make the model without values, and give them layer by layer: it is nowhere in memory as a whole."""
     with torch.device("meta"):
         plain = nn.Sequential(*(Layer(width) for _ in range(layers)))
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        auto_wrap(plain, module_wrap_policy({Layer}))
-    model = FullyShardedDataParallel(plain, **options)
+    model = fsdp.shard(plain, units={Layer}, **options)
     fsdp.materialize(model, seed=0)
     return model
 

@@ -17,17 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
-
-
-def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the ranks of all machines."""
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def build(device: torch.device) -> FullyShardedDataParallel:
@@ -37,10 +29,7 @@ def build(device: torch.device) -> FullyShardedDataParallel:
     plain = nn.Sequential(
         nn.Embedding(VOCABULARY, 64), nn.TransformerEncoder(layer, num_layers=2), nn.Linear(64, VOCABULARY)
     ).to(device)
-    hybrid = ShardingStrategy.HYBRID_SHARD
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=hybrid):
-        auto_wrap(plain, module_wrap_policy({nn.TransformerEncoderLayer}))
-    return FullyShardedDataParallel(plain, sharding_strategy=hybrid)
+    return fsdp.shard(plain, units={nn.TransformerEncoderLayer}, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 def sequences(step: int, device: torch.device) -> Tensor:
@@ -76,7 +65,7 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 
 def main() -> None:
-    device = join()
+    device = fsdp.init_distributed()
     if int(os.environ["LOCAL_RANK"]) == 0:
         machine = int(os.environ.get("GROUP_RANK", "0"))
         print(f"machine {machine}: {os.environ['LOCAL_WORLD_SIZE']} of {dist.get_world_size()} ranks", flush=True)

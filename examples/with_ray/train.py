@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+from fsdp import FullyShardedDataParallel
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all workers together
 
@@ -34,9 +34,7 @@ def build() -> FullyShardedDataParallel:
     plain = nn.Sequential(
         nn.Embedding(VOCABULARY, 64), nn.TransformerEncoder(layer, num_layers=2), nn.Linear(64, VOCABULARY)
     ).to(get_device())
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
-        auto_wrap(plain, module_wrap_policy({nn.TransformerEncoderLayer}))
-    return FullyShardedDataParallel(plain)
+    return fsdp.shard(plain, units={nn.TransformerEncoderLayer})
 
 
 def sequences(step: int) -> Tensor:

@@ -8,7 +8,6 @@ continue sequences that count upwards. With `--resume` it goes on from the newes
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+import fsdp
+from fsdp import FullyShardedDataParallel
 from fsdp.transformers import Trainer
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 48  # of all ranks together
 
 
-def join() -> None:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-
-
-def build() -> FullyShardedDataParallel:
+def build(device: torch.device) -> FullyShardedDataParallel:
     """Collective. The base is frozen; only the adapters are trained, and have gradients and optimizer state."""
     torch.manual_seed(0)  # the same weights on every rank
     base = LlamaForCausalLM(
@@ -46,12 +39,8 @@ def build() -> FullyShardedDataParallel:
         )
     )
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    plain = get_peft_model(base, adapters)
-    if accelerator := torch.accelerator.current_accelerator(check_available=True):
-        plain.to(accelerator)
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
-        auto_wrap(plain, module_wrap_policy({LlamaDecoderLayer}))
-    return FullyShardedDataParallel(plain, use_orig_params=True)
+    plain = get_peft_model(base, adapters).to(device)
+    return fsdp.shard(plain, units={LlamaDecoderLayer}, use_orig_params=True)
 
 
 def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -60,7 +49,7 @@ def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in (first + torch.arange(LENGTH)) % VOCABULARY]
 
 
-def train(folder: Path, steps: int = 60, resume: bool = False, **options: Any) -> list[float]:
+def train(device: torch.device, folder: Path, steps: int = 60, resume: bool = False, **options: Any) -> list[float]:
     """Collective. Train, going on from the newest checkpoint if asked to, and return the losses on other data."""
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -71,21 +60,22 @@ def train(folder: Path, steps: int = 60, resume: bool = False, **options: Any) -
         eval_steps=20,
         save_steps=20,
         save_total_limit=2,
-        use_cpu=not torch.accelerator.is_available(),
+        use_cpu=device.type == "cpu",
         logging_strategy="no",
         disable_tqdm=True,
         report_to="none",
         **options,
     )
-    trainer = Trainer(build(), arguments, train_dataset=sequences(960, seed=1), eval_dataset=sequences(96, seed=2))
+    trainer = Trainer(
+        build(device), arguments, train_dataset=sequences(960, seed=1), eval_dataset=sequences(96, seed=2)
+    )
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / "adapters"))  # for PeftModel.from_pretrained(base, folder / "adapters")
     return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 def main() -> None:
-    join()
-    losses = train(Path("runs/with_trainer"), resume="--resume" in sys.argv)
+    losses = train(fsdp.init_distributed(), Path("runs/with_trainer"), resume="--resume" in sys.argv)
     if dist.get_rank() == 0:
         print("losses on other data:", ", ".join(f"{loss:.3f}" for loss in losses))
     dist.destroy_process_group()

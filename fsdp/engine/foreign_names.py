@@ -15,8 +15,8 @@ _Arguments = ParamSpec("_Arguments")
 
 # Arguments of FSDP1's constructor.
 KEYWORDS = {
-    "auto_wrap_policy": "wrap inner modules first, with fsdp.auto_wrap(module, policy) inside of "
-    "fsdp.enable_wrap(...); fsdp.wrap.module_wrap_policy is ModuleWrapPolicy",
+    "auto_wrap_policy": "call fsdp.shard(module, units={Block}, ...), which takes classes of modules or a policy, "
+    "and the other arguments",
     "device_id": "pass compute_device, or move the module before it is wrapped",
     "device_mesh": "pass it as process_group",
     "ignored_states": "pass ignored_modules or ignored_parameters",

@@ -1,4 +1,4 @@
-"""`wrap` makes one module a unit, and `auto_wrap` those that a policy picks.
+"""`wrap` makes one module a unit, and `auto_wrap` those that a policy picks; `fsdp.wrap.shard` has both in one call.
 
 Nothing here knows what a wrapper does: its class comes by argument, from `enable_wrap`. `auto_wrap` first
 settles what becomes a unit (`make_plan`), then makes the wrappers, inner ones first, and puts each in every
@@ -271,20 +271,9 @@ class ConfigAutoWrap:
         policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
         if not ConfigAutoWrap.in_autowrap_context or policy is None:
             raise RuntimeError("recursive_wrap needs an active context: call it inside of enable_wrap(...).")
-        wrapped = _wrapped_in(module, ConfigAutoWrap.wrapper_cls, is_allowed=keep_wrapped)
-        settings = {**ConfigAutoWrap.kwargs, **kwargs}
-        ignored = Ignored.of(settings.get("ignored_modules"), settings.get("ignored_parameters"))
-        ignored |= Ignored.of(wrapped, None)
-        graph = ModuleGraph(module, ignored)
-        plan = make_plan(graph, policy, module_is_root)
-        log_ties(graph, plan)
-        for unit, its_own in plan.units.items():
-            wrapper = wrap(unit, **{**kwargs, **its_own})
-            for parent, name in graph.places[unit]:
-                setattr(parent, name, wrapper)
-            if unit is module:
-                module = wrapper
-        return module, sum(p.numel() for p in plan.owner)
+        wrapped = wrapped_in(module, ConfigAutoWrap.wrapper_cls, is_allowed=keep_wrapped)
+        graph = ModuleGraph.without(module, wrapped, {**ConfigAutoWrap.kwargs, **kwargs})
+        return wrap_units(graph, policy, lambda unit, own: wrap(unit, **{**kwargs, **own}), module_is_root)
 
 
 @contextmanager
@@ -332,12 +321,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     if not ConfigAutoWrap.in_autowrap_context or wrapper_cls is None:
         _warn_unwrapped("wrap() outside of enable_wrap", module, _ENTER)
         return module
-    own_config = getattr(module, "wrapper_config", {})
-    if not isinstance(own_config, Mapping):
-        raise ValueError(
-            f"{type(module).__name__}.wrapper_config is {own_config!r}; it must be a dict of keywords for "
-            "the wrapper (an empty one to use the context's)."
-        )
+    own_config = wrapper_config_of(module)
     if ConfigAutoWrap.move_module_cuda_half:
         device = accelerator()
         if device is None:
@@ -347,6 +331,17 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
             )
         module = module.to(device).half()
     return wrapper_cls(module, **{**ConfigAutoWrap.kwargs, **own_config, **overrides})
+
+
+def wrapper_config_of(module: nn.Module) -> Mapping[str, Any]:
+    """Return the keywords for the wrapper of a module that its attribute `wrapper_config` contains."""
+    own_config = getattr(module, "wrapper_config", {})
+    if not isinstance(own_config, Mapping):
+        raise ValueError(
+            f"{type(module).__name__}.wrapper_config is {own_config!r}; it must be a dict of keywords for "
+            "the wrapper (an empty one to use the context's)."
+        )
+    return own_config
 
 
 def auto_wrap(
@@ -412,7 +407,8 @@ def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
         )
 
 
-def _wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is_allowed: bool) -> list[nn.Module]:
+def wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is_allowed: bool) -> list[nn.Module]:
+    """Return the wrappers in a module, or raise ValueError for the first if none is allowed; the root may be none."""
     kind: Any = wrapper_cls
     while isinstance(kind, functools.partial):
         kind = kind.func
@@ -454,6 +450,12 @@ class ModuleGraph:
         for module in reversed(self.modules):  # parents before children
             self._paths[module] += sum(self._paths[parent] for parent, _ in self.places[module])
 
+    @classmethod
+    def without(cls, root: nn.Module, wrapped: Iterable[nn.Module], options: Mapping[str, Any]) -> ModuleGraph:
+        """Return the graph without the given wrappers, and without what the options of a wrapper ignore."""
+        ignored = Ignored.of(options.get("ignored_modules"), options.get("ignored_parameters"))
+        return cls(root, ignored | Ignored.of(wrapped, None))
+
     def _visit(self, module: nn.Module, path: str) -> None:
         inside: Counter[nn.Parameter] = Counter()
         for name, parameter in _own_parameters(module):
@@ -461,7 +463,7 @@ class ModuleGraph:
                 continue
             if is_lazy(parameter):
                 raise ValueError(
-                    f"auto_wrap can not count {join(path, name)!r}: {type(module).__name__} has not seen "
+                    f"Can not count the elements of {join(path, name)!r}: {type(module).__name__} has not seen "
                     "its input yet. Run the model once before wrapping it."
                 )
             inside[parameter] = 1
@@ -532,7 +534,30 @@ def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) 
     return plan
 
 
-def log_ties(graph: ModuleGraph, plan: WrapPlan) -> None:
+def wrap_units(
+    graph: ModuleGraph,
+    policy: AutoWrapPolicy,
+    make_unit: Callable[[nn.Module, Mapping[str, Any]], nn.Module],
+    module_is_root: bool = True,
+) -> tuple[nn.Module, int]:
+    """Wrap what a policy picks, inner modules first.
+
+    `make_unit` is called with each module and the keywords that the policy gave for it. Returns the root, wrapped or
+    not, and the number of elements that are in a unit now.
+    """
+    plan = make_plan(graph, policy, module_is_root)
+    _log_ties(graph, plan)
+    root = graph.root
+    for unit, its_own in plan.units.items():
+        wrapper = make_unit(unit, its_own)
+        for parent, name in graph.places[unit]:
+            setattr(parent, name, wrapper)
+        if unit is graph.root:
+            root = wrapper
+    return root, sum(p.numel() for p in plan.owner)
+
+
+def _log_ties(graph: ModuleGraph, plan: WrapPlan) -> None:
     """Log a line at INFO for every parameter with several holders, or that kept a module from being wrapped."""
     tied = [p for p, holders in graph.holders.items() if holders > 1 or p in plan.turned_down]
     if not tied or not _log.isEnabledFor(logging.INFO):

@@ -33,8 +33,9 @@ from fsdp.engine.summary import aligned, size_text
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp.wrap import AutoWrapPolicy, auto_wrap, enable_wrap
+from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
+from fsdp.wrap.shard import shard
 
 PARAMETERS, UNSHARDED, BUFFERS, INPUTS = "parameters", "unsharded parameters", "buffers", "inputs"
 GRADIENTS, GRAD_BUFFERS, MESSAGES = "gradients", "gradient buffers", "messages"
@@ -151,7 +152,7 @@ def plan(
     module: nn.Module,
     world_size: int,
     *,
-    auto_wrap_policy: AutoWrapPolicy | None = None,
+    auto_wrap_policy: AutoWrapPolicy | Iterable[type[nn.Module]] | None = None,
     sample: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
@@ -172,7 +173,8 @@ def plan(
         module: the plain model, with parameters on any device, also the meta device. Activation checkpointing in it
             counts.
         world_size: how many ranks there are.
-        auto_wrap_policy: picks the units inside of the outermost one, as for `auto_wrap`; None: there are none.
+        auto_wrap_policy: the units inside of the outermost one: a set of classes, or a policy, as for `fsdp.shard`.
+            None: there are none.
         sample: what the model is called with on one rank: a tensor, a tuple of arguments, or a mapping of keywords.
             Only shapes and dtypes count. Without it, the units are taken to run in the order in which they are listed,
             all of them in backward as well, and to have no activations.
@@ -298,11 +300,8 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _sharded(module: nn.Module, policy: AutoWrapPolicy | None, settings: dict[str, Any]) -> FullyShardedDataParallel:
-    if policy is not None:
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **settings):
-            module = auto_wrap(module, policy)
-    return module if isinstance(module, FullyShardedDataParallel) else FullyShardedDataParallel(module, **settings)
+def _sharded(module: nn.Module, units: Any, settings: dict[str, Any]) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, **settings) if units is None else shard(module, units, **settings)
 
 
 def _on_meta(sample: Any, live: LiveBytes) -> Any:
@@ -443,8 +442,8 @@ class _Training:
         for slot in tuple(handle.valueless):
             handle.values.renewed(slot)
         is_offloaded = handle.storage.is_elsewhere
-        for shard in (handle.flat_param, *handle.listed_params):
-            live.assign(shard, ON_HOST if is_offloaded else PARAMETERS)
+        for tensor in (handle.flat_param, *handle.listed_params):
+            live.assign(tensor, ON_HOST if is_offloaded else PARAMETERS)
         if not handle.unsharded.is_shard:
             live.assign(handle.unsharded.full, UNSHARDED)
         for owner, name, kind in (

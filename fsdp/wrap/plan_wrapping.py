@@ -78,8 +78,8 @@ class _NamedPolicy:
             absent = sorted(self._units.keys() - set(names.values()))
             if absent:
                 raise ValueError(
-                    f"this {type(module).__name__} has no module {absent[0]!r}, which was planned to be a unit: give "
-                    "auto_wrap the module that plan_wrapping() was given, or one that is built alike"
+                    f"this {type(module).__name__} has no module {absent[0]!r}, which was planned to be a unit: wrap "
+                    "the module that plan_wrapping() was given, or one that is built alike"
                 )
             self._names.update(names)
         name = self._names.get(module, "")
@@ -132,8 +132,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     """Choose units, and which to reshard after forward, that meet a memory budget with the fewest bytes on the wire. ::
 
         wrapping = fsdp.plan_wrapping(model, 64, 40 * 2**30, sample=tokens, mixed_precision=policy)
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, mixed_precision=policy):
-            model = FullyShardedDataParallel(auto_wrap(model, wrapping), mixed_precision=policy)
+        model = fsdp.shard(model, wrapping, mixed_precision=policy)
 
     Nothing is allocated, no process group is needed, and the model stays as it is. Candidates are judged by `plan`:
     units of the size of blocks, and of modules in them where those are too large, with as many as possible of those

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy, wrap
+import fsdp
+from fsdp import FullyShardedDataParallel
 
 WIDTH, WORDS = 8, 16
 
@@ -58,8 +59,7 @@ class Model(nn.Module):
 def sharded(**options: object) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
     """Collective. A model with a unit for each block, and its optimizer."""
     torch.manual_seed(0)
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        model = wrap(auto_wrap(Model(), module_wrap_policy({Block})))
+    model = fsdp.shard(Model(), units={Block}, **options)
     return model, torch.optim.AdamW(model.parameters())
 
 

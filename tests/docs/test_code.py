@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fsdp
 from tests.docs.setting import PRELUDE
 from tests.helpers.hugging_face import MODULES, PATIENCE, needs
 from tests.helpers.paths import ROOT
@@ -33,6 +35,8 @@ PAGES = [
     for path in [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
     if path.name not in ELSEWHERE
 ]
+# What the prelude provides that is the reader's own: a model, and what trains it.
+SETTING = {"Block", "Model", "Rotary", "batches_of", "loss", "loss_of", "sharded"}
 # What is on other machines.
 HERE = {'"cuda"': '"cpu"', ".cuda()": ".cpu()", '"/scratch/': '"scratch/'}
 
@@ -84,6 +88,41 @@ def test_code_is_found() -> None:
     assert docstring_blocks(f"def f():\n    {docstring}") == [Block("a\n\nb\n\n", 4)]
 
 
+def hidden_imports(text: str) -> list[str]:
+    """Return the names that shown code uses and only hidden code, the prelude included, has imported before it."""
+    shown: set[str] = set()
+    hidden, found = {*fsdp.__all__, *_imported(ast.parse(PRELUDE.replace("*", "fsdp")))} - SETTING, []
+    for part in _PART.finditer(text):
+        code = ast.parse(textwrap.dedent(part["shown"] or (part["hidden"] or "").lstrip(" ")))
+        names = [node for node in ast.walk(code) if isinstance(node, ast.Name)]
+        known = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+        known |= {node.arg for node in ast.walk(code) if isinstance(node, ast.arg)}
+        known |= {node.name for node in ast.walk(code) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        if part["shown"] is None:
+            shown |= known
+            hidden |= _imported(code)
+        else:
+            shown |= known | _imported(code)
+            line = text.count("\n", 0, part.start("shown")) + 1
+            found += sorted({f"line {line}: {node.id}" for node in names if node.id in hidden - shown})
+    return found
+
+
+def _imported(code: ast.AST) -> set[str]:
+    imports = [node for node in ast.walk(code) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+
+
+def test_hidden_imports_are_found() -> None:
+    page = "<!-- run: from a import b, c -->\n```python\nimport torch\nb = 1\nc(b, nn, torch, model)\n```\n"
+    assert hidden_imports(page) == ["line 3: c", "line 3: nn"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_code_of_the_page_shows_what_it_imports(page: Path) -> None:
+    assert not hidden_imports(page.read_text("utf-8"))
+
+
 def test_little_is_left_out() -> None:
     reasons = [block.left_out for page in PAGES for block in blocks(page.read_text("utf-8")) if block.left_out]
     assert len(reasons) <= MAX_NOT_RUN, reasons
@@ -112,6 +151,7 @@ def _run(page: Path, code: list[Block], folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(dist, "init_process_group", lambda: None)
+        patch.setattr(fsdp, "init_distributed", lambda: torch.device("cpu"))
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls what transformers has renamed
         exec(PRELUDE, known)
         for block in code:

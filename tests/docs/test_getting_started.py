@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fsdp
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
 PAGE = (ROOT / "docs" / "getting_started.md").read_text(encoding="utf-8")
-EXAMPLE = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-PROGRAM, WEIGHTS, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLE, WITHOUT_WRAPPER = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PROGRAM, WEIGHTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_it_is_resumed_on_more_ranks(ranks: RankPool, tmp_path: Path) -> None:
@@ -30,24 +32,38 @@ def test_it_is_resumed_on_more_ranks(ranks: RankPool, tmp_path: Path) -> None:
     exec(read.replace("print(", "assert torch.Size([256, 64]) == ("), {"torch": torch})
 
 
-def test_the_example_of_the_readme_runs(ranks: RankPool) -> None:
-    ranks(2).run(_execute, EXAMPLE.replace("range(10)", "range(2)"))
+def test_the_example_of_the_readme_prints_what_the_readme_says(ranks: RankPool, tmp_path: Path) -> None:
+    in_place = EXAMPLE.replace("model = fsdp.shard(model, units={nn.TransformerEncoderLayer})\n", WITHOUT_WRAPPER)
+    assert "fsdp.shard" in EXAMPLE
+    assert "fsdp.shard" not in in_place
+    for form, program in (("wrapped", EXAMPLE), ("in place", in_place)):
+        (tmp_path / form).mkdir()
+        for rank, lines in enumerate(ranks(2).run(_print, tmp_path / form, program)):
+            assert len(lines) == 10
+            shown = re.findall(rf"^rank {rank}, step [09]: loss \d\.\d+$", README, re.MULTILINE)
+            for line, expected in zip([lines[0], lines[-1]], shown, strict=True):
+                assert line.split(": loss ")[0] == expected.split(": loss ")[0]
+                assert float(line.split()[-1]) == pytest.approx(float(expected.split()[-1]), abs=2e-3)
 
 
-def _run(folder: Path, steps: int) -> list[str]:
-    """Run the program of the page in a folder, and return what it prints."""
+def _print(folder: Path, program: str) -> list[str]:
+    """Run a program in a folder, and return what it prints."""
     said: list[str] = []
-    program = PROGRAM.replace("STEPS = 300", f"STEPS = {steps}").replace("step % 50 == 0", "True")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         _execute(program, print=lambda line, flush=False: said.append(line))
     return said
 
 
+def _run(folder: Path, steps: int) -> list[str]:
+    """Run the program of the page in a folder, and return what it prints."""
+    return _print(folder, PROGRAM.replace("STEPS = 300", f"STEPS = {steps}").replace("step % 50 == 0", "True"))
+
+
 def _execute(program: str, **known: Any) -> None:
     """Run a program in the process group that there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "init_process_group", lambda: None)
+        patch.setattr(fsdp, "init_distributed", lambda: torch.device("cpu"))
         patch.setattr(dist, "destroy_process_group", lambda: None)
         exec(program, known)
 
@@ -55,8 +71,8 @@ def _execute(program: str, **known: Any) -> None:
 def test_the_picture_of_what_was_measured_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs" / "pictures")
     measured = importlib.import_module("measured")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert measured.figures(readme)[0][0] == "17M parameters, float32"
-    measured.draw(readme, tmp_path / "drawn.svg")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert measured.figures(page)[0][0] == "17M parameters, float32"
+    measured.draw(page, tmp_path / "drawn.svg")
     picture = ROOT / "docs" / "pictures" / "measured.svg"
     assert (tmp_path / "drawn.svg").read_text() == picture.read_text(), "run docs/pictures/measured.py"

@@ -49,6 +49,11 @@ def test_arguments_are_said_to_be_here_if_they_are() -> None:
         assert (name in names(here)) == (name not in KEYWORDS), name
 
 
+def test_every_argument_of_ddp_is_in_its_table() -> None:
+    first = {name for row in table("from_ddp.md", "Arguments and methods") for name in names(row[0])}
+    assert set(parameters(nn.parallel.DistributedDataParallel.__init__)) <= first
+
+
 def test_every_method_of_fsdp1_is_in_its_table() -> None:
     public = {name for name in vars(torchs.FullyShardedDataParallel) if not name.startswith("_")}
     assert {name for row in table("fsdp1.md", "Methods") for name in names(row[0])} == public
@@ -138,6 +143,7 @@ def _train_as_with_deepspeed(folder: Path) -> None:
     known |= {"batches": [(torch.ones(2, 4), torch.ones(2, 3))] * 2, "loss_of": _loss_of}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(fsdp, "init_distributed", lambda: torch.device("cpu"))
         torch.manual_seed(0)
         exec(program, known)
     assert not fsdp.load(folder / "runs" / "model", known["model"], known["optimizer"]).missing_keys

@@ -95,6 +95,28 @@ def _train(folder: Path, family: str, form: str) -> None:
         assert_same_state(from_pretrained(family, folder / "saved").state_dict(), found)
 
 
+@pytest.mark.parametrize("form", ["flat", "original"])
+def test_a_folder_in_bfloat16_is_trained_in_float32(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    ranks(2, timeout=PATIENCE).run(_train_from_bfloat16, tmp_path, form)
+
+
+def _train_from_bfloat16(folder: Path, form: str) -> None:
+    source, layer = made("llama", seed=3)
+    if dist.get_rank() == 0:
+        source.bfloat16().save_pretrained(folder / "source")
+    dist.barrier()
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    model = recipe("finetune").load(folder / "source", layer, **FORMS[form], mixed_precision=policy)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert torch.equal(logits(model).float(), logits(source.bfloat16()).float())
+    before = whole_state(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # steps that weights of 1 lose in 16 bits
+    list(recipe("finetune").train(model, optimizer, _batches(dist.get_rank())))
+    assert not [name for name, value in whole_state(model).items() if torch.equal(value, before[name])]
+    recipe("finetune").save(model, folder / "saved")
+    assert from_pretrained("llama", folder / "saved").dtype is torch.float32
+
+
 def _batches(rank: int) -> list[dict[str, Tensor]]:
     tokens = torch.stack([row["input_ids"] for row in rows(6, seed=rank)])
     return [{"input_ids": part, "labels": part} for part in tokens.split(2)]

@@ -364,6 +364,21 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(runtime in others for runtime in runtimes())
 
 
+def test_units_are_classes_or_a_policy() -> None:
+    by_class = fsdp.plan(gpt(), 2, auto_wrap_policy={Block})
+    assert len(by_class.units) > 1
+    assert by_class == fsdp.plan(gpt(), 2, auto_wrap_policy=module_wrap_policy({Block}))
+    with pytest.raises(ValueError, match="LSTM occurs nowhere in this GPT"):
+        fsdp.plan(gpt(), 2, auto_wrap_policy={nn.LSTM})
+
+
+def test_it_plans_inside_of_a_wrapping_context() -> None:
+    policy = module_wrap_policy({Block})
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, reshard_after_forward=False):
+        inside = fsdp.plan(gpt(), 2, auto_wrap_policy=policy)
+    assert inside == fsdp.plan(gpt(), 2, auto_wrap_policy=policy)
+
+
 def test_ignored_modules_are_not_sharded() -> None:
     model: Any = gpt()
     ignored = list(model.blocks[0].modules())

@@ -380,7 +380,7 @@ def test_what_is_wrapped_already_can_be_kept_and_the_rest_is_wrapped_around_it()
 
 
 def test_lazy_parameters_can_not_be_counted():
-    with pytest.raises(ValueError, match=r"count '1\.weight'.*LazyLinear.*Run the model once"):
+    with pytest.raises(ValueError, match=r"elements of '1\.weight'.*LazyLinear.*Run the model once"):
         auto_wrapped(nn.Sequential(linear(), nn.LazyLinear(3)), at_least(30))
 
 

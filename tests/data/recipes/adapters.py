@@ -3,22 +3,14 @@ import torch.distributed as dist
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fsdp import (
-    FullyShardedDataParallel,
-    auto_wrap,
-    enable_wrap,
-    module_wrap_policy,
-    register_fsdp_forward_method,
-    wrap,
-)
+import fsdp
 
 
 def shard(base, adapters, layer, **options):
     """A sharded model that trains adapters, described by a configuration of `peft`, and nothing else."""
     plain = get_peft_model(base, adapters)
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        model = wrap(auto_wrap(plain, module_wrap_policy({layer})))
-    register_fsdp_forward_method(model, "generate")  # of `peft`: it calls the base, whose embedding the root has
+    model = fsdp.shard(plain, units={layer}, **options)
+    fsdp.register_fsdp_forward_method(model, "generate")  # of `peft`: it calls the base, whose embedding the root has
     return model
 
 

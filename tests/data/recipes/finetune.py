@@ -4,15 +4,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fsdp
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy, wrap
 
 
 def load(source, layer=LlamaDecoderLayer, **options):
     """A model from a folder of safetensors files, of which this rank reads what it keeps."""
     with torch.device("meta"):  # shapes, and no memory
-        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        model = wrap(auto_wrap(plain, module_wrap_policy({layer})))
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+    model = fsdp.shard(plain, units={layer}, **options)
     fsdp.load_safetensors(model, source)
     fsdp.materialize(model, param_init_fn=plain._init_weights)  # what is in no file: tables of rotary embeddings
     return model

@@ -1,0 +1,102 @@
+"""The program of before.py, sharded.
+
+    torchrun --nproc-per-node 2 examples/from_ddp/after.py
+
+`diff examples/from_ddp/before.py examples/from_ddp/after.py` shows what has changed.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fsdp
+
+VOCABULARY, LENGTH, BATCH, ACCUMULATE = 64, 16, 24, 2  # BATCH of all ranks together
+
+
+class Model(nn.Module):
+    """It is to repeat what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 64)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.tokens(tokens)))
+
+
+def sequences(number: int, device: torch.device) -> Tensor:
+    """This rank's part of a batch, [BATCH / ranks, LENGTH]."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+def mean(loss: Tensor) -> float:
+    """Collective. The mean of every rank's loss."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def join() -> torch.device:
+    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, device: torch.device) -> float:
+    """The loss on a batch that is not trained on."""
+    tokens = sequences(1_000_000, device)
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item()
+
+
+def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float = 1.0) -> list[float]:
+    """Collective. Train, going on from a checkpoint if there is one, and return the losses of the steps."""
+    torch.manual_seed(dist.get_rank())
+    model = fsdp.shard(Model().to(device), units={nn.TransformerEncoderLayer}, sync_module_states=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    newest, first = fsdp.checkpoint.newest(folder), 0
+    if newest:
+        first = (fsdp.load(newest, model, optimizer).step or 0) + 1
+
+    losses = []
+    for step in range(first, steps):
+        for part in range(ACCUMULATE):
+            is_last = part == ACCUMULATE - 1
+            with nullcontext() if is_last else model.no_sync():
+                tokens = sequences(step * ACCUMULATE + part, device)
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                (loss / ACCUMULATE).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+        if step % 20 == 19:
+            held_out = evaluate(model, device)  # on every rank
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {losses[-1]:.3f}, on other data {held_out:.3f}", flush=True)
+    fsdp.save(folder, model, optimizer, step=steps - 1)  # on every rank
+    return losses
+
+
+def main() -> None:
+    train(join(), Path("runs/from_ddp/after"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The start of a program under torchrun: its process group and its device."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp.distributed.devices import HOST, accelerator, current_device
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> torch.device:
+    """Collective. Create the process group of the ranks that torchrun started, and return the device of this rank.
+
+    The device is the accelerator with the number ``LOCAL_RANK``, which becomes the current device of this process, or
+    the CPU where there is no accelerator. At the end of the program call `torch.distributed.destroy_process_group`.
+
+    Args:
+        backend: the backend of the process group. Default: NCCL for CUDA devices, gloo for CPUs.
+        timeout: as for `torch.distributed.init_process_group`.
+
+    Raises:
+        RuntimeError: if the environment does not describe the ranks, or a machine has more ranks than accelerators.
+    """
+    absent = [name for name in _VARIABLES if name not in os.environ]
+    if absent:
+        raise RuntimeError(
+            f"fsdp.init_distributed() needs {', '.join(absent)} in the environment, where torchrun sets them. Start "
+            "the program with: torchrun --nproc-per-node 2 train.py. Under another launcher set them for each process."
+        )
+    device = _device_of_this_rank()
+    dist.init_process_group(backend, timeout=timeout)
+    return device
+
+
+def _device_of_this_rank() -> torch.device:
+    found = accelerator()
+    if found is None:
+        return HOST
+    local_rank, count = os.environ.get("LOCAL_RANK"), torch.accelerator.device_count()
+    if local_rank is None or int(local_rank) >= count:
+        raise RuntimeError(
+            f"fsdp.init_distributed() uses the {found.type} device with the number LOCAL_RANK, which is {local_rank}, "
+            f"and torch sees {count} here. Start a process for each device: torchrun --nproc-per-node {count} train.py."
+        )
+    torch.accelerator.set_device_index(int(local_rank))
+    return current_device(found.type)

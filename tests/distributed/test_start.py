@@ -1,0 +1,74 @@
+"""`fsdp.init_distributed`: the process group, this rank's device, and how a missing environment is reported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp
+from fsdp.distributed import start
+
+PROGRAM = """
+import fsdp, torch, torch.distributed as dist
+device = fsdp.init_distributed()
+total = torch.ones(1, device=device)
+dist.all_reduce(total)
+print(device.type, dist.get_backend_config(), int(total), sep=" ", end=";", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_torchrun_meet(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "cpu cpu:gloo 2;" * 2, done.stderr
+
+
+def test_a_program_without_torchrun_learns_how_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match=r"needs RANK, WORLD_SIZE, .* torchrun --nproc-per-node 2 train.py"):
+        fsdp.init_distributed()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def four_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Four accelerators, and the number of the current one at the end of the list. No process group is created."""
+    current = [0]
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(start, "accelerator", lambda: torch.device("cuda", current[-1]))
+    monkeypatch.setattr(start, "current_device", lambda kind: torch.device(kind, current[-1]))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    return current
+
+
+def test_a_rank_takes_the_accelerator_of_its_local_number(
+    four_devices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert fsdp.init_distributed() == torch.device("cuda", 2)
+    assert four_devices == [0, 2]
+
+
+@pytest.mark.parametrize("number", ["4", None])
+def test_a_rank_without_an_accelerator_of_its_own_is_an_error(
+    four_devices: list[int], monkeypatch: pytest.MonkeyPatch, number: str | None
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if number is not None:
+        monkeypatch.setenv("LOCAL_RANK", number)
+    with pytest.raises(RuntimeError, match=f"LOCAL_RANK, which is {number}, and torch sees 4 here.*per-node 4"):
+        fsdp.init_distributed()
+    assert four_devices == [0]
