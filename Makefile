@@ -50,9 +50,9 @@ bench: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.overhead
 	$(py) -m benchmarks.lora
 
-# To be opened as files, without a network.
+# To be opened as files, without a network. Made anew, since a build on an earlier one may lose words of the search.
 docs: $(VENV)/.fsdp-docs
-	$(py) -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+	$(py) -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 	@echo "built: build/site/index.html"
 
 clean:

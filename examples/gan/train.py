@@ -55,7 +55,7 @@ def train(device: torch.device, folder: Path, steps: int = 400) -> list[float]:
     first = 0 if newest is None else (fsdp.load(newest, both, optimizers).step or 0) + 1
     if first >= steps:
         if dist.get_rank() == 0:
-            print(f"{newest} is complete after {first} steps; more of them: --steps {first + 400}", flush=True)
+            print(f"{folder} has all of {first} steps; to go on: --steps {first + 400}", flush=True)
         return []
 
     distances = []
@@ -89,10 +89,10 @@ def train(device: torch.device, folder: Path, steps: int = 400) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="of the whole training [%(default)s]")
-    arguments = parser.parse_args()
-    train(fsdp.init_distributed(), Path("runs/gan"), arguments.steps)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400, help="earlier runs included [%(default)s]")
+    steps = parser.parse_args().steps
+    train(fsdp.init_distributed(), Path("runs/gan"), steps)
     dist.destroy_process_group()
 
 

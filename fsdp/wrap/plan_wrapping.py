@@ -56,8 +56,8 @@ class _Progress:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         if seconds >= _SILENT_SECONDS and is_first:
             print(
-                f"fsdp.plan_wrapping: plan {self._count} after {seconds:.0f} s has a peak of {size_text(planned.peak)}, "
-                f"the budget is {size_text(self._budget)}",
+                f"fsdp.plan_wrapping: plan {self._count} after {seconds:.0f} s has a peak of "
+                f"{size_text(planned.peak)}, the budget is {size_text(self._budget)}",
                 file=sys.stderr,
                 flush=True,
             )
