@@ -16,8 +16,9 @@ ARGS ?=
 
 py := $(VENV)/bin/python
 install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-# Extras that tests use where they can be had, and a stamp for each.
-clients := $(addprefix $(VENV)/.fsdp-,transformers accelerate lightning peft docs optimizers)
+# Extras that tests use where they can be had.
+clients := transformers accelerate lightning peft docs optimizers
+comma := ,
 
 # Ranks share the cores: with more threads each they take turns instead of computing.
 export OMP_NUM_THREADS ?= 1
@@ -37,7 +38,7 @@ help:
 train: $(VENV)/.fsdp-train
 	$(py) -m examples.gpt.launch $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: $(VENV)/.fsdp-test $(clients) $(VENV)/.fsdp-lightning-1.9
+test: $(VENV)/.fsdp-test $(VENV)/.fsdp-clients $(VENV)/.fsdp-lightning-1.9
 	$(py) -m pytest --sessions $(SESSIONS) $(ARGS)
 
 lint: $(VENV)/.fsdp-dev
@@ -49,9 +50,9 @@ bench: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.overhead
 	$(py) -m benchmarks.lora
 
-# To be opened as files, without a network. It imports every module, so it needs the extras that tests use.
-docs: $(clients)
-	$(py) -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+# To be opened as files, without a network. Made anew, since a build on an earlier one may lose words of the search.
+docs: $(VENV)/.fsdp-docs
+	$(py) -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 	@echo "built: build/site/index.html"
 
 clean:
@@ -66,14 +67,16 @@ $(VENV)/.fsdp-%: $(VENV)/pyvenv.cfg setup.py $(CONSTRAINTS)
 	$(install) -e ".[$*]"
 	@touch $@
 
-# The tests that need one of these skip without it, so an index that has it not is no failure.
-$(clients): $(VENV)/.fsdp-%: $(VENV)/.fsdp-test
-	$(install) -e ".[$*]" || echo "$* could not be installed: the tests that need it are skipped"
+# In one installation. The tests that need one of these skip without it, so where the index has it not, the others are
+# installed by themselves.
+$(VENV)/.fsdp-clients: $(VENV)/.fsdp-test
+	$(install) -e ".[$(subst $() ,$(comma),$(clients))]" || for extra in $(clients); do \
+		$(install) -e ".[$$extra]" || echo "$$extra could not be installed: the tests that need it are skipped"; done
 	@touch $@
 
 # The last Lightning with a strategy for FairScale, in a folder that only its tests look into. It imports pkg_resources,
 # which later setuptools do not have.
-$(VENV)/.fsdp-lightning-1.9: $(VENV)/.fsdp-lightning
+$(VENV)/.fsdp-lightning-1.9: $(VENV)/.fsdp-clients
 	$(py) -m pip install --no-deps --target $(VENV)/lightning-1.9 --upgrade pytorch_lightning==1.9.5 "setuptools<81" \
 		|| echo "Lightning 1.9 could not be installed: the tests that need it are skipped"
 	@touch $@

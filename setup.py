@@ -25,6 +25,13 @@ def read_description() -> str:
     return re.sub(r"!?\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
 
 
+INTEGRATIONS = {
+    "transformers": ["transformers>=5", "accelerate>=1.10"],
+    "accelerate": ["accelerate>=1.10"],
+    "peft": ["peft>=0.18", "transformers>=5", "accelerate>=1.10"],
+    "lightning": ["lightning>=2.6.4"],  # 2.6.2 and 2.6.3 were withdrawn
+}
+
 setup(
     name="fsdp",
     version=read_version(),
@@ -53,12 +60,12 @@ setup(
     extras_require={
         "train": ["tqdm"],
         "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors", "setuptools>=77"],
-        "lightning": ["lightning>=2.6.4"],  # for fsdp.lightning; 2.6.2 and 2.6.3 were withdrawn
-        # For the modules of these names, and what some tests compare with; they skip without it.
-        "transformers": ["transformers>=5", "accelerate>=1.10"],
-        "accelerate": ["accelerate>=1.10"],
-        "peft": ["peft>=0.18", "transformers>=5", "accelerate>=1.10"],
-        "docs": ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-copybutton"],
+        **INTEGRATIONS,  # for the modules of these names, and for tests, which skip without it
+        # The reference imports all modules.
+        "docs": [
+            *("sphinx>=8", "myst-parser>=4", "furo", "sphinx-copybutton"),
+            *(INTEGRATIONS["peft"] + INTEGRATIONS["lightning"]),
+        ],
         "optimizers": ["pytorch-optimizer>=4", "torchao>=0.15"],  # that tests step by owners
         "dev": ["ruff", "mypy"],
     },

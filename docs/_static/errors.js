@@ -1,6 +1,6 @@
 // On the page of errors, a field into which a message is pasted; below it, the rows that have most of its words.
 document.addEventListener("DOMContentLoaded", () => {
-  const title = document.querySelector("#when-it-raises h1");
+  const title = document.querySelector("#errors h1");
   if (!title) return;
   const words = (text) => text.toLowerCase().match(/[a-z_]{2,}/g) || [];
   const rows = [...document.querySelectorAll("article tbody tr")].map((row) => ({

@@ -7,13 +7,17 @@ from pathlib import Path
 
 SHARD, UNSHARDED, GRADIENT, STEP, WAIT, PEER = "#9ecae9", "#4c78a8", "#54a24b", "#b279a2", "#e45756", "#bab0ac"
 
+# In a viewer with a dark theme; the ground is that of the site.
+DARK = "<style>@media (prefers-color-scheme: dark) { svg { color: #cfd0d0 } .ground { fill: #131416 } }</style>"
+
 
 class Drawing:
     def __init__(self, width: int, height: int) -> None:
         self._lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-            'font-size="14">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
+            'font-size="14" color="black">',
+            DARK,
+            f'<rect class="ground" width="{width}" height="{height}" fill="white"/>',
         ]
 
     def box(self, x: float, y: float, width: float, height: float, color: str, title: str = "") -> None:
@@ -23,7 +27,7 @@ class Drawing:
             f'stroke="white" stroke-width="0.5">{inside}</rect>'
         )
 
-    def text(self, x: float, y: float, words: str, *, anchor: str = "start", color: str = "black") -> None:
+    def text(self, x: float, y: float, words: str, *, anchor: str = "start", color: str = "currentColor") -> None:
         self._lines.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
         )

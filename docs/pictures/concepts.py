@@ -140,7 +140,7 @@ def step_in_time(path: Path) -> None:
     steps = [points[0]]
     for x, y in points[1:]:
         steps += [(x, steps[-1][1]), (x, y)]
-    drawing.line(steps, "black")
+    drawing.line(steps, "currentColor")
     drawing.text(5, 155, f"{most / 2**20:.0f} MiB")
     drawing.text(5, 250, "0")
     drawing.text(5, 205, "bytes held")

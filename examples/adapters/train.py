@@ -8,6 +8,7 @@ is to continue sequences that count upwards.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -75,7 +76,10 @@ def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
 
 
 def main() -> None:
-    train(fsdp.init_distributed(), Path("runs/adapters"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60, help="[%(default)s]")
+    steps = parser.parse_args().steps
+    train(fsdp.init_distributed(), Path("runs/adapters"), steps)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,6 +76,11 @@ def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float 
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"] + 1
 
+    if first >= steps:
+        if dist.get_rank() == 0:
+            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+        return []
+
     losses = []
     for step in range(first, steps):
         for part in range(ACCUMULATE):
@@ -97,7 +103,10 @@ def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float 
 
 
 def main() -> None:
-    train(join(), Path("runs/from_ddp/before"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    steps = parser.parse_args().steps
+    train(join(), Path("runs/from_ddp/before"), steps)
     dist.destroy_process_group()
 
 

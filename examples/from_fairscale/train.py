@@ -7,6 +7,7 @@ Before: `from fairscale.nn import ...`. All else, saving included, is as it was,
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,11 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
         optimizer.load_state_dict(model.get_shard_from_optim_state_dict(saved["optimizer"]))
         first = saved["step"] + 1
 
+    if first >= steps:
+        if dist.get_rank() == 0:
+            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+        return []
+
     losses = []
     for step in range(first, steps):
         tokens = sequences(step, device)
@@ -106,7 +112,10 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 
 def main() -> None:
-    train(join(), Path("runs/from_fairscale"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    steps = parser.parse_args().steps
+    train(join(), Path("runs/from_fairscale"), steps)
     dist.destroy_process_group()
 
 

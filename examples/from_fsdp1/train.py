@@ -7,6 +7,7 @@ What has changed are the imports, `shard`, and how a checkpoint is saved and loa
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
     newest = fsdp.checkpoint.newest(folder)
     first = 0 if newest is None else (fsdp.load(newest, model, optimizer).step or 0) + 1
 
+    if first >= steps:
+        if dist.get_rank() == 0:
+            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+        return []
+
     losses = []
     for step in range(first, steps):
         tokens = sequences(step, device)
@@ -95,7 +101,10 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 
 def main() -> None:
-    train(join(), Path("runs/from_fsdp1"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    steps = parser.parse_args().steps
+    train(join(), Path("runs/from_fsdp1"), steps)
     dist.destroy_process_group()
 
 

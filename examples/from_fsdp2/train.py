@@ -8,6 +8,7 @@ checkpoints go through `torch.distributed.checkpoint` as before.
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         first = saved["step"] + 1
 
+    if first >= steps:
+        if dist.get_rank() == 0:
+            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+        return []
+
     losses = []
     for step in range(first, steps):
         tokens = sequences(step, device)
@@ -97,7 +103,10 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 
 def main() -> None:
-    train(join(), Path("runs/from_fsdp2"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    steps = parser.parse_args().steps
+    train(join(), Path("runs/from_fsdp2"), steps)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ The images are made here: noise with a brighter square in one of four corners, w
 
 from __future__ import annotations
 
+import argparse
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -109,7 +110,10 @@ def train(device: torch.device, folder: Path, epochs: int = 4, count: int = 512)
 
 
 def main() -> None:
-    train(fsdp.init_distributed(), Path("runs/image"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4, help="[%(default)s]")
+    epochs = parser.parse_args().epochs
+    train(fsdp.init_distributed(), Path("runs/image"), epochs)
     dist.destroy_process_group()
 
 

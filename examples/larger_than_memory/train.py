@@ -8,6 +8,7 @@ need. Linux only. The model learns to give back what it gets.
 
 from __future__ import annotations
 
+import argparse
 import re
 import resource
 from pathlib import Path
@@ -68,6 +69,9 @@ def train(model: FullyShardedDataParallel, width: int, steps: int = 5) -> list[f
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=5, help="[%(default)s]")
+    steps = parser.parse_args().steps
     dist.init_process_group("gloo")
     limit_memory(LIMIT)
     folder = Path("runs/larger_than_memory")
@@ -76,7 +80,7 @@ def main() -> None:
     state = sum(param.numel() for param in model.parameters()) * 4 * 4  # float32: itself, its gradient, two averages
     if dist.get_rank() == 0:
         print(f"each rank: {state / 2**20:.0f} MiB of state, {LIMIT / 2**20:.0f} MiB of memory", flush=True)
-    train(model, WIDTH)
+    train(model, WIDTH, steps)
     dist.destroy_process_group()
 
 

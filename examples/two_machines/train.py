@@ -8,6 +8,7 @@ README. The model learns to repeat what it reads.
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
         if dist.get_rank() == 0:
             print(f"resumed after step {first - 1}, on {dist.get_world_size()} ranks", flush=True)
 
+    if first >= steps:
+        if dist.get_rank() == 0:
+            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+        return []
+
     losses = []
     for step in range(first, steps):
         tokens = sequences(step, device)
@@ -65,11 +71,14 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    steps = parser.parse_args().steps
     device = fsdp.init_distributed()
     if int(os.environ["LOCAL_RANK"]) == 0:
         machine = int(os.environ.get("GROUP_RANK", "0"))
         print(f"machine {machine}: {os.environ['LOCAL_WORLD_SIZE']} of {dist.get_world_size()} ranks", flush=True)
-    train(device, Path(os.environ.get("FOLDER", "runs/two_machines")))
+    train(device, Path(os.environ.get("FOLDER", "runs/two_machines")), steps)
     dist.destroy_process_group()
 
 

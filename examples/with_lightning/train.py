@@ -7,6 +7,9 @@ Lightning starts the ranks. The model learns the sine of a sum.
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -66,10 +69,29 @@ def train(folder: Path, epochs: int = 4, resume: str | None = None, **options: o
     }
     trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, **(settings | options))  # type: ignore[arg-type]
     trainer.fit(Model(), data(512, seed=1), data(128, seed=2), ckpt_path=resume)
+    if "val_loss" not in trainer.callback_metrics:
+        trainer.print(f"{resume} has all of {trainer.current_epoch} epochs; to go on: --epochs {epochs + 4} --resume")
+        return math.nan
     loss = trainer.callback_metrics["val_loss"].item()
     trainer.print(f"loss on other data after {trainer.current_epoch} epochs: {loss:.4f}")
     return loss
 
 
+def newest(folder: Path) -> str | None:
+    """The checkpoint that was written last, None without any."""
+    found = max(folder.rglob("*.ckpt"), key=os.path.getmtime, default=None)
+    return None if found is None else str(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4, help="earlier runs included [%(default)s]")
+    parser.add_argument("--ranks", type=int, default=2, help="[%(default)s]")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    arguments = parser.parse_args()
+    folder = Path("runs/lightning")
+    train(folder, arguments.epochs, newest(folder) if arguments.resume else None, devices=arguments.ranks)
+
+
 if __name__ == "__main__":
-    train(Path("runs/lightning"))
+    main()

@@ -8,6 +8,7 @@ Ray sets up the process group, so the function that it runs on each worker begin
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 from pathlib import Path
@@ -86,7 +87,9 @@ def train(folder: Path, steps: int = 100, killed_at: int | None = 55, workers: i
 
 
 def main() -> None:
-    found = train(Path("runs/with_ray")).metrics
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100, help="[%(default)s]")
+    found = train(Path("runs/with_ray"), parser.parse_args().steps).metrics
     print(f"step {found['step']}: loss {found['loss']:.3f}; the last start was at step {found['first']}")
 
 

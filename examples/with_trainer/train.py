@@ -8,7 +8,7 @@ continue sequences that count upwards. With `--resume` it goes on from the newes
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,11 @@ def train(device: torch.device, folder: Path, steps: int = 60, resume: bool = Fa
 
 
 def main() -> None:
-    losses = train(fsdp.init_distributed(), Path("runs/with_trainer"), resume="--resume" in sys.argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60, help="earlier runs included [%(default)s]")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    arguments = parser.parse_args()
+    losses = train(fsdp.init_distributed(), Path("runs/with_trainer"), arguments.steps, arguments.resume)
     if dist.get_rank() == 0:
         print("losses on other data:", ", ".join(f"{loss:.3f}" for loss in losses))
     dist.destroy_process_group()

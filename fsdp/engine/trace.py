@@ -36,6 +36,7 @@ from fsdp.engine.verify import require_sharded
 _COLORS = {FORWARD: "#4c78a8", BACKWARD: "#54a24b", WAIT: "#e45756", STEP: "#b279a2"}
 _ROUNDS = 8  # of messages by which the ranks compare their clocks
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 44, 70, 50  # of the picture, in pixels
+_DARK = "<style>@media (prefers-color-scheme: dark) { svg { color: #cfd0d0 } .ground { fill: #131416 } }</style>"
 _ROWS = 30  # of the table
 _NOT_YET = "nothing is recorded yet: run a step inside of `with fsdp.trace(model) as trace:`"
 
@@ -226,8 +227,9 @@ class Trace:
         height = _TOP + _ROW * len(self.records) + 30
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-            'font-size="13">',
-            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+            'font-size="13" color="black" fill="currentColor">',
+            _DARK,
+            f'<rect class="ground" width="{_WIDTH}" height="{height}" fill="white"/>',
         ]
         for number, (kind, color) in enumerate(_COLORS.items()):
             lines.append(f'<rect x="{_LEFT + 150 * number}" y="12" width="14" height="14" fill="{color}"/>')

@@ -8,6 +8,8 @@ Backward begins with these: their parameters are needed for the shortest time.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.engine.forward_hooks import has_forward
@@ -31,6 +34,8 @@ from fsdp.wrap.plan import Plan, copy_on_meta, plan
 _COARSEST, _FINEST, _LEAST = 1 / 4, 1 / 16, 1 / 10
 # Finer ones are tried while keeping one unit more would save more than this part of what is sent.
 _WORTHWHILE = 1 / 30
+# A search that takes longer reports its plans.
+_SILENT_SECONDS = 5.0
 
 CHECKPOINTING, PRECISION, OFFLOAD, TOGETHER = "activation checkpointing", "bfloat16", "offload", "all of these"
 _HOW = {
@@ -38,6 +43,25 @@ _HOW = {
     PRECISION: "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
     OFFLOAD: "offload='cpu'",
 }
+
+
+class _Progress:
+    """Reports on stderr how far a long search is, on the first rank: a large model takes seconds for each plan."""
+
+    def __init__(self, memory_budget: int) -> None:
+        self._budget, self._start, self._count = memory_budget, time.monotonic(), 0
+
+    def add(self, planned: Plan) -> None:
+        self._count += 1
+        seconds = time.monotonic() - self._start
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if seconds >= _SILENT_SECONDS and is_first:
+            print(
+                f"fsdp.plan_wrapping: plan {self._count} after {seconds:.0f} s has a peak of "
+                f"{size_text(planned.peak)}, the budget is {size_text(self._budget)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _NamedPolicy:
@@ -130,7 +154,8 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     for name in ("auto_wrap_policy", "reshard_after_forward"):
         if name in arguments:
             raise TypeError(f"plan_wrapping() chooses {name}: leave it out")
-    judge = partial(_judge, module, world_size, int(memory_budget), arguments)
+    progress = _Progress(int(memory_budget))
+    judge = partial(_judge, module, world_size, int(memory_budget), arguments, progress)
     ignored = Ignored.of(arguments.get("ignored_modules"), arguments.get("ignored_parameters"))
     granularities = _granularities(ModuleGraph(module, ignored))
     found: list[PlannedWrapping] = []
@@ -149,15 +174,21 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     best = min(found, key=lambda one: (one.missing, one.plan.bytes_sent))
     if best.fits:
         return best
-    return replace(best, remedies=_remedies(best, module, world_size, arguments, granularities[0]))
+    return replace(best, remedies=_remedies(best, module, world_size, arguments, granularities[0], progress))
 
 
 def _judge(
-    module: nn.Module, world_size: int, budget: int, arguments: Mapping[str, Any], units: Mapping[str, bool]
+    module: nn.Module,
+    world_size: int,
+    budget: int,
+    arguments: Mapping[str, Any],
+    progress: _Progress,
+    units: Mapping[str, bool],
 ) -> PlannedWrapping:
     """Return a candidate with its plan, and with the units that it has: ties keep some modules from being one."""
     policy = _NamedPolicy(units)
     planned = plan(module, world_size, auto_wrap_policy=policy, **arguments)
+    progress.add(planned)
     found = {unit.name: units[unit.name] for unit in planned.units if unit.name in units}
     return PlannedWrapping(found, planned, budget, {}, policy)
 
@@ -235,6 +266,7 @@ def _remedies(
     world_size: int,
     arguments: Mapping[str, Any],
     blocks: Iterable[str],
+    progress: _Progress,
 ) -> dict[str, Plan]:
     """Return plans with what makes the peak of a candidate lower."""
 
@@ -249,7 +281,9 @@ def _remedies(
             options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
         if OFFLOAD in remedies:
             options["offload"] = "cpu"
-        return plan(trained, world_size, auto_wrap_policy=closest._policy, **options)
+        found = plan(trained, world_size, auto_wrap_policy=closest._policy, **options)
+        progress.add(found)
+        return found
 
     possible = {
         CHECKPOINTING: arguments.get("sample") is not None,

@@ -1,11 +1,13 @@
-"""The site is built without a warning, and needs no network to be read and searched."""
+"""The site is built without a warning, needs no network, and a search finds the words that people type."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,46 @@ pytestmark = [
     needs("sphinx", "myst_parser", "furo", "sphinx_copybutton"),
     needs("transformers", "accelerate", "lightning"),
 ]
+
+
+# The page that a search shows first.
+SEARCHES = {
+    "hang": "waiting",
+    "hangs": "waiting",
+    "training hangs": "waiting",
+    "deadlock": "waiting",
+    "stuck": "waiting",
+    "timeout": "waiting",
+    "NaN": "waiting",
+    "loss is nan": "waiting",
+    "out of memory": "troubleshooting",
+    "CUDA out of memory": "troubleshooting",
+    "OOM": "troubleshooting",
+    "wrong loss": "troubleshooting",
+    "gradient accumulation": "usage",
+    "gradient clipping": "usage",
+    "multi-node": "launching",
+    "multi node": "launching",
+    "torchrun": "launching",
+    "slurm": "launching",
+    "Ctrl-C": "launching",
+    "GAN": "examples",
+    "two models": "checkpoints",
+    "checkpoint": "checkpoints",
+    "resume": "checkpoints",
+    "gradient checkpointing": "checkpointing",
+    "mixed precision": "precision",
+    "hybrid sharding": "sharding",
+    "process groups": "sharding",
+    "uneven inputs": "uneven",
+    "conditional layers": "uneven",
+    "profiling": "tracing",
+    "slow": "tracing",
+    "errors": "errors",
+    "lora": "hugging_face",
+    "state-dict utilities": "state_dict_utils",
+    "summon_full_params": "reference/wrapper",
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +95,48 @@ def test_it_is_searched_without_a_server(site: Path) -> None:
     assert index.startswith("Search.setIndex(")
     assert '"reference/wrapper"' in index
     assert "summon_full_params" in index
+
+
+def test_pages_opened_as_files_show_excerpts_of_what_was_found(site: Path) -> None:
+    """Which are in a script, as the index is."""
+    texts = (site / "_static" / "texts.js").read_text(encoding="utf-8")
+    sections = json.loads(texts.removeprefix("const TEXTS = ").removesuffix(";\n"))
+    assert sorted(sections) == sorted(index_of(site)["docnames"])
+    assert re.search(r'<p id="index-0">A rank that hangs', sections["waiting"])
+    assert '<section id="out-of-memory">' in sections["troubleshooting"]
+    assert "excerpts.js" in (site / "search.html").read_text(encoding="utf-8")
+
+
+def index_of(site: Path) -> dict[str, Any]:
+    from tests.docs.searching import read_index
+
+    return read_index(site)
+
+
+@pytest.mark.parametrize("query", SEARCHES)
+def test_a_search_shows_the_page_first(site: Path, query: str) -> None:
+    from tests.docs.searching import found
+
+    assert found(index_of(site), query)[:1] == [SEARCHES[query]]
+
+
+def test_no_two_pages_have_one_title(site: Path) -> None:
+    titles = index_of(site)["titles"]
+    assert len(titles) == len(set(titles))
+
+
+def test_only_code_is_coloured(site: Path) -> None:
+    reference = (site / "reference" / "wrapper.html").read_text(encoding="utf-8")
+    assert set(re.findall(r'class="[^"]*highlight-(\w+)', reference)) == {"python"}
+    page = (site / "waiting.html").read_text(encoding="utf-8")
+    report = re.search(r'class="highlight-(\w+) notranslate"><div class="highlight"><pre>[^\n]*fsdp: rank 0 has', page)
+    assert report, page
+    assert report[1] == "none"
+
+
+def test_pictures_have_a_dark_form() -> None:
+    for picture in (ROOT / "docs" / "pictures").glob("*.svg"):
+        assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8"), picture.name
 
 
 def test_the_reference_has_signatures_with_types(site: Path) -> None:

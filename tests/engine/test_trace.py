@@ -176,6 +176,7 @@ def test_the_picture_has_a_line_for_each_rank(ranks: RankPool, tmp_path: Path) -
     titles = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
     assert any(title.startswith("forward of root (Sequential), ") for title in titles)
     assert any(title.startswith("wait: all-gather of 1 in backward, ") for title in titles)
+    assert "prefers-color-scheme: dark" in (tmp_path / "trace.svg").read_text()
 
 
 def _drawn(path: Path) -> None:

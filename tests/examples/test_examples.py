@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import io
 import os
 import re
 import resource
@@ -57,6 +59,22 @@ def test_each_has_a_readme_with_its_command_and_is_in_the_list() -> None:
                 assert f"\n    {command}\n" in readme
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*/train.py")), ids=lambda file: file.parent.name)
+def test_the_length_of_a_training_is_an_argument(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if file.parent.name == "gpt":
+        pytest.skip("tests/examples/test_examples.py trains it by its arguments")
+    monkeypatch.setattr(sys, "argv", [str(file), "--help"])
+    try:
+        example = program(file.parent.name)
+    except ImportError as error:
+        pytest.skip(f"{error}")
+    with pytest.raises(SystemExit):
+        example.main()
+    assert re.search(r"--(steps|epochs)", capsys.readouterr().out)
+
+
 def test_images_are_classified(ranks: RankPool, tmp_path: Path) -> None:
     for accuracy in ranks(2).run(_classify, tmp_path / "image")[0]:
         assert accuracy > 0.6  # of four classes
@@ -70,6 +88,13 @@ def _classify(folder: Path) -> list[float]:
     plain = example.Classifier()
     fsdp.load(folder, plain)  # as anybody loads it
     return [accuracy, example.accuracy(plain, example.images(256, seed=2), CPU)]
+
+
+def test_a_gan_goes_on_with_more_ranks_from_one_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    through = ranks(2).run(_train, "gan", tmp_path / "through", 200)[0]
+    first = ranks(2).run(_train, "gan", tmp_path / "resumed", 100)[0]
+    second = ranks(3).run(_train, "gan", tmp_path / "resumed", 200)[0]
+    assert first + second == pytest.approx(through, rel=1e-2)
 
 
 def test_on_disk_a_model_trains_as_in_memory(ranks: RankPool, tmp_path: Path) -> None:
@@ -293,6 +318,20 @@ def test_a_ddp_program_changes_in_a_few_places() -> None:
     edits = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     assert len([edit for edit in edits if edit[0] != "equal"]) <= 7
     assert len(after) < len(before)
+
+
+@pytest.mark.parametrize("name", ["from_fairscale", "from_fsdp1", "from_fsdp2", "two_machines", "gan"])
+def test_a_finished_training_says_how_to_go_on(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    first, again, shorter = (ranks(2).run(_train_and_print, name, tmp_path / name, steps)[0] for steps in (20, 20, 10))
+    assert "to go on: --steps" not in first
+    assert re.search(r"has all of 20 steps; to go on: --steps \d+\n$", again)
+    assert shorter == again  # nothing was saved as an earlier step
+
+
+def _train_and_print(name: str, folder: Path, steps: int) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _train(name, folder, steps)
+    return printed.getvalue()
 
 
 def test_the_import_of_fairscale_may_stay(ranks: RankPool, tmp_path: Path) -> None:

@@ -53,6 +53,16 @@ def _train(units: dict[str, bool]) -> Measured:
     return train(GPT, planning._NamedPolicy(units))
 
 
+def test_a_long_search_reports_its_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fsdp.plan_wrapping(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 1)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(planning, "_SILENT_SECONDS", 0.0)
+    fsdp.plan_wrapping(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 1)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("fsdp.plan_wrapping: plan 1 after 0 s has a peak of ")
+    assert last.endswith(", the budget is 1 B")
+
+
 def test_a_larger_budget_never_sends_more() -> None:
     sent = [for_budget(name).plan.bytes_sent for name in ("large", "medium", "small")]
     assert sent == sorted(set(sent))

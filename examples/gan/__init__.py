@@ -1,0 +1,1 @@
+"""Two sharded models in one checkpoint: a GAN."""
