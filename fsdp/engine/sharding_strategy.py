@@ -325,9 +325,7 @@ def mesh_of_all(module: nn.Module) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard needs a process group: call fsdp.init_distributed() first, or pass a mesh"
-        )
+        raise RuntimeError("fully_shard needs a process group: call fsdp.init_distributed() first, or pass a mesh")
     on = (param.device.type for param in module.parameters() if has_streams(param.device.type))
     kind = next(on, served_device(default_group(None)).type)
     key = (dist.group.WORLD, kind)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from fsdp.engine.forward_hooks import has_forward
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.wrap import (
     AutoWrapPolicy,
     ModuleGraph,
-    is_callable_module,
     lambda_wrap_policy,
     wrap_units,
     wrapped_in,
@@ -84,7 +84,7 @@ def _policy_of_names(module: nn.Module, units: tuple[Any, ...]) -> AutoWrapPolic
                 f"fsdp.shard: {shown} occurs nowhere in this {type(module).__name__}. The classes of its modules: "
                 f"{_classes_in(module)}."
             )
-        if not any(map(is_callable_module, found)):
+        if not any(map(has_forward, found)):
             raise ValueError(
                 f"fsdp.shard: {shown} has no forward, so its unit would never run. Name the class of the modules in it."
             )
@@ -96,7 +96,7 @@ def _policy_of_names(module: nn.Module, units: tuple[Any, ...]) -> AutoWrapPolic
 def _classes_in(module: nn.Module) -> str:
     """Return the classes that could be units, with the number of their modules, in the order in which they occur."""
     found = Counter(
-        type(each) for each in module.modules() if is_callable_module(each) and any(True for _ in each.parameters())
+        type(each) for each in module.modules() if has_forward(each) and any(True for _ in each.parameters())
     )
     return ", ".join(f"{_name(cls)} ({count})" for cls, count in found.items())
 
