@@ -52,7 +52,7 @@ class Placeholder(Tensor):
         return copied
 
     def _looks(self) -> tuple[Any, ...]:
-        return self.shape, self.dtype, self.device, self.requires_grad, self._message
+        return self.shape, self.dtype, self.device, self.requires_grad, self._message, type(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_model_under_way():
@@ -67,6 +67,12 @@ class Placeholder(Tensor):
     numpy = tolist = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __copy__ = _refuse
     # These would act on the placeholder, and be forgotten with it.
     requires_grad_ = register_hook = register_post_accumulate_grad_hook = _refuse
+
+
+class AbsentParameter(Placeholder):
+    """A placeholder for a parameter. Code that looks it up, as `nn.Module.get_parameter`, finds a parameter."""
+
+    _is_param = True
 
 
 # A placeholder is pickled only as a part of a model: by itself, values would be expected of it, and be found missing
@@ -122,10 +128,15 @@ def _count(step: int) -> None:
 
 
 def _rebuild(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool, message: str
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    message: str,
+    kind: type[Placeholder] = AbsentParameter,
 ) -> Placeholder:
     like = torch.empty(shape, dtype=dtype, device="meta")
-    return Placeholder(like, message, device, requires_grad)
+    return kind(like, message, device, requires_grad)
 
 
 def _message_in(values: Any) -> str:
@@ -141,7 +152,7 @@ def _message_in(values: Any) -> str:
 
 def sharded_weight(name: str, like: Tensor) -> Placeholder:
     """Make what a module finds at a parameter's place while its unit is sharded."""
-    return Placeholder(like, sharded_message(name, "its unit"))
+    return AbsentParameter(like, sharded_message(name, "its unit"))
 
 
 def sharded_message(name: str, unit: str) -> str:
@@ -157,7 +168,7 @@ def sharded_message(name: str, unit: str) -> str:
 
 def valueless_weight(name: str, like: Tensor) -> Placeholder:
     """Make what a module finds, in a world of one, at the place of a parameter that has no values yet."""
-    return Placeholder(
+    return AbsentParameter(
         like,
         f"{name} has no values yet: it was on the meta device when it was sharded. Give it values with "
         "fsdp.materialize(model), or load them.",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel
+from tests.helpers.forms import inside
 from tests.helpers.ranks import RankPool
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
@@ -37,7 +38,7 @@ class Tied(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        self.exit.weight = self.entry.weight
+        self.exit.weight = self.get_parameter("entry.weight")  # type: ignore[assignment]
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.exit(torch.tanh(self.entry(inputs)))
@@ -149,13 +150,28 @@ def _state_in_inference_mode(form: str) -> None:
 
 
 @every_size
-def test_weights_can_be_tied_again_under_fully_shard(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_tie_again)
+@every_form
+def test_weights_can_be_tied_again(ranks: RankPool, world_size: int, form: str) -> None:
+    ranks(world_size).run(_tie_again, form)
 
 
-def _tie_again() -> None:
-    sharded, plain = _twins("rows")
-    sharded.tie_weights()
-    _assert_alike(sharded, plain)
-    sharded.tie_weights()
-    _assert_alike(sharded, plain)
+def _tie_again(form: str) -> None:
+    sharded, plain = _twins(form)
+    for _ in range(2):
+        inside(sharded).tie_weights()
+        _assert_alike(sharded, plain)
+
+
+@every_form
+def test_a_sharded_weight_is_found_as_a_parameter(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_look_up, form)
+
+
+def _look_up(form: str) -> None:
+    sharded, _ = _twins(form)
+    name = next(name for name, _ in Tied().named_parameters())
+    found = inside(sharded).get_parameter(name)
+    assert isinstance(found, nn.Parameter)
+    if form != "rows":
+        with pytest.raises(RuntimeError, match="is sharded"):
+            found.sum()
