@@ -1,7 +1,5 @@
 """A strategy for Lightning's Trainer. Importing this registers ``Trainer(strategy="fsdp_flat")``.
 
-The strategy for FairScale of Lightning 1.x was ``"ddp_fully_sharded"``; this name is registered, too.
-
 For ``import lightning.pytorch`` (2.6.4 or newer); the classes of the package ``pytorch_lightning`` are others.
 
 The LightningModule becomes the module of an outermost wrapper, inside of which are the units that `configure_model`
@@ -71,12 +69,8 @@ _TRUE_DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
 _TRUE_DTYPES |= {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 # Attributes of the strategy that are arguments of every wrapper.
 _SHARED = (
-    "cpu_offload",
-    "flatten_parameters",
-    "reshard_after_forward",
-    "move_grads_to_cpu",
-    "bucket_cap_mb",
-    "state_dict_device",
+    *("cpu_offload", "flatten_parameters", "reshard_after_forward"),
+    *("move_grads_to_cpu", "bucket_cap_mb", "state_dict_device"),
 )
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
@@ -98,10 +92,11 @@ _NAMES = "param_names"
 class FullyShardedStrategy(DDPStrategy):
     """Fully sharded training with Lightning's Trainer, on CPU with gloo and on CUDA with NCCL.
 
-    ``Trainer(strategy="fsdp_flat")`` after ``import fsdp.lightning``, or an instance for other arguments; those of the
-    strategy for FairScale that Lightning had up to 1.9 have their names. What `fsdp.wrap` wraps in `configure_model`
-    becomes units; then `auto_wrap_policy` wraps what is left, and the LightningModule as a whole is the outermost one.
-    `configure_optimizers` is called after that, with the parameters that are to be optimized.
+    ``Trainer(strategy="fsdp_flat")`` after ``import fsdp.lightning``, or an instance for other arguments. Lightning's
+    strategy for FairScale (up to 1.9) had the same arguments; its name ``"ddp_fully_sharded"`` is registered as well.
+    What `fsdp.wrap` wraps in `configure_model` becomes units; then `auto_wrap_policy` wraps what is left, and the
+    LightningModule as a whole is the outermost one. `configure_optimizers` is called after that, with the parameters
+    that are to be optimized.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io: as for Lightning's `DDPStrategy`.
@@ -351,9 +346,8 @@ class FullyShardedStrategy(DDPStrategy):
         except ValueError as error:
             if "param_dtype" not in str(error) and "mixed_precision" not in str(error):
                 raise
-            raise ValueError(
-                f"{error} Under a Trainer, precision={self.precision_plugin.precision!r} chooses it."
-            ) from error
+            precision = self.precision_plugin.precision
+            raise ValueError(f"{error} Under a Trainer, precision={precision!r} chooses it.") from error
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of every wrapper."""
