@@ -36,7 +36,7 @@ def main() -> int:
                     for form in asked.forms:
                         count += 1
                         try:
-                            pool(size, timeout=240).run(train, name, form)
+                            pool(size, timeout=240).run(train, [name], form)
                         except RankError as error:
                             failed += 1
                             print(f"{name}, {form}, {size} ranks: {error}\n", flush=True)
