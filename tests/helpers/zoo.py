@@ -68,6 +68,8 @@ IMAGES = "ForImageClassification"
 # Stages, for models whose layers are of several widths.
 STAGES = {"depths": (1, 1), "hidden_sizes": (8, 12), "num_stages": 2}
 
+# A batch norm of very few values multiplies rounding.
+LARGE = {"pixel_values": (3, 32, 32)}
 WAVES = {"conv_dim": (4, 4), "conv_kernel": (4, 4), "conv_stride": (4, 4)}
 WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 
@@ -227,8 +229,8 @@ FAMILIES: dict[str, Family] = {
     "Swinv2": _of(f"{IMAGES}", embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=2, patch_size=2),
     "ConvNext": _of(f"{IMAGES}", patch_size=2, **STAGES),
     "ConvNextV2": _of(f"{IMAGES}", patch_size=2, **STAGES),
-    "ResNet": _of(f"{IMAGES}", embedding_size=8, hidden_sizes=(8, 12), depths=(1, 1)),
-    "RegNet": _of(f"{IMAGES}", embedding_size=8, hidden_sizes=(8, 12), depths=(1, 1), groups_width=4),
+    "ResNet": _of(f"{IMAGES}", LARGE, embedding_size=8, hidden_sizes=(8, 12), depths=(1, 1)),
+    "RegNet": _of(f"{IMAGES}", LARGE, embedding_size=8, hidden_sizes=(8, 12), depths=(1, 1), groups_width=4),
     "Dinov2": _of(f"{IMAGES}"),
     "DINOv3ViT": _of("Model"),
     "Data2VecVision": _of(f"{IMAGES}"),

@@ -32,7 +32,6 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-5}
 
 def assert_trains_as_unsharded(name: str, form: str) -> None:
     """Collective. Losses, norms and weights of some steps, a strict load of the full state, and a step after that."""
-    torch.use_deterministic_algorithms(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the models, about configurations
         plain, model = Trained(zoo.made(name), name), Sharded(name, form)
