@@ -272,10 +272,10 @@ FAMILIES: dict[str, Family] = {
     "Timesformer": _of("ForVideoClassification", {"pixel_values": (2, 3, 8, 8)}, num_frames=2),
     # Images and text
     "Siglip": _of("Model"),
+    "AltCLIP": _of("Model"),
     "CLIP": _of("Model ForImageClassification"),
     "Blip": _of("Model"),
     "ChineseCLIP": _of("Model"),
-    "AltCLIP": _of("Model"),
     "Git": _of(f"{LM}"),
     "OwlViT": _of("Model"),
     "Owlv2": _of("Model"),
