@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 
 from tests.helpers.hugging_face import MODULES, PATIENCE, needs
@@ -27,20 +25,6 @@ def test_the_zoo_has_many_families() -> None:
 def test_classes_train_as_unsharded(ranks: RankPool, number: int) -> None:
     # One run of each form is on three ranks.
     ranks(3 if number % 7 == 3 else 2, timeout=PATIENCE).run(train, names()[number::RUNS], FORMS[number % 3])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_reversible_layers_are_told_which_method_to_register(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_train_unregistered, form)
-
-
-def _train_unregistered(form: str) -> None:
-    from tests.helpers.zoo_training import Sharded
-
-    with mock.patch("tests.helpers.zoo.methods", return_value=()):
-        model = Sharded("ReformerModelWithLMHead", form)
-    with pytest.raises(RuntimeError, match=r"^\w.*layer_norm\.weight is sharded.*fsdp\.register_fsdp_forward_method\("):
-        model.step(0)
 
 
 def train(classes: list[str], form: str) -> None:
