@@ -39,6 +39,7 @@ from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
+from fsdp.engine.sharded_methods import explain_methods
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, mesh_of_all, post_forward_group
 from fsdp.engine.shared_params import share, split_off, tie_assigned
 from fsdp.engine.state_dict.full import explain
@@ -784,4 +785,4 @@ def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
 @cache
 def _fsdp_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module of this one gets."""
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+    return explain_methods(type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__}))

@@ -30,6 +30,7 @@ import inspect
 import io
 import os
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -64,6 +65,13 @@ AutoWrapPolicy = Callable[..., bool | Mapping[str, Any]]
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NOT_MIXED_ON_CPU = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_INSTANCE_NORMS, nn.Bilinear)
 _AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_TRUE_DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
+_TRUE_DTYPES |= {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+# Attributes of the strategy that are arguments of every wrapper.
+_SHARED = (
+    *("cpu_offload", "flatten_parameters", "reshard_after_forward"),
+    *("move_grads_to_cpu", "bucket_cap_mb", "state_dict_device"),
+)
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
@@ -84,10 +92,11 @@ _NAMES = "param_names"
 class FullyShardedStrategy(DDPStrategy):
     """Fully sharded training with Lightning's Trainer, on CPU with gloo and on CUDA with NCCL.
 
-    ``Trainer(strategy="fsdp_flat")`` after ``import fsdp.lightning``, or an instance for other arguments; those of the
-    strategy for FairScale that Lightning had up to 1.9 have their names. What `fsdp.wrap` wraps in `configure_model`
-    becomes units; then `auto_wrap_policy` wraps what is left, and the LightningModule as a whole is the outermost one.
-    `configure_optimizers` is called after that, with the parameters that are to be optimized.
+    ``Trainer(strategy="fsdp_flat")`` after ``import fsdp.lightning``, or an instance for other arguments. Lightning's
+    strategy for FairScale (up to 1.9) had the same arguments; its name ``"ddp_fully_sharded"`` is registered as well.
+    What `fsdp.wrap` wraps in `configure_model` becomes units; then `auto_wrap_policy` wraps what is left, and the
+    LightningModule as a whole is the outermost one. `configure_optimizers` is called after that, with the parameters
+    that are to be optimized.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io: as for Lightning's `DDPStrategy`.
@@ -105,6 +114,11 @@ class FullyShardedStrategy(DDPStrategy):
         options: further arguments of `FullyShardedDataParallel`. Unless they say otherwise, optimizers see the original
             parameters (``use_orig_params``), so that ``self.parameters()`` is what it was, and all ranks begin with the
             first one's values (``sync_module_states``).
+
+    Attributes:
+        options: the further arguments. Every other setting is an attribute of the argument's name, which may be
+            assigned before the Trainer runs; `state_dict_to_cpu` becomes `state_dict_device`.
+        process_group: the ranks that the model is sharded over.
 
     Raises:
         TypeError: for arguments that there are not.
@@ -137,7 +151,6 @@ class FullyShardedStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         _check_options(options)
-        self._policy = _policy(auto_wrap_policy, min_num_params)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -147,18 +160,18 @@ class FullyShardedStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._fp32_reduce_scatter, self._compute_dtype = fp32_reduce_scatter, compute_dtype
-        self._options: dict[str, Any] = {
-            "use_orig_params": flatten_parameters and "group_by" not in options,
-            "sync_module_states": True,
-            "state_dict_device": torch.device("cpu") if state_dict_to_cpu else None,
-            **options,
-            "cpu_offload": cpu_offload,
-            "flatten_parameters": flatten_parameters,
-            "reshard_after_forward": reshard_after_forward,
-            "move_grads_to_cpu": move_grads_to_cpu,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
+        self.cpu_offload, self.move_grads_to_cpu = cpu_offload, move_grads_to_cpu
+        self.flatten_parameters, self.reshard_after_forward = flatten_parameters, reshard_after_forward
+        self.fp32_reduce_scatter, self.compute_dtype = fp32_reduce_scatter, compute_dtype
+        self.bucket_cap_mb = bucket_cap_mb
+        self.state_dict_device = options.pop("state_dict_device", torch.device("cpu") if state_dict_to_cpu else None)
+        self.auto_wrap_policy, self.min_num_params = auto_wrap_policy, min_num_params
+        if auto_wrap_policy is None:
+            self.min_num_params = _DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params
+        elif min_num_params is not None:
+            raise ValueError("min_num_params and auto_wrap_policy both choose the units: give one of them")
+        self._policy()  # which checks it
+        self.options: dict[str, Any] = options
         self._checkpoints = Checkpoints(self, self._required_wrapper, state_dict_type)
         self._for_setup: tuple[Mapping[str, Any], bool] | None = None
 
@@ -168,6 +181,17 @@ class FullyShardedStrategy(DDPStrategy):
     def wrapper(self) -> fsdp.FullyShardedDataParallel | None:
         """Return the outermost wrapper, as ``trainer.model``; None before the model is set up."""
         return self.model if isinstance(self.model, fsdp.FullyShardedDataParallel) else None
+
+    @property
+    def process_group(self) -> Any:
+        """Return the ranks that the model is sharded over: the option, or all ranks once they are connected."""
+        given = self.options.get("process_group")
+        return torch.distributed.group.WORLD if given is None else given
+
+    @property
+    def state_dict_type(self) -> str:
+        """Return the kind of checkpoints that are written, "full" or "sharded"."""
+        return self._checkpoints.kind
 
     @property
     def precision_plugin(self) -> Any:
@@ -225,6 +249,8 @@ class FullyShardedStrategy(DDPStrategy):
         _check_trainer(trainer, self.lightning_module)
         if self.wrapper is None:
             self._wrap(trainer, self.lightning_module)
+        else:
+            _refuse_other_settings(self.lightning_module.__dict__[_WRAPPED].settings, self._settings())
         _refuse_new_modules(self.lightning_module, self.lightning_module.__dict__[_WRAPPED])
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -290,8 +316,9 @@ class FullyShardedStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's name, when `fsdp.lightning` is imported."""
-        strategy_registry.register(cls.strategy_name, cls, description="Fully sharded training with fsdp")
+        """Register the strategy's names, when `fsdp.lightning` is imported."""
+        for name in (cls.strategy_name, "ddp_fully_sharded"):
+            strategy_registry.register(name, cls, description="Fully sharded training with fsdp")
 
     # --- wrapping ---------------------------------------------------------------------------------------------------
 
@@ -300,55 +327,89 @@ class FullyShardedStrategy(DDPStrategy):
             raise RuntimeError("the model is not wrapped yet: FullyShardedStrategy does that when the Trainer runs")
         return self.wrapper
 
-    def _wrapping(self) -> AbstractContextManager[None]:
-        return fsdp.enable_wrap(self._policy, wrapper_cls=fsdp.FullyShardedDataParallel, **self._arguments())
+    def _policy(self) -> AutoWrapPolicy:
+        given = self.auto_wrap_policy
+        if given is None:
+            least = _DEFAULT_MIN_NUM_PARAMS if self.min_num_params is None else self.min_num_params
+            return functools.partial(fsdp.default_auto_wrap_policy, min_num_params=least)
+        if isinstance(given, (set, frozenset, list, tuple)):
+            return fsdp.module_wrap_policy(given)
+        if not callable(given):
+            raise TypeError(f"auto_wrap_policy is a policy or a set of module classes, got {given!r}")
+        return given
+
+    @contextmanager
+    def _wrapping(self) -> Iterator[None]:
+        try:
+            with fsdp.enable_wrap(self._policy(), wrapper_cls=fsdp.FullyShardedDataParallel, **self._arguments()):
+                yield
+        except ValueError as error:
+            if "param_dtype" not in str(error) and "mixed_precision" not in str(error):
+                raise
+            precision = self.precision_plugin.precision
+            raise ValueError(f"{error} Under a Trainer, precision={precision!r} chooses it.") from error
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of every wrapper."""
-        arguments = {**self._options, "compute_device": self.root_device}
+        return {**self._precision_arguments(), **self._wrapper_options(), "compute_device": self.root_device}
+
+    def _wrapper_options(self) -> dict[str, Any]:
+        shows_originals = self.flatten_parameters and "group_by" not in self.options
+        defaults = {"use_orig_params": shows_originals, "sync_module_states": True}
+        return {**defaults, **{name: getattr(self, name) for name in _SHARED}, **self.options}
+
+    def _precision_arguments(self) -> dict[str, Any]:
+        """Return those about dtypes, which follow from the Trainer's precision."""
+        _check_precision(self)
         if not isinstance(self.precision_plugin, MixedPrecision):
-            given = {"compute_dtype": self._compute_dtype, "fp32_reduce_scatter": self._fp32_reduce_scatter}
-            return {name: value for name, value in given.items() if value is not None} | arguments
+            return {"compute_dtype": self.compute_dtype}
         # What a step is given is left alone: autocast casts it where it is multiplied, and targets keep their digits.
         policy = fsdp.MixedPrecision(
-            param_dtype=self._compute_dtype or _AUTOCAST_DTYPES[self.precision_plugin.precision],
-            reduce_dtype=torch.float32 if self._fp32_reduce_scatter else None,
+            param_dtype=self.compute_dtype or _AUTOCAST_DTYPES[self.precision_plugin.precision],
+            reduce_dtype=torch.float32 if self.fp32_reduce_scatter else None,
             cast_forward_inputs=False,
         )
         if self.root_device.type == "cpu":
             policy = replace(policy, full_precision_modules=(*policy.full_precision_modules, *_NOT_MIXED_ON_CPU))
-        return {"mixed_precision": policy} | arguments
+        return {"mixed_precision": policy}
+
+    def _settings(self) -> dict[str, Any]:
+        """Return all that the model is sharded by, for comparison with the settings of a later Trainer."""
+        policy = self.auto_wrap_policy
+        found = {
+            **self._wrapper_options(),
+            "fp32_reduce_scatter": bool(self.fp32_reduce_scatter),
+            "compute_dtype": self.compute_dtype,
+            "auto_wrap_policy": policy if policy is None or callable(policy) else frozenset(policy),
+            "min_num_params": self.min_num_params,
+            "precision": self.precision_plugin.precision,
+            "device": self.root_device,
+        }
+        for name in ("ignored_modules", "ignored_parameters"):
+            if found.get(name) is not None:
+                found[name] = frozenset(found[name])  # lists of tensors cannot be compared
+        for name in ("param_init_fn", "sync_module_states"):  # their effect is over when the model is wrapped
+            found.pop(name, None)
+        return found
 
     def _wrap(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
+        wrapped: Any
         with self._wrapping():
             if module.automatic_optimization:
                 wrapped = fsdp.auto_wrap(module, keep_wrapped=True)
             else:
                 wrapped = _wrap_called(module)
-        if not isinstance(wrapped, fsdp.FullyShardedDataParallel):
-            wrapped = fsdp.FullyShardedDataParallel(module, **self._arguments())
+            if not isinstance(wrapped, fsdp.FullyShardedDataParallel):
+                wrapped = fsdp.wrap(module)
         for metric in (each for each in module.modules() if isinstance(each, Metric)):
             metric.to(self.root_device)
         with wrapped.no_sync():  # it is the outermost from now on, also for units that are called before it
             pass
         self.model = wrapped
-        module.__dict__[_WRAPPED] = _Wrapped(wrapped, WeakSet(wrapped.modules()))
-
-
-def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
-    if given is None:
-        least = _DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params
-        return functools.partial(fsdp.default_auto_wrap_policy, min_num_params=least)
-    if min_num_params is not None:
-        raise ValueError("min_num_params and auto_wrap_policy say both which modules become units: give one of them")
-    if isinstance(given, (set, frozenset, list, tuple)):
-        return fsdp.module_wrap_policy(given)
-    if not callable(given):
-        raise TypeError(f"auto_wrap_policy is a policy or a set of module classes, got {given!r}")
-    return given
+        module.__dict__[_WRAPPED] = _Wrapped(wrapped, WeakSet(wrapped.modules()), self._settings())
 
 
 # --- checks, so that nothing goes wrong in silence --------------------------------------------------------------------
@@ -358,6 +419,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """Make sure that the wrapper takes them, and that the strategy does not set them."""
     known = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters
     for name in options:
+        if name == "mixed_precision" and not isinstance(options[name], fsdp.MixedPrecision):
+            raise ValueError(
+                f"mixed_precision={options[name]!r}: choose precision='16-mixed' or 'bf16-mixed' of the Trainer, or "
+                "pass a fsdp.MixedPrecision"
+            )
         if name in _OURS:
             raise ValueError(f"FullyShardedStrategy sets {name} of the wrappers itself: {_OURS[name]}")
         if name not in known or name == "self":
@@ -365,6 +431,32 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 f"FullyShardedStrategy got {name!r}, which is neither an argument of its own nor one of "
                 "FullyShardedDataParallel"
             )
+
+
+def _check_precision(strategy: FullyShardedStrategy) -> None:
+    """Make sure that the strategy's arguments about dtypes fit the Trainer's precision."""
+    name, dtype = strategy.precision_plugin.precision, strategy.compute_dtype
+    if isinstance(strategy.precision_plugin, MixedPrecision):
+        for option in ("buffer_dtype", "force_input_to_fp32"):
+            if strategy.options.get(option):
+                raise ValueError(
+                    f"{option} cannot be combined with precision={name!r}, which leaves buffers and inputs in their "
+                    "dtype: leave it out"
+                )
+        return
+    if strategy.fp32_reduce_scatter:
+        raise ValueError(
+            f"fp32_reduce_scatter=True needs precision='bf16-mixed' or '16-mixed' of the Trainer, got {name!r}. With "
+            "parameters of 16 bits, mixed_precision=fsdp.MixedPrecision(reduce_dtype=torch.float32) of the strategy "
+            "sums gradients in float32."
+        )
+    own = _TRUE_DTYPES.get(name)
+    if dtype is not None and own is not None and dtype != own:
+        raise ValueError(
+            f"compute_dtype={dtype} does not fit precision={name!r} of the Trainer, which computes in {own}. Choose "
+            "precision='bf16-mixed' or '16-mixed' to compute in 16 bits with parameters of 32, or 'bf16-true' or "
+            "'16-true' for 16 bits everywhere."
+        )
 
 
 def _check_trainer(trainer: Any, module: LightningModule) -> None:
@@ -410,10 +502,34 @@ def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
 
 
 class _Wrapped(NamedTuple):
-    """The wrapper of a LightningModule, and the modules in it when it was wrapped."""
+    """The wrapper of a LightningModule, the modules in it when it was wrapped, and the settings of the strategy."""
 
     wrapper: fsdp.FullyShardedDataParallel
     modules: WeakSet[nn.Module]
+    settings: dict[str, Any]
+
+
+def _refuse_other_settings(sharded_by: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse a Trainer that wants the model sharded in another way than the Trainer that has sharded it."""
+    listed = []
+    for name in sorted(sharded_by.keys() | wanted.keys()):
+        before, now = sharded_by.get(name), wanted.get(name)
+        if before == now:
+            continue
+        if callable(before) and callable(now):  # equal functions cannot be told from others
+            warnings.warn(
+                f"{name} of this Trainer's strategy is another function than the function that the model was sharded "
+                "by, and is not called: the model stays as it is. Pass the same function to both.",
+                stacklevel=2,
+            )
+        else:
+            listed.append(f"{name}={before!r}, not {now!r}")
+    if listed:
+        raise ValueError(
+            f"an earlier Trainer has sharded this LightningModule with {'; '.join(listed)}. A sharded model keeps its "
+            "settings: give this Trainer's strategy and precision the same, or load a checkpoint into a new "
+            "LightningModule."
+        )
 
 
 def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
@@ -464,6 +580,7 @@ class Checkpoints:
     def __init__(self, strategy: DDPStrategy, wrapper: Callable[[], Any], kind: str) -> None:
         if kind not in ("full", "sharded"):
             raise ValueError(f"state_dict_type is 'full' or 'sharded', got {kind!r}")
+        self.kind = kind
         self._strategy, self._wrapper, self._is_full = strategy, wrapper, kind == "full"
         self._saver: fsdp.checkpoint.Saver | None = None
         self._removals: list[Callable[[], None]] = []  # that wait for what it writes

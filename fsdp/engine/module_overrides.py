@@ -29,6 +29,7 @@ from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit
 from fsdp.engine.verify import renew_fingerprints, settle_fingerprints
 
 Conversion = Callable[[Tensor], Tensor]
+_AT_REST = (TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS)
 
 
 def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
@@ -102,6 +103,8 @@ class Conversions:
         if self.unit.request(Filling) is not None:
             return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
         if self.unit.request(Converting) is None:
+            if _is_computing(self.unit) and self._keeps_all(fn):
+                return self._module  # models cast parts in their forward, to the dtype that they have
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
@@ -121,6 +124,12 @@ class Conversions:
                 own.clear()
                 own.update(listed)
         return self._module
+
+    def _keeps_all(self, fn: Conversion) -> bool:
+        """Return whether a conversion leaves every parameter and buffer as it is; flat parameters are not listed."""
+        listed = (*self._module.parameters(), *self._module.buffers())
+        changes = any(_changes(handle, fn) for _, unit in units_in(self.unit) for handle in unit.visible_handles)
+        return not changes and all(fn(tensor) is tensor for tensor in listed)
 
     def _check(self, fn: Conversion) -> None:
         """Raise an error, before anything is changed, for what the shards cannot follow."""
@@ -261,6 +270,10 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
     before = _probe(handle)
     after = fn(before)
     return (before.dtype, before.device) != (after.dtype, after.device)
+
+
+def _is_computing(unit: Unit) -> bool:
+    return unit.runtime is not None and unit.runtime.root.state not in _AT_REST
 
 
 def _makes_memory(fn: Conversion) -> bool:

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp import fully_shard
+from fsdp.state_dict_utils import gather_state_dict
 from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
@@ -322,3 +325,41 @@ def _cast_before_backward(layout: str) -> None:
     with pytest.raises(RuntimeError, match=r"changed \(by an optimizer step, a cast"):
         loss.backward()
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+
+
+# In a forward
+
+
+class Casting(nn.Module):
+    """Casts a part in its forward, as routers of mixtures of experts do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.part, self.dtype = nn.Linear(5, 5), nn.Linear(5, 3), dtype
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.part = self.part.to(self.dtype)
+        outputs: torch.Tensor = self.part(self.first(inputs))
+        return outputs
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+def test_a_cast_in_forward_that_changes_nothing_is_allowed(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_cast_in_forward, form)
+
+
+def _cast_in_forward(form: str) -> None:
+    shard = fully_shard if form == "rows" else fully_sharded(use_orig_params=form == "orig")
+    inputs = torch.randn(4, 5)
+    plain, model = Casting(torch.float32), shard(Casting(torch.float32))
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            each(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close_state(gather_state_dict(model.state_dict()), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    model = shard(Casting(torch.float64))
+    with pytest.raises(RuntimeError, match=r"cannot (move or cast the module in the middle|be cast or moved apart)"):
+        model(inputs)

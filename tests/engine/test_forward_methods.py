@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp import TrainingState, register_fsdp_forward_method
+import fsdp
+from fsdp import TrainingState, fully_shard, register_fsdp_forward_method
+from fsdp.state_dict_utils import gather_state_dict
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
@@ -93,6 +96,87 @@ def _encode_unregistered() -> None:
         coder.encode(torch.ones(1, 6))
     register_fsdp_forward_method(coder, "encode")
     assert coder.encode(torch.ones(1, 6)).shape == (1, 3)
+
+
+def test_without_it_the_error_under_fully_shard_names_weight_and_remedy(ranks: RankPool) -> None:
+    ranks(2).run(_encode_unregistered_rows)
+
+
+def _encode_unregistered_rows() -> None:
+    coder: Any = fully_shard(Coder())
+    coder(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^down\.weight is sharded: encode\(\) of .*method\(module, 'encode'\)"):
+        coder.encode(torch.ones(1, 6))
+    with pytest.raises(RuntimeError, match=r"^down\.weight or .* or up\.weight or up\.bias is sharded: decode\(\) of"):
+        coder.decode(torch.ones(1, 3))
+    register_fsdp_forward_method(coder, "encode")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # other errors are left alone
+        coder.encode(torch.ones(1, 5))
+    code = coder.encode(torch.ones(1, 6))
+    register_fsdp_forward_method(coder, "decode")
+    assert coder.decode(code).shape == (1, 6)
+
+
+class Reversed(torch.autograd.Function):
+    """Computes a layer in backward again, by another method of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        with torch.no_grad():
+            outputs: Tensor = layer(inputs)
+        ctx.save_for_backward(inputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (inputs,) = ctx.saved_tensors
+        return ctx.layer.backward_pass(inputs, grad), None
+
+
+class Reversible(Coder):
+    def backward_pass(self, inputs: Tensor, grad: Tensor) -> Tensor | None:
+        with torch.enable_grad():
+            inputs = inputs.detach().requires_grad_()
+            Coder.forward(self, inputs).backward(grad)
+        return inputs.grad
+
+
+class Reformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.coder = nn.Linear(6, 6), Reversible()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Reversed.apply(self.first(inputs), self.coder)
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+def test_a_method_that_backward_calls_trains_once_it_is_registered(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_train_reversible, form)
+
+
+def _train_reversible(form: str) -> None:
+    torch.manual_seed(0)
+    plain = Reformer()
+    model: Any = copy.deepcopy(plain)
+    shard = fully_shard if form == "rows" else fully_sharded(use_orig_params=form == "orig")
+    model.coder, inputs = shard(model.coder), torch.randn(2, 6)
+    layer = model.coder if form == "rows" else model.coder.module.module
+    model = shard(model)
+    with pytest.raises(RuntimeError, match=r"down\.weight.* is sharded.*register_fsdp_forward_method\("):
+        model(inputs).square().sum().backward()
+    fsdp.recover(model)
+    for param in model.parameters():
+        param.grad = None
+    register_fsdp_forward_method(layer, "backward_pass")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(2):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close_state(gather_state_dict(model.state_dict()), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_modules_own_forward_calls_it_as_an_ordinary_method(ranks: RankPool) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from fsdp import get_fsdp_instances
 from tests.conftest import LitRanks
 from tests.helpers.pairs import parametrize_pairs
 
@@ -133,19 +133,6 @@ def _mean_loss(module: Any) -> float:
 
     with torch.no_grad():
         return sum(module.loss(lit.global_batch(step)).item() for step in range(lit.STEPS)) / lit.STEPS
-
-
-def test_the_name_is_registered(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_use_name)
-
-
-def _use_name() -> None:
-    from tests.helpers import lightning as lit
-
-    trainer = lit.fitted(lit.Regression(), lit.trainer(strategy="fsdp_flat"))
-    assert isinstance(trainer.strategy, lit.fsdp.lightning.FullyShardedStrategy)
-    assert isinstance(trainer.model, FullyShardedDataParallel)
-    torch.testing.assert_close(lit.state_of(trainer), lit.trained_alone(lit.Regression()), rtol=1e-4, atol=1e-6)
 
 
 def test_options_reach_every_wrapper(lit_ranks: LitRanks) -> None:

@@ -1,0 +1,80 @@
+"""Methods of a module under `fully_shard` that read weights while they are sharded raise an error with the remedy.
+
+There, modules list `DTensor`s between passes. torch refuses to compute with such a weight and a plain tensor, and names
+neither. With a wrapper, placeholders raise the error (`fsdp.engine.placeholder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import FunctionType, TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp.engine.handle import Phase
+from fsdp.engine.unit import Unit, unit_of
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
+def explain_methods(kind: type[Any]) -> type[Any]:
+    """Override the public methods of a sharded module's class, besides forward, so that they explain this error."""
+    front, original = kind.__bases__
+    for name in dir(original):
+        is_own = not name.startswith("_") and not hasattr(nn.Module, name) and not hasattr(front, name)
+        if is_own and isinstance(_found(original, name), FunctionType):
+            setattr(kind, name, _explained(kind, name))
+    return kind
+
+
+def _found(kind: type[Any], name: str) -> Any:
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+
+
+def _explained(kind: type[Any], name: str) -> Callable[..., Any]:
+    @wraps(getattr(kind, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(super(kind, self), name)(*args, **kwargs)
+        except RuntimeError as error:
+            unit = unit_of(self)
+            if unit is None or _MIXED not in str(error) or not (weights := _sharded_weights(unit)):
+                raise
+            fqn = _used(weights, error.__traceback__) or " or ".join(weights.values())
+            raise RuntimeError(
+                f"{fqn} is sharded: {name}() of {unit.name} reads it outside of the module's forward and backward. "
+                f"Register the method once, on every rank: fsdp.register_fsdp_forward_method(module, {name!r}). Then "
+                "it gathers the weights as forward does."
+            ) from error
+
+    return method
+
+
+def _sharded_weights(unit: Unit) -> dict[int, str]:
+    """Return the names of a unit's parameters that modules list as `DTensor`s, by their ids."""
+    sharded = (handle for handle in unit.visible_handles if handle.phase is not Phase.UNSHARDED)
+    return {
+        id(param): info.fqn
+        for handle in sharded
+        if handle.orig_params is not None
+        for param, info in zip(handle.orig_params.params, handle.param_infos, strict=True)
+    }
+
+
+def _used(weights: dict[int, str], traceback: TracebackType | None) -> str | None:
+    """Return the weight that the innermost function of a traceback has at hand, if it has one."""
+    found = None
+    while traceback is not None:
+        at_hand = [weights[id(param)] for param in _params(traceback.tb_frame.f_locals) if id(param) in weights]
+        found, traceback = at_hand[0] if at_hand else found, traceback.tb_next
+    return found
+
+
+def _params(values: dict[str, Any]) -> Iterator[Tensor]:
+    for value in values.values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from (param for param in value._parameters.values() if param is not None)

@@ -1,0 +1,38 @@
+"""Many families of `transformers` train sharded as they do unsharded: here each class in one of three forms.
+
+`python -m tests.zoo` trains all classes in all forms.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.hugging_face import MODULES, PATIENCE, needs
+from tests.helpers.ranks import RankPool
+from tests.helpers.zoo import FAMILIES, FORMS, names
+
+pytestmark = needs("transformers")
+PRELOAD = MODULES
+RUNS = 18  # in each as many classes, since a run costs some time
+
+
+def test_the_zoo_has_many_families() -> None:
+    assert len(FAMILIES) >= 70
+    assert len(set(names())) == len(names()) >= 100
+
+
+@pytest.mark.parametrize("number", range(RUNS), ids=lambda number: f"{FORMS[number % 3]}-{number // 3}")
+def test_classes_train_as_unsharded(ranks: RankPool, number: int) -> None:
+    # One run of each form is on three ranks.
+    ranks(3 if number % 7 == 3 else 2, timeout=PATIENCE).run(train, names()[number::RUNS], FORMS[number % 3])
+
+
+def train(classes: list[str], form: str) -> None:
+    from tests.helpers.zoo_training import assert_trains_as_unsharded
+
+    for name in classes:
+        try:
+            assert_trains_as_unsharded(name, form)
+        except Exception as error:
+            error.add_note(f"{name}, {form}")
+            raise
