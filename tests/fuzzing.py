@@ -701,17 +701,25 @@ def average(pair: Pair) -> None:
 
 
 def wrap_otherwise(pair: Pair) -> None:
-    """Training goes on with other units, which get the optimizer's state by names."""
+    """Training goes on with other units, which get the optimizer's state."""
     from fsdp import optim_utils
 
     options = pair.case.options
     originals = options.get("use_orig_params") or not options.get("flatten_parameters", True)
     if not originals or pair.case.optimizer == "sgd":  # of a flat parameter, parts with and without a state are refused
         return
-    full = optim_utils.full_optim_state_dict(pair.sharded, pair.optimizers[0], recipient_rank=None)
+    by_numbers = pair.rng.random() < 0.5  # as FairScale's methods do, of which the first rank has the state
+    if by_numbers:
+        told = [pair.sharded.gather_full_optim_state_dict(pair.optimizers[0])]
+        dist.broadcast_object_list(told)
+    else:
+        told = [optim_utils.full_optim_state_dict(pair.sharded, pair.optimizers[0], recipient_rank=None)]
     pair.sharded = _shard(pair.case, copy.deepcopy(pair.plain), again=pair.step + 1)
     new = OPTIMIZERS[pair.case.optimizer](list(pair.sharded.parameters()))
-    optim_utils.load_full_optim_state_dict(pair.sharded, new, full)
+    if by_numbers:
+        new.load_state_dict(pair.sharded.get_shard_from_optim_state_dict(told[0]))
+    else:
+        optim_utils.load_full_optim_state_dict(pair.sharded, new, told[0])
     pair.optimizers = new, pair.optimizers[1]
 
 
@@ -973,6 +981,10 @@ def _built_anew(original: Callable[..., Any]) -> Callable[..., Any]:
     return follow
 
 
+def _returned_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state: state
+
+
 def _none(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: []
 
@@ -998,6 +1010,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "data of rows is dropped": ("fsdp.engine.dtensor_params.DTensorParams._replaced", _none),
     "data that was kept is overwritten": ("fsdp.engine.orig_params.let_go", _forgotten),
     "writes to rows are dropped": ("fsdp.distributed.gathered_part.Source.write_back", _forgotten),
+    "numbers of another nesting are believed": ("fsdp.optim_utils.full.by_stored_names", _returned_as_it_is),
     "what is not used has a gradient": ("fsdp.engine.orig_params.OrigParams.show_gradients", _all_used),
 }
 

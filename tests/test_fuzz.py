@@ -58,6 +58,7 @@ NEEDED: dict[str, Callable[[Case], bool]] = {
     "writes to memory are not seen": lambda case: is_rows(case) and has_any(case, "average", "write_memory"),
     "data of rows is dropped": lambda case: is_rows(case) and "write_memory" in case.operations,
     "data that was kept is overwritten": lambda case: "write_memory" in case.operations,
+    "numbers of another nesting are believed": lambda case: "wrap_otherwise" in case.operations and not is_rows(case),
     "writes to rows are dropped": lambda case: is_rows(case) and "write_rows" in case.operations,
 }
 
