@@ -150,7 +150,10 @@ class Registry:
         self._leaves: Sequence[nn.Parameter] | None = None  # listed in the places of the entries, while modules compute
         numbers = {(place.module, place.name): slot for slot, used in enumerate(places) for place in used}
         self._listed = [(numbers[entry[:2]], *entry) for entry in self.entries if entry[:2] in numbers]
-        self._flat = [(module, name) for module, name, _ in self.entries if (module, name) not in numbers]
+        listed = {(module, name): param for module, name, param in self.entries}
+        # Where modules list unsharded parameters while they compute: the number of each, and what is listed otherwise.
+        self._at = [(*at, slot, listed.get(at)) for at, slot in numbers.items()]
+        self._flat = [(*at, param) for at, param in listed.items() if at not in numbers]
         self.enter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,6 +173,7 @@ class Registry:
         """Have `param`, which is listed elsewhere already, listed at these places too."""
         self.entries += [(place.module, place.name, param) for place in places]
         self._listed += [(0, place.module, place.name, param) for place in places]
+        self._at += [(place.module, place.name, 0, param) for place in places]
         self.enter()
 
     def enter(self) -> None:
@@ -190,25 +194,22 @@ class Registry:
         if self._leaves is leaves:
             return
         self._leaves = leaves
-        for slot, places in enumerate(self._places):
-            for module, name, _ in places:
-                if (module, name) not in self.lent:
-                    module._parameters.update({name: leaves[slot]})
-        for module, name in self._flat:
-            module._parameters.update({name: None})
+        for module, name, slot, _ in self._at:
+            if (module, name) not in self.lent:
+                dict.__setitem__(module._parameters, name, leaves[slot])  # which is not noticed
+        for module, name, _ in self._flat:
+            dict.__setitem__(module._parameters, name, None)
 
     def list_shards(self) -> None:
         """List the entries again. A parameter that a user assigned in between stays."""
         leaves, self._leaves = self._leaves, None
         if leaves is None:
             return
-        listed = {(module, name): param for module, name, param in self.entries}
-        for slot, places in enumerate(self._places):
-            for module, name, _ in places:
-                if module._parameters.get(name) is leaves[slot]:
-                    module._parameters.update({name: listed.get((module, name))})
-        for at in self._flat:
-            at[0]._parameters.update({at[1]: listed[at]})
+        for module, name, slot, listed in self._at:
+            if module._parameters.get(name) is leaves[slot]:
+                dict.__setitem__(module._parameters, name, listed)
+        for module, name, flat_param in self._flat:
+            dict.__setitem__(module._parameters, name, flat_param)
 
     def leave(self) -> None:
         """Undo `enter`."""

@@ -137,7 +137,7 @@ class Runtime:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
-            unit.state = TrainingState.FORWARD
+            unit.transition_to(TrainingState.FORWARD)
             unit.enter()
             unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
@@ -178,6 +178,8 @@ class Runtime:
         Only the rank that wrote may notice, and all ranks must take part in the all-gather.
         """
         left, self._left = self._left, []
+        if self.participation.is_joining:
+            return  # ranks without batches take part in all-gathers only
         by_ranks: dict[Communicator, list[FlatParamHandle]] = {}
         for handle in left:
             if handle.phase is Phase.UNSHARDED:
@@ -250,7 +252,7 @@ class Runtime:
             return
         if needs_backward:
             unit.backward.add(call)
-        unit.state = TrainingState.IDLE
+        unit.transition_to(TrainingState.IDLE)
         needed_at_once = (
             needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
         )
@@ -296,7 +298,7 @@ class Runtime:
         self._settle()
 
     def _end_failed_forward(self, unit: Unit) -> None:
-        unit.state = TrainingState.IDLE
+        unit.transition_to(TrainingState.IDLE)
         unit.yet_to_run.clear()
         self._let_go(unit)
         self.participation.fail(unit)
@@ -340,7 +342,7 @@ class Runtime:
                     "different precisions (full_precision_in_eval=True). Run a backward for each."
                 )
             unit.compute_in_full(call.in_full_precision)
-            unit.state = TrainingState.BACKWARD_POST  # of calls in the other precision, which has leaves of its own
+            unit.transition_to(TrainingState.BACKWARD_POST)  # of calls in the other precision, which has leaves of its own
             unit.expect_gradients()
         if call.backward is not self._backward:
             call.backward = self._backward
@@ -357,7 +359,7 @@ class Runtime:
         if call.will_pass or (unit.has_frozen_handle and not call.is_watched):
             backward.await_inputs(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
-            unit.state = TrainingState.BACKWARD_PRE
+            unit.transition_to(TrainingState.BACKWARD_PRE)
             self._unshard_for_backward(unit)
             unit.list_unsharded()
         if call.shards != [handle.state_in_use for handle in unit.handles]:
@@ -401,7 +403,7 @@ class Runtime:
         self.ensure_backward()
         self.has_trained = True
         if unit.state is not TrainingState.FORWARD and not unit.backward.may_come:
-            unit.state = TrainingState.BACKWARD_POST
+            unit.transition_to(TrainingState.BACKWARD_POST)
         unit.backward.missing.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
@@ -447,7 +449,7 @@ class Runtime:
             return  # what is frozen may be on the way to the gradients of the units inside
         if unit.frees_after_backward:
             unit.reshard()
-            unit.state = TrainingState.BACKWARD_POST
+            unit.transition_to(TrainingState.BACKWARD_POST)
 
     def _end_backward(self) -> None:
         self.participation.end_backward()
@@ -466,7 +468,7 @@ class Runtime:
             unit.list_shards()  # also inside of a running forward, where the gradients may be clipped or stepped next
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
-            unit.state = TrainingState.IDLE
+            unit.transition_to(TrainingState.IDLE)
             if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()
@@ -573,7 +575,7 @@ class Runtime:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
         for unit in self.units:
-            unit.state = TrainingState.IDLE
+            unit.transition_to(TrainingState.IDLE)
             unit.yet_to_run.clear()
         self._abandon_backward()
 
@@ -588,7 +590,7 @@ class Runtime:
             for handle in unit.handles:
                 handle.drop_unreduced()
             if unit.state is not TrainingState.FORWARD:
-                unit.state = TrainingState.IDLE
+                unit.transition_to(TrainingState.IDLE)
                 unit.reshard()
         self._settle()
 

@@ -186,7 +186,7 @@ class Unit:
         self.comm_hook: CommHook | None = None
         self.all_reduce_hook: AllReduceHook | None = None
         self.name = type(module).__name__
-        self._state = TrainingState.IDLE
+        self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
         self.is_agreed = False  # the ranks have compared what they have
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
@@ -202,14 +202,9 @@ class Unit:
         self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
         self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
 
-    @property
-    def state(self) -> TrainingState:
-        """The state that it is in; profilers and the debug log show when it goes to another."""
-        return self._state
-
-    @state.setter
-    def state(self, state: TrainingState) -> None:
-        before, self._state = self._state, state
+    def transition_to(self, state: TrainingState) -> None:
+        """Set the state. Profilers show forward and backward as ranges, and the debug log shows each transition."""
+        before, self.state = self.state, state
         if state is before:
             return
         if self._range is not None:

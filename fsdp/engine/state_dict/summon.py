@@ -55,7 +55,8 @@ class Exposure:
         self.handles = list(tensors)
         self.params = {handle: _as_params(handle, each) for handle, each in tensors.items() if each is not None}
         self._looks = {key: _Look.at(param, by_value) for key, param in self.numbered()}
-        self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
+        self._outer_state = unit.state
+        unit.transition_to(TrainingState.SUMMON_FULL_PARAMS)
         try:
             unit.buffers.widen()
             for handle in self.handles:
@@ -118,7 +119,7 @@ class Exposure:
         restore_order(self._unit)
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
-        self._unit.state = self._outer_state
+        self._unit.transition_to(self._outer_state)
 
 
 def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
