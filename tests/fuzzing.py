@@ -674,7 +674,7 @@ def write_memory(pair: Pair) -> None:
 
 def write_rows(pair: Pair) -> None:
     """A part of a parameter along the sharded dimension is written."""
-    if pair.is_wrapper:
+    if pair.is_wrapper or torch.__version__ < "2.13":  # see `fsdp.distributed.gathered_part`
         return
     pair.reshard()
     params = dict(pair.sharded.named_parameters())

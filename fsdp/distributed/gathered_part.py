@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from fsdp.distributed.dtensor import MeshPart, arrived, held_part
 
 aten = torch.ops.aten
 _VIEWS = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default)
 _EYES = (aten.eye.out, aten.eye.m_out)
+LEAST_TORCH = "2.13"  # before, subclasses of `DTensor` were not dispatched to (seen with torch 2.11)
 
 
 @cache
@@ -27,8 +30,9 @@ def write_parts_through(is_ours: Callable[[DTensor], bool]) -> None:
     """Register the handlers of view operations, for the `DTensor`s for which `is_ours` returns True. Once a process."""
     # private: torch's table of operations with a handler of their own (torch 2.11 and 2.13)
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update({view: partial(_view, is_ours) for view in _VIEWS})
     handlers.update(dict.fromkeys(_EYES, _eye))
+    if torch.__version__ >= LEAST_TORCH:
+        handlers.update({view: partial(_view, is_ours) for view in _VIEWS})
 
 
 def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -> Any:
@@ -43,10 +47,11 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
     ]
     if placements == list(source.placements) or not is_ours(source):
         return found
-    with torch.no_grad():
-        gathered = source.redistribute(placements=placements)
-    where = Source(source, arrived(held_part(gathered)))
-    found = _by_torch(op, (gathered, *others), kwargs)
+    # private: `redistribute` is an autograd function, which cannot be used inside of an operation (torch 2.11 and 2.13)
+    spec = DTensorSpec(source.device_mesh, tuple(placements), source._spec.tensor_meta)
+    gathered: Any = arrived(redistribute_local_tensor(held_part(source), source._spec, spec)).contiguous()
+    where = Source(source, gathered)
+    found = _by_torch(op, (DTensor.__new__(DTensor, gathered, spec, requires_grad=False), *others), kwargs)
     return [_part(each, where) for each in found] if isinstance(found, (list, tuple)) else _part(found, where)
 
 

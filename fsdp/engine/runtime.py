@@ -342,7 +342,9 @@ class Runtime:
                     "different precisions (full_precision_in_eval=True). Run a backward for each."
                 )
             unit.compute_in_full(call.in_full_precision)
-            unit.transition_to(TrainingState.BACKWARD_POST)  # of calls in the other precision, which has leaves of its own
+            unit.transition_to(
+                TrainingState.BACKWARD_POST
+            )  # of calls in the other precision, which has leaves of its own
             unit.expect_gradients()
         if call.backward is not self._backward:
             call.backward = self._backward
