@@ -118,5 +118,7 @@ def named(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
+    if not runs:
+        return "no ranks"
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"

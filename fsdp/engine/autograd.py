@@ -75,15 +75,16 @@ class BackwardPass:
     """One run of autograd, from the first hook to its end; begins when it is made, inside of a hook.
 
     `at_end` is called when the run (the innermost, if backwards are nested) has finished. A run that raised is
-    never finished: autograd then drops the callback, and that is how `is_alive` knows.
+    never finished: autograd then drops the callback, and that is how `is_alive` knows. Then `at_failure` is called, if
+    this object still exists.
     """
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
+    def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None] | None = None) -> None:
         def callback() -> None:
             with outside_transforms():
                 at_end()
 
-        self._callback = weakref.ref(callback)
+        self._callback = weakref.ref(callback, None if at_failure is None else lambda _: at_failure())
         Variable._execution_engine.queue_callback(callback)
 
     @property

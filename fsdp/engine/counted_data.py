@@ -3,12 +3,8 @@
 For other tensors torch does not count writes through ``.data``.
 
 A tensor that is assigned to ``.data`` is copied to the shard's memory at the next use. Tensors that were read from
-``.data`` before keep their values (`let_go`), because programs swap weights in this way::
-
-    kept = param.data
-    param.data = average
-    ...
-    param.data = kept
+``.data`` before keep their values (`let_go`), because programs swap weights in this way: ``kept = param.data``, then
+``param.data = average``, and later ``param.data = kept``.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
             if module is not unit.module:
                 module.__dict__["requires_grad_"] = Freezing(unit, module)
                 if not (lists_parts or names_shards):
-                    module.__dict__["named_parameters"] = NamedParameters(unit, module)
+                    # A bound method, because compilers look at the function of it.
+                    module.__dict__["named_parameters"] = NamedParameters(unit, module).named_parameters
 
 
 def move_values(module: nn.Module, device: torch.device) -> None:
@@ -240,12 +241,12 @@ class NamedParameters:
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self.unit, self._module = unit, module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         is_empty = True
         for named in type(self._module).named_parameters(self._module, *args, **kwargs):
             is_empty = False
             yield named
-        if is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if len(args) > 1 else True)):
+        if is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if args[1:] else True)):
             # The same text for all modules, so that a loop over many of them is told once.
             asked_by_parameters = sys._getframe(1).f_code is nn.Module.parameters.__code__
             warnings.warn(

@@ -132,6 +132,8 @@ class Runtime:
             self._begin_forward(unit)
         self._running.append(call)
         self.participation.enter(call, is_outermost=is_outermost)
+        if is_outermost:
+            self._reshard_overwritten()
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
@@ -169,7 +171,6 @@ class Runtime:
             if handle.orig_params is not None:
                 handle.orig_params.forget_zeroed()
         self.trust_values(unit)
-        self._reshard_overwritten()
         self._forward_order.begin()
 
     def _reshard_overwritten(self) -> None:
@@ -382,8 +383,13 @@ class Runtime:
             return
         if self._backward is not None:
             self._abandon_backward()  # the last one raised
-        self._backward = BackwardPass(self._end_backward)
+        self._backward = BackwardPass(self._end_backward, self._list_shards)
         self._begin_backward()
+
+    def _list_shards(self) -> None:
+        """A backward has failed: what users call next, such as ``zero_grad()``, must find the shards."""
+        for unit in self.units:
+            unit.list_shards()
 
     def _begin_backward(self) -> None:
         self._backward_order.begin()

@@ -20,17 +20,19 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def explain_methods(kind: type[Any]) -> type[Any]:
-    """Override the public methods of a sharded module's class, besides forward, so that they explain this error."""
+    """Override public methods of a sharded module's class, so that they explain this error.
+
+    Only methods beside a forward in the same class are overridden. Methods of a library's base class, as those of
+    ``transformers.PreTrainedModel``, do not compute, and may look at their callers.
+    """
     front, original = kind.__bases__
-    for name in dir(original):
+    computing = [base for base in original.__mro__ if "forward" in vars(base) and base is not nn.Module]
+    for name in {name for base in computing for name in vars(base)}:
+        found = next(vars(base)[name] for base in original.__mro__ if name in vars(base))
         is_own = not name.startswith("_") and not hasattr(nn.Module, name) and not hasattr(front, name)
-        if is_own and isinstance(_found(original, name), FunctionType):
+        if is_own and isinstance(found, FunctionType):
             setattr(kind, name, _explained(kind, name))
     return kind
-
-
-def _found(kind: type[Any], name: str) -> Any:
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def _explained(kind: type[Any], name: str) -> Callable[..., Any]:

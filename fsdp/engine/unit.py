@@ -308,7 +308,8 @@ class Unit:
             hook.remove()
         for module in own_modules(self.module):
             for name in ("_apply", "requires_grad_", "named_parameters"):
-                if getattr(module.__dict__.get(name), "unit", None) is self:
+                found = module.__dict__.get(name)
+                if getattr(getattr(found, "__self__", found), "unit", None) is self:  # itself, or a method of it
                     del module.__dict__[name]
         self.buffers.widen()
         for module in {self.module, *self.modules}:

@@ -127,7 +127,7 @@ def _clip_bfloat16() -> None:
     model(torch.ones(1, 64)).sum().backward()
     norm = model.clip_grad_norm_(1.0)
     assert norm.dtype is torch.float32
-    assert norm.item() == 64.0
+    assert norm.item() == pytest.approx(64.0, rel=1e-6)  # in bfloat16 the sum would stop at a few
     torch.testing.assert_close(model.params[0].grad.float(), torch.full((2048,), 1 / 64, dtype=torch.float32))
 
 

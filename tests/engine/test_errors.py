@@ -487,7 +487,8 @@ def _skip_a_unit_on_rank_1() -> None:
         model(torch.ones(2, 5), rarely=not skips).sum().backward()
     if not skips:
         assert "rank 0: all-gather of rarely in forward did not complete" in str(error.value)
-        assert "Every rank of the group must run the same units" in str(error.value)
+        # By the report of where each rank is; before it, by the error of the collective.
+        assert re.search("(must run|Run) the same units", str(error.value))
         assert model.training_state is TrainingState.IDLE
 
 

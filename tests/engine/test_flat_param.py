@@ -394,7 +394,7 @@ def _free_between_forward_and_backward() -> None:
     assert not noise.isfinite().any()
     plain = torch.ones(2, 3, requires_grad=True)
     torch.nn.functional.linear(plain, VALUES["transposed"]).square().sum().backward()
-    assert torch.equal(inputs.grad, plain.grad)
+    torch.testing.assert_close(inputs.grad, plain.grad)  # kernels may add in another order, by how weights are aligned
 
 
 def test_steps_out_of_turn_are_errors_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:

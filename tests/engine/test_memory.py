@@ -51,7 +51,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if isinstance(item, Tensor) and type(item) is not Placeholder:
+        if isinstance(item, Tensor) and not isinstance(item, Placeholder):
             storage = item.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

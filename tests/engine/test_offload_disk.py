@@ -205,7 +205,7 @@ def bytes_in_memory(folder: Path) -> int:
     gc.collect()
     files, storages = Addresses(folder), {}
     for item in gc.get_objects():
-        if isinstance(item, Tensor) and type(item) is not Placeholder and not files.contain(item):
+        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not files.contain(item):
             storage = item.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

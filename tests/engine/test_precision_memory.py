@@ -161,7 +161,7 @@ def live_bytes(dtype: torch.dtype) -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if isinstance(item, Tensor) and type(item) is not Placeholder and item.dtype is dtype:
+        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and item.dtype is dtype:
             storages[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
     return sum(storages.values())
 

@@ -441,7 +441,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if isinstance(item, Tensor) and type(item) is not Placeholder and not item.is_meta:
+        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not item.is_meta:
             storage = (local(item) if isinstance(item, DTensor) else item).untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -205,7 +205,7 @@ def assert_goes_on_alike(model: Any, make_optimizer: MakeOptimizer, travel: Trav
 def live_bytes() -> int:
     """Of all tensors with memory, each storage counted once."""
     gc.collect()
-    tensors = (item for item in gc.get_objects() if isinstance(item, Tensor) and type(item) is not Placeholder)
+    tensors = (item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, Placeholder))
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

@@ -494,7 +494,7 @@ def _run_example() -> None:
     page = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(code.split("model = ")[0], names)
     model = talk(FORMS["orig_params"])
     optimizer = names["make_optimizer"](model)
     groups: list[dict[str, Any]] = [

@@ -311,7 +311,7 @@ def _train_tensor_parallel(shape: tuple[int, int]) -> None:
 
     assert_parity(
         partial(gpt, mesh=mesh),
-        adamw,
+        sgd_with_momentum,  # Adam's first steps have the signs of roundings, which differ by the kernels of a processor
         3,
         wrap=fully_sharded(process_group=mesh["replicate", "shard"]),
         own=own,

@@ -149,7 +149,7 @@ def _look_at_other_units(form: dict[str, Any]) -> None:
     model = sharded(**form)(nn.Sequential(*map(sharded(**form), layers[:2]), layers[2]))
 
     def init(module: nn.Module) -> None:
-        shown = [type(layer.weight) is not Placeholder for layer in layers]
+        shown = [not isinstance(layer.weight, Placeholder) for layer in layers]
         assert shown == [layer is module for layer in layers]
         initialise(module)
 
