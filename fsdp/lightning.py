@@ -318,7 +318,7 @@ class FullyShardedStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's names, when `fsdp.lightning` is imported."""
         for name in (cls.strategy_name, "ddp_fully_sharded"):
-            strategy_registry.register(name, cls, description="Fully sharded training with fsdp")
+            strategy_registry.register(name, cls, description="Fully sharded training with fsdp", override=True)
 
     # --- wrapping ---------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ class Journal:
         self.page = 0
         self.first_unsent = 0  # those before it have been sent to the rank that compares, or are forgotten
         self._notes: dict[int, dict[tuple[Hashable, str], int]] = {}
+        # A model before it may have had the name, in another default process group, and not be freed yet.
+        for before in [each for each in list(journals) if each.name == self.name]:
+            journals.discard(before)
         journals.add(self)
 
     def note(self, what: Hashable, text: str) -> None:

@@ -27,7 +27,7 @@ from tests.helpers.hugging_face import (
     rows,
     sharded,
 )
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = needs("transformers", "accelerate")
 PRELOAD = MODULES
@@ -139,7 +139,7 @@ def _evaluate(folder: Path, form: str | None, count: int = 5) -> float:
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch", "learning_rate": 0.01}
 
 
-@pytest.mark.parametrize(("form", "other"), [("flat", "original"), ("original", "fully_shard")])
+@pytest.mark.parametrize(("form", "other"), [("flat", "flat"), ("original", "fully_shard")])
 def test_resuming_with_more_ranks_goes_on_as_if_nothing_had_happened(
     ranks: RankPool, tmp_path: Path, form: str, other: str
 ) -> None:
@@ -147,6 +147,15 @@ def test_resuming_with_more_ranks_goes_on_as_if_nothing_had_happened(
     ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", form)
     found = ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", other, SAVING, True)[0]
     assert_close_trainings(found, expected)
+
+
+def test_a_checkpoint_with_other_parameter_groups_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """The Trainer makes groups by names, and flat parameters are in one group whatever their names."""
+    ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", "flat")
+    with pytest.raises(
+        RankError, match=r"in parameter groups 0 and 1, and that of the checkpoint has them in one group"
+    ):
+        ranks(2, timeout=PATIENCE).run(train, tmp_path / "run", "llama", "original", SAVING, True)
 
 
 def _train_half(folder: Path, form: str) -> None:
