@@ -119,6 +119,7 @@ class FlatParamHandle:
         post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
         gradient_hooks: the hooks of users on `listed_params`.
         check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
+        has_frozen: some of its parameters are not trained.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
     """
 
@@ -202,11 +203,6 @@ class FlatParamHandle:
         if self.orig_params is not None:
             return self.orig_params.requires_grad
         return [self.flat_param.requires_grad] * len(self.layout.slots)
-
-    @property
-    def has_frozen(self) -> bool:
-        """True if some of its parameters are not trained."""
-        return not all(self._trained)
 
     @property
     def valueless(self) -> set[int]:
@@ -312,7 +308,10 @@ class FlatParamHandle:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
         *_, self._built_for = self.shard_state
+        if self.orig_params is not None:
+            self.orig_params.follow_frozen()
         self._trained = self.requires_grad_each
+        self.has_frozen = not all(self._trained)
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
             self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
         else:
@@ -665,16 +664,18 @@ class FlatParamHandle:
 
     def follow_frozen(self) -> None:
         """Follow `requires_grad` of the parameters that modules list, before a forward or backward."""
-        for slot in self.unsharded.refrozen():
+        refrozen = self.unsharded.refrozen()
+        if not refrozen and self.requires_grad_each == self._trained:
+            return
+        for slot in refrozen:
             self._freeze(slot, self.unsharded.leaves[slot].requires_grad)
         if self.orig_params is not None:
             self.orig_params.follow_frozen()
-        trained = self.requires_grad_each
-        if trained != self._trained:
-            self.precision.check(self.name, self.flat_param.dtype, self.flat_param.requires_grad)
-            self._trained = trained
-            for unsharded in self.forms.values():
-                unsharded.train(trained)
+        self.precision.check(self.name, self.flat_param.dtype, self.flat_param.requires_grad)
+        self._trained = self.requires_grad_each
+        self.has_frozen = not all(self._trained)
+        for unsharded in self.forms.values():
+            unsharded.train(self._trained)
 
     def _freeze(self, slot: int, needs: bool) -> None:
         """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""

@@ -24,6 +24,8 @@ from fsdp.distributed.dtensor import MeshPart, local_part
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.managed_params import is_ours, note_stale
 
+_put = dict.__setitem__  # in a `Listing`, which does not notice it
+
 # What users have assigned, with the place that it was for, while they still hold it.
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -193,12 +195,12 @@ class Registry:
         """List these unsharded parameters in the modules, and no flat parameter, until `list_shards`."""
         if self._leaves is leaves:
             return
-        self._leaves = leaves
+        self._leaves, lent = leaves, self.lent
         for module, name, slot, _ in self._at:
-            if (module, name) not in self.lent:
-                dict.__setitem__(module._parameters, name, leaves[slot])  # which is not noticed
+            if not lent or (module, name) not in lent:
+                _put(module._parameters, name, leaves[slot])
         for module, name, _ in self._flat:
-            dict.__setitem__(module._parameters, name, None)
+            _put(module._parameters, name, None)
 
     def list_shards(self) -> None:
         """List the entries again. A parameter that a user assigned in between stays."""
@@ -207,9 +209,9 @@ class Registry:
             return
         for module, name, slot, listed in self._at:
             if module._parameters.get(name) is leaves[slot]:
-                dict.__setitem__(module._parameters, name, listed)
+                _put(module._parameters, name, listed)
         for module, name, flat_param in self._flat:
-            dict.__setitem__(module._parameters, name, flat_param)
+            _put(module._parameters, name, flat_param)
 
     def leave(self) -> None:
         """Undo `enter`."""
