@@ -465,7 +465,7 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Collective. Backward has ended on all ranks: reduce what is left of its gradients, and show all of them."""
-        has_gradient = any(not handle.gradients.is_empty for handle in self.handles)
+        has_gradient = any(one.gradients.times_taken or not one.gradients.is_empty for one in self.handles)
         self.has_trained = self.has_trained or has_gradient or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
         self._left = []
@@ -473,7 +473,9 @@ class Runtime:
             handle.mark_unreduced()
         for unit in self.units:
             unit.backward.end()
-            unit.list_shards()  # also inside of a running forward, where the gradients may be clipped or stepped next
+            # Inside of a running forward, gradients may be stepped next; torch.autograd.grad leaves none.
+            if has_gradient or unit.state is not TrainingState.FORWARD:
+                unit.list_shards()
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)

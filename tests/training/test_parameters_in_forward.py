@@ -72,7 +72,16 @@ def first_of_its_dtype(net: Any, inputs: Tensor) -> Any:
     return inputs.to(next(net.part.parameters()).dtype).mean() * next(net.exit.parameters()).numel()
 
 
-USES = [own_parts, scaled_part, by_name, recomputed, first_of_its_dtype]
+def after_a_gradient(net: Any, inputs: Tensor) -> Any:
+    """A gradient inside of the forward, as that of an energy; then a penalty."""
+    if torch.is_grad_enabled():
+        point = inputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net.part(point).square().sum(), point)
+        return penalty(net.part) + net.part(slope).mean()
+    return penalty(net.part)
+
+
+USES = [after_a_gradient, own_parts, scaled_part, by_name, recomputed, first_of_its_dtype]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
