@@ -80,11 +80,19 @@ class BackwardPass:
     """
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None] | None = None) -> None:
+        has_ended = False
+
         def callback() -> None:
+            nonlocal has_ended
+            has_ended = True
             with outside_transforms():
                 at_end()
 
-        self._callback = weakref.ref(callback, None if at_failure is None else lambda _: at_failure())
+        def drop(_: Any) -> None:
+            if at_failure is not None and not has_ended:
+                at_failure()
+
+        self._callback = weakref.ref(callback, drop)
         Variable._execution_engine.queue_callback(callback)
 
     @property
