@@ -169,7 +169,8 @@ def test_the_cause_of_a_hang_is_named_on_every_rank(
     ranks: RankPool, tmp_path: Path, kind: str, form: str, world_size: int
 ) -> None:
     for error in ranks(world_size, backend=None).run(_hang, tmp_path, form, kind):
-        assert re.search(rf"\n{FAULTS[kind][1]}.*\n\(", error), error
+        # On a busy machine a rank may raise, and so leave the step, before another rank has written its report.
+        assert re.search(rf"\n(The others wait for rank \d\. )?({FAULTS[kind][1]}).*\n\(", error), error
 
 
 @contextmanager
