@@ -306,7 +306,8 @@ class DTensorForm:
             places = [found[param] for param in params]
             shard = Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated=is_replicated)
             if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
-                new_unsharded = partial(ExtendedParameters, mesh=self._spread.mesh, mp_policy=self._mp_policy)
+                given = {"module": places[0][0].module, "mesh": self._spread.mesh, "mp_policy": self._mp_policy}
+                new_unsharded = partial(ExtendedParameters, **given)
                 shard = replace(shard, post_forward_comm=None, new_unsharded=new_unsharded)
             shards.append(shard)
         ordered = {param: found[param] for params in groups for param in params}

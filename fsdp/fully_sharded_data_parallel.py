@@ -25,6 +25,7 @@ from fsdp.engine import copying
 from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
+from fsdp.engine.forwarding import Forwarding
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import GroupKey, Ignored, ddp_message
@@ -32,7 +33,6 @@ from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision, check_dtype
-from fsdp.engine.registration import Forwarding
 from fsdp.engine.report import Report, last_report
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module

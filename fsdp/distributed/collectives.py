@@ -23,7 +23,7 @@ matched by their order alone, and one that meets another of another length ends 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -179,16 +179,20 @@ class DirectExchange(TorchCollectives):
     def _post(
         self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages
     ) -> tuple[list[Any], list[Any]]:
-        def numbered(messages: Messages) -> Iterator[tuple[Tensor, int, int]]:
-            for peer, tensors in messages.items():
-                for each in tensors:
-                    yield each, peer, wire_tag(self._way, kind, tag, each.numel(), each.dtype)
-
+        asked: list[Any] = []
+        works: list[Any] = []
         try:
-            asked = [Receiving(self.group, each, *way) for each, *way in numbered(incoming)]
-            return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
+            for peer, tensors in incoming.items():
+                for each in tensors:
+                    number = wire_tag(self._way, kind, tag, each.numel(), each.dtype)
+                    asked.append(Receiving(self.group, each, peer, number))
+            for peer, tensors in outgoing.items():
+                for each in tensors:
+                    number = wire_tag(self._way, kind, tag, each.numel(), each.dtype)
+                    works.append(self.group.send([each], peer, number))
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
+        return asked, works
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         asked, works = self._post(what, "exchange", tag, incoming, outgoing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -21,6 +22,12 @@ def calls_on(stack: FrameType | None, methods: Mapping[CodeType, object]) -> Ite
         if stack.f_code in methods and stack.f_locals.get("self") is methods[stack.f_code]:
             yield stack
         stack = stack.f_back
+
+
+def runs_on_another_thread(module: nn.Module) -> bool:
+    """Return whether another thread of this process is in a call of the module."""
+    frames = (frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident())
+    return any(any(calls_on(frame, {MODULE_CALL: module})) for frame in frames)
 
 
 def is_called_from(module: str) -> bool:

@@ -46,10 +46,10 @@ class ExtendedParameters(UnshardedParameters):
 
     Args:
         layout: in rows.
-        places: where it is used.
         parts: what it is a part of, if it is the local part of a `DTensor`.
         full: has the dtype and device of the computation.
         absent: the `DTensor` around this rank's rows, which modules see while it is sharded.
+        module: the module that names the parameter.
         mesh, mp_policy: of data parallelism, as the user gave them.
         others: see `UnshardedParameters`.
     """
@@ -57,11 +57,11 @@ class ExtendedParameters(UnshardedParameters):
     def __init__(
         self,
         layout: Layout,
-        places: Any,
         parts: Any,
         full: Tensor,
         *,
         absent: Sequence[Tensor],
+        module: nn.Module,
         mesh: Any,
         mp_policy: Any,
         **others: Any,
@@ -69,11 +69,11 @@ class ExtendedParameters(UnshardedParameters):
         # Until the first all-gather there is a leaf that nobody sees.
         full = torch.empty(layout.unsharded_numel, dtype=full.dtype, device=full.device)
         self._memory: list[tuple[Any, int]] = []  # storages that are freed with the parameter, with their sizes
-        super().__init__(layout, places, parts, full, absent=absent, **others | {"is_shard": False})
+        super().__init__(layout, parts, full, absent=absent, **others | {"is_shard": False})
         self._name, self._shape = layout.slots[0].name, layout.slots[0].shape
         self._stride = torch.empty(self._shape, device="meta").stride()
         self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-        self._sharded, self._module, self._mp_policy = absent[0], places[0][0].module, mp_policy
+        self._sharded, self._module, self._mp_policy = absent[0], module, mp_policy
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"a parameter with an all-gather of its own needs rows, got {type(layout).__name__}")
         self._rows_layout, self._part, self._full_rows = layout, parts[0], layout.local_shape(0, 0)
@@ -134,6 +134,7 @@ class ExtendedParameters(UnshardedParameters):
                 after(come, arriving.metadata, self.full.dtype, out=self.leaves[0])
             else:
                 self._show_as(*after(come, arriving.metadata, self.full.dtype))
+        self._begin_use()
 
     def _take(self, arriving: Arriving) -> None:
         """Copy what has come to where it stays."""
@@ -174,8 +175,7 @@ class ExtendedParameters(UnshardedParameters):
         if made.shape != self._shape or made.stride() != self._stride:
             made = torch.as_strided(made, self._shape, self._stride, 0)
         leaf = self._new_leaf(0, made if self._part is None else self._part.dtensor(made), self._requires_grad[0])
-        self.leaves[:], self._numbers = [leaf], {leaf: 0}
-        self._swaps = [(*place, leaf, absent) for *place, _, absent in self._swaps]
+        self.leaves[:] = [leaf]
         self.__dict__.pop("accumulators", None)  # of the leaf that was there before
         held = [*self._received, *inner]
         self._memory = [(storage, storage.nbytes()) for storage in map(Tensor.untyped_storage, held)]

@@ -31,14 +31,16 @@ Owned = Sequence[tuple[Tensor, nn.Parameter]]
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
-    runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
+    if runtime.participation is not None:
+        runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
     return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
 
 
 def clip_by_value(runtime: Runtime, clip_value: float) -> None:
     """`clip_grad_value` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
-    runtime.participation.announce_clip_value(clip_value)
+    if runtime.participation is not None:
+        runtime.participation.announce_clip_value(clip_value)
     clip_grad_value(runtime.root, runtime.units, clip_value)
 
 

@@ -24,8 +24,11 @@ when it is needed next (`absorb`, `follow_shard`) and stores what it finds in th
 from __future__ import annotations
 
 import logging
+import operator
+import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +37,6 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
 from fsdp.distributed.communicator import in_stage, labelled, own_rank
-from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
@@ -44,7 +46,7 @@ from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
-from fsdp.engine.registration import Registry
+from fsdp.engine.presentation import Presentation
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_metadata import FlatParamShardMetadata
 from fsdp.engine.shard_values import ShardValues
@@ -108,7 +110,7 @@ class FlatParamHandle:
             of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
         unit, name: the unit that runs it, and what messages call it.
         places: for each parameter, where modules use it.
-        registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
+        presentation: the tensors that modules see and list in these places.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
         listed_params: those, or `flat_param`: what optimizers step.
         values: writes the shards of new values to `flat_param`.
@@ -120,11 +122,9 @@ class FlatParamHandle:
         gradient_hooks: the hooks of users on `listed_params`.
         check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
         has_frozen: some of its parameters are not trained.
-        is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
     """
 
     check_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
-    is_exposed = False
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class FlatParamHandle:
         if shard.new_orig_params is not None:
             self.orig_params = shard.new_orig_params(flat_param, self.layout, comm.rank, shard.places)
             entries = self.orig_params.entries
-        self.registry = Registry(self.places, entries, looks=self)
-        self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self)
+        self.presentation = Presentation(self.places, entries)
+        self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self.presentation)
         self.precision = precision
         self.phase = Phase.SHARDED
         self.post_forward_shard: PostForwardShard | None = None
@@ -279,10 +279,7 @@ class FlatParamHandle:
         """Have its only parameter seen and listed in more places, where nothing is now."""
         self.reshard()
         self.places[0] += places
-        for unsharded in self.forms.values():
-            unsharded.use_at(0, places)
-        self.registry.add(places, self.listed_params[0])
-        self.fill_places()
+        self.presentation.add(places, self.listed_params[0])
 
     def __getstate__(self) -> dict[str, Any]:
         rebuilt = ("gradients", "unsharded", "forms", "_pending", "_built_for", "unit", "check_gradient")
@@ -297,8 +294,7 @@ class FlatParamHandle:
         self.storage.adopt(shard)
         if self.orig_params is not None:
             self.orig_params.alias()
-        self.registry.wake(self)
-        self.values.wake(self)
+        self.presentation.wake()
         self.gradients = self._new_gradients()
         self._build()
 
@@ -310,10 +306,9 @@ class FlatParamHandle:
         *_, self._built_for = self.shard_state
         if self.orig_params is not None:
             self.orig_params.follow_frozen()
-        self._trained = self.requires_grad_each
-        self.has_frozen = not all(self._trained)
+        self._note_frozen()
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
-            self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
+            self.gradients.expect(self._trained)  # frozen or thawed in the middle of an accumulation
         else:
             self.gradients = self._new_gradients()
         if self.precision.keeps_low_gradients:
@@ -332,7 +327,7 @@ class FlatParamHandle:
             self.forms[self.dtype] = self._new_unsharded()
             self.forms[self.dtype].name_unit(self.unit.name)
         self.unsharded = self.forms[self.dtype]
-        self.unsharded.fill_places(is_unsharded=False)
+        self.presentation.use(self.unsharded, self.forms.values(), self.flat_param.dtype)
 
     @torch.inference_mode(False)  # or what is first needed in inference could not be used in training
     def _new_unsharded(self) -> UnshardedParameters:
@@ -342,15 +337,13 @@ class FlatParamHandle:
             numel = self.post_forward_shard.padded(numel)
         return self._make_unsharded(
             self.layout,
-            self.places,
             shard.parts,
             shard.vector if is_shard else torch.empty(numel, dtype=self.dtype, device=self.storage.device),
             is_shard=is_shard,
             requires_grad=self._trained,
             valueless=self.valueless,
             attributes=shard.attributes,
-            handle=self,
-            lent=self.registry.lent,
+            on_gradient=partial(_report_gradient, weakref.ref(self)),
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
 
@@ -374,13 +367,15 @@ class FlatParamHandle:
 
     def unshard(self) -> None:
         """Start the all-gather; nothing happens if the parameters are here or on their way."""
-        if self.is_exposed:
+        if self.presentation.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
                 "it first, or summon the outermost wrapper instead."
             )
         if self.phase is Phase.UNSHARDING:
             return
+        if self.presentation.touched:
+            self._absorb_places()
         self._absorb_values()
         state = self.shard_state
         if self.phase is Phase.UNSHARDED:
@@ -390,7 +385,8 @@ class FlatParamHandle:
         if state[-1] != self._built_for:
             self.follow_shard()
             state = self.shard_state
-        self.storage.check(self.name)
+        if self.storage.is_mapped:
+            self.storage.check(self.name)
         self._gathered = state
         if self.unsharded.is_shard:
             self.storage.read_ahead()
@@ -428,15 +424,20 @@ class FlatParamHandle:
             if not self.unsharded.is_shard:
                 labelled("all_gather_wait", self.unit.name, self._pending.wait)
                 self.unsharded.end_gather()
-                self.storage.release()
-            for slot in self.unsharded.show():
-                self.unsharded.hide()
-                raise RuntimeError(
-                    f"{self.name}: {self.layout.slots[slot].name} was replaced while its unit was computing. Change "
-                    "parameters between steps, or inside `with model.summon_full_params():`."
-                )
+                if self.storage.is_mapped:
+                    self.storage.release()
+            self._refuse_replaced(self.presentation.show())
             self._enter(Phase.UNSHARDED)
         self.follow_frozen()
+
+    def _refuse_replaced(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.presentation.hide()
+            raise RuntimeError(
+                f"{self.name}: {self.layout.slots[slot].name} was removed, or is no parameter any more: another tensor "
+                "was put in its place without `__setattr__`, or while its unit was computing. Assign an nn.Parameter "
+                "between steps, or change values inside `with model.summon_full_params():`."
+            )
 
     def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         """Free the unsharded parameters.
@@ -444,7 +445,6 @@ class FlatParamHandle:
         Args:
             keeps_post_forward_shard: backward will need them: if there are ranks to keep them among, do so.
         """
-        self.registry.list_shards()
         if self.post_forward_shard is not None:
             if keeps_post_forward_shard and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
                 self.post_forward_shard.keep(self.unsharded.full, self._gathered)
@@ -455,7 +455,7 @@ class FlatParamHandle:
 
     def _free(self) -> None:
         if self.phase is Phase.UNSHARDED:
-            self.unsharded.hide()
+            self.presentation.hide()
         if self.unsharded.is_shard:
             self.storage.release()
         elif self.phase is Phase.UNSHARDING:
@@ -480,41 +480,11 @@ class FlatParamHandle:
     def list_unsharded(self) -> None:
         """List the unsharded parameters in the modules, until `list_shards` or `reshard`."""
         if self.phase is Phase.UNSHARDED:
-            self.registry.list_leaves(self.unsharded.leaves)
+            self._refuse_replaced(self.presentation.list_unsharded())
 
     def list_shards(self) -> None:
         """List in the modules the parameters that optimizers step."""
-        self.registry.list_shards()
-
-    def present(self, slot: int) -> Tensor:
-        """Return what modules see of a parameter in this phase."""
-        return self.unsharded.front(slot, self.phase is Phase.UNSHARDED)
-
-    def is_own(self, slot: int, value: Any) -> bool:
-        """Return whether modules may have seen this of a parameter."""
-        forms = self.forms.values()
-        return any(value is unsharded.front(slot, is_shown) for unsharded in forms for is_shown in (True, False))
-
-    def lendable(self, slot: int, tensor: Tensor) -> Tensor:
-        """Return what modules can compute with of a tensor that takes the place of a parameter for one call.
-
-        Raises:
-            RuntimeError: if it is not of the parameter's shape, as this rank's shard is not.
-        """
-        name, part = self.layout.slots[slot].name, self.flat_param.parts[slot]
-        shape = self.layout.slots[slot].shape if part is None else part.shape
-        if tensor.shape != shape or (part is None and is_dtensor(tensor)):
-            raise RuntimeError(
-                f"{name} of {self.unit.name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
-                "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
-                f"{tuple(shape)} under the original parameter's name. Unsharded models list such: inside "
-                "summon_full_params(), or after unshard() under fully_shard."
-            )
-        return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
-
-    def fill_places(self) -> None:
-        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
-        self.unsharded.fill_places(self.phase is Phase.UNSHARDED)
+        self.presentation.list_shards()
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -564,7 +534,8 @@ class FlatParamHandle:
         self.flat_param._has_unreduced = False
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
-        self.storage.check(self.name)
+        if self.storage.is_mapped:
+            self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank)
         reduced = reduced.to(self.kept_grad_dtype)
         if not self.gradient_hooks.keep(reduced):
@@ -627,55 +598,64 @@ class FlatParamHandle:
         Raises:
             RuntimeError: for what cannot be written; it is left where it is.
         """
+        if self.presentation.is_exposed or self.phase is Phase.UNSHARDING:
+            return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
+        self._absorb_places()
         self._absorb_values()
-        if not self.is_exposed:
-            self.follow_frozen()
+        self.follow_frozen()
+
+    def _absorb_places(self) -> None:
+        """Store what users have put in the places of parameters."""
+        replaced = self.presentation.changed()
+        if not replaced:
+            return
+        self.follow_frozen()  # new values must require gradients as the parameters do
+        self._store(replaced, self.presentation.assigned)
+        self.presentation.take_back(replaced)
 
     def _absorb_values(self) -> None:
-        if self.is_exposed or self.phase is Phase.UNSHARDING:
-            return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
-        replaced = self.unsharded.disturbed() + self.registry.missing()
+        """Store what users have written to unsharded parameters, and assigned to ``.data`` of shards."""
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
-        if replaced or written:
-            self.follow_frozen()  # new values must require gradients as the parameters do
-            self._store_changes(list(dict.fromkeys(replaced)), written)
+        if written:
+            self.follow_frozen()
+            self._store(written, self.unsharded.new_value)
+            self.unsharded.restore(written)
         if self.orig_params is not None:
             for slot in self.orig_params.absorb():
                 self.values.renewed(slot)
 
-    def _store_changes(self, replaced: list[int], written: list[int]) -> None:
+    def _store(self, slots: Sequence[int], value_of: Callable[[int], nn.Parameter]) -> None:
         try:
-            for slot in written:
-                self.values.keep(slot, self.unsharded.new_value(slot))
-            for slot in replaced:
-                self.values.keep(slot, self.registry.assigned(slot))
-            self.values.note_written([*written, *replaced])
+            for slot in slots:
+                self.values.keep(slot, value_of(slot))
+            self.values.note_written(slots)
         except ValueError as error:
             raise RuntimeError(
                 f"{self.name}: a parameter was replaced after sharding by what cannot be kept: {error}. Assign an "
                 "nn.Parameter of the parameter's shape, on every rank."
             ) from None
-        if written:
-            self.unsharded.restore(written)
-        if replaced:
-            self.registry.withdraw(replaced)
-            self.fill_places()
 
     def follow_frozen(self) -> None:
         """Follow `requires_grad` of the parameters that modules list, before a forward or backward."""
-        refrozen = self.unsharded.refrozen()
-        if not refrozen and self.requires_grad_each == self._trained:
+        # Users may set the flag on shards between passes, and on leaves in them: one comparison for both.
+        if list(map(_needs_grad, (*self.unsharded.leaves, *self.listed_params))) == self._flags:
             return
-        for slot in refrozen:
-            self._freeze(slot, self.unsharded.leaves[slot].requires_grad)
+        for slot, leaf in enumerate(self.unsharded.leaves):
+            if leaf.requires_grad is not self._trained[slot]:
+                self._freeze(slot, leaf.requires_grad)
         if self.orig_params is not None:
             self.orig_params.follow_frozen()
         self.precision.check(self.name, self.flat_param.dtype, self.flat_param.requires_grad)
-        self._trained = self.requires_grad_each
-        self.has_frozen = not all(self._trained)
+        self._note_frozen()
         for unsharded in self.forms.values():
             unsharded.train(self._trained)
+
+    def _note_frozen(self) -> None:
+        """Note which parameters are trained now."""
+        self._trained = self.requires_grad_each
+        self.has_frozen = not all(self._trained)
+        self._flags = [*self._trained, *map(_needs_grad, self.listed_params)]  # of the leaves, and of what is listed
 
     def _freeze(self, slot: int, needs: bool) -> None:
         """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""
@@ -693,7 +673,7 @@ class FlatParamHandle:
 
     @property
     def was_written(self) -> bool:
-        """True if modules or users have written to the unsharded parameters what the shards do not have."""
+        """True if modules or users have written to the unsharded parameters values that the shards do not have."""
         return bool(self.unsharded.written()) and (self.is_replicated or not self.unsharded.is_shard)
 
     def forget_written(self) -> None:
@@ -729,7 +709,12 @@ class FlatParamHandle:
             self._build()
         self._built_for = now
 
-    def reveal(self, slot: int) -> None:
-        """Let modules see a parameter that has its first values."""
-        for unsharded in self.forms.values():
-            unsharded.reveal(slot)
+
+_needs_grad = operator.attrgetter("requires_grad")
+
+
+def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:
+    """Hook of a leaf. It refers to the handle weakly: only the garbage collector would free a model otherwise."""
+    found = handle()
+    if found is not None:
+        found.unit.on_gradient(found, slot, leaf)

@@ -141,7 +141,7 @@ class Conversions:
         for _, each in units_in(unit) if is_whole else [("", unit)]:
             changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
             is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
-            if any(is_summoned or handle.is_exposed for handle in changed):
+            if any(is_summoned or handle.presentation.is_exposed for handle in changed):
                 raise RuntimeError(
                     f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
                     "dtype or device would be forgotten. Cast or move the model outside of it."
@@ -162,7 +162,7 @@ class Conversions:
             places = [place for used in handle.places for place in used]
             here = [place for place in places if place.module in inside]
             # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
-            listed = {entry[:2] for entry in handle.registry.entries} if handle.orig_params is None else ()
+            listed = {entry[:2] for entry in handle.presentation.entries} if handle.orig_params is None else ()
             alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
             if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
                 raise RuntimeError(
@@ -220,7 +220,7 @@ class Freezing:
         inside = set(self._module.modules())
         for handle in self.unit.handles:
             here = [place for places in handle.places for place in places if place.module in inside]
-            listed = any(module in inside for module, _, _ in handle.registry.entries)
+            listed = any(module in inside for module, _, _ in handle.presentation.entries)
             if here and not listed and handle.requires_grad is not requires_grad:
                 raise RuntimeError(
                     f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "

@@ -30,19 +30,12 @@ class ShardStorage:
 
     flat_parameter: type[FlatParameter] = FlatParameter
     local_shard: type[LocalShard] = LocalShard
+    is_elsewhere = False  # the shard has to be brought to the compute device
+    keeps_shards = False  # shards and gradients stay where they are when the module is moved
+    is_mapped = False  # the shard is in files, which are read ahead, released and checked
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if the shard has to be brought to the compute device."""
-        return False
-
-    @property
-    def keeps_shards(self) -> bool:
-        """True if shards and gradients stay where they are when the module is moved."""
-        return False
 
     @property
     def copy_stream(self) -> CopyStream:
@@ -80,14 +73,11 @@ class HostStorage(ShardStorage):
     def __init__(self, device: torch.device, params: bool, grads: bool) -> None:
         super().__init__(device)
         self._params, self._grads = params, grads
+        self.keeps_shards = params
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_elsewhere(self) -> bool:  # type: ignore[override]  # follows `device`
         return self._params and not is_host(self.device)
-
-    @property
-    def keeps_shards(self) -> bool:
-        return self._params
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self.is_elsewhere:
@@ -151,6 +141,7 @@ class DiskStorage(ShardStorage):
 
     flat_parameter = DiskFlatParameter
     local_shard = DiskLocalShard
+    keeps_shards = is_mapped = True
 
     def __init__(self, device: torch.device, files: MappedFiles) -> None:
         super().__init__(device)
@@ -167,12 +158,8 @@ class DiskStorage(ShardStorage):
         return DiskStorage, (self.device, self.files)
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_elsewhere(self) -> bool:  # type: ignore[override]  # follows `device`
         return not is_host(self.device)
-
-    @property
-    def keeps_shards(self) -> bool:
-        return True
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         made, region = self.files.allocate(numel, dtype, "shard")

@@ -75,6 +75,10 @@ class AbsentParameter(Placeholder):
     _is_param = True
 
 
+class ValuelessParameter(AbsentParameter):
+    """A placeholder for a parameter that has no values on any rank, until values are stored."""
+
+
 # A placeholder is pickled only as a part of a model: by itself, values would be expected of it, and be found missing
 # when the file is read. Pickle calls nobody when it is done with an object, but it goes through its state in order; so
 # a model's state ends with an `Arrival`.
@@ -168,7 +172,7 @@ def sharded_message(name: str, unit: str) -> str:
 
 def valueless_weight(name: str, like: Tensor) -> Placeholder:
     """Make what a module finds, in a world of one, at the place of a parameter that has no values yet."""
-    return AbsentParameter(
+    return ValuelessParameter(
         like,
         f"{name} has no values yet: it was on the meta device when it was sharded. Give it values with "
         "fsdp.materialize(model), or load them.",

@@ -41,10 +41,6 @@ class Policy:
         """Follow what a user says, also of the outermost unit."""
         self.reshard_after_forward, self.keeps_as_root = reshard, False
 
-    def ahead(self, is_backward: bool) -> Sequence[Any] | None:
-        """Return the units to unshard ahead; None if the user has not said."""
-        return self.backward_prefetch if is_backward else self.forward_prefetch
-
     def of_copy(self) -> Policy:
         """Return those of a copied unit, with which other units may not be copied."""
         return replace(self, part_of=None, forward_prefetch=None, backward_prefetch=None)

@@ -129,7 +129,7 @@ def _recover(root: Unit) -> bool:
 
 
 def _require_no_context(runtime: Runtime) -> None:
-    if runtime.participation.is_joining:
+    if runtime.is_joining:
         raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
     if runtime.is_computing:
         raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {runtime.root.name}: call it after them")

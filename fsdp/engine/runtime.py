@@ -26,22 +26,24 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.distributed.communicator import Communicator
+from fsdp.distributed.communicator import Communicator, own_rank
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
+from fsdp.engine.call_stack import runs_on_another_thread
+from fsdp.engine.contents import Contents
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.merged_writes import merge_written
-from fsdp.engine.participation import EvenRanks, Participation
+from fsdp.engine.participation import Participation
+from fsdp.engine.passes import Passes
 from fsdp.engine.reduction import Reductions
-from fsdp.engine.registration import Contents
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.steps import Steps
-from fsdp.engine.unit import TrainingState, Unit, units_in
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
 
@@ -76,10 +78,16 @@ class Runtime:
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since
+        self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
+        self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
-        self.participation: Participation = EvenRanks()
+        self.participation: Participation | None = None  # of ranks that do different things, if they may
+        self.passes = Passes()
+        self._post_forward_shards = [
+            one.post_forward_shard for one in self.handles if one.post_forward_shard is not None
+        ]
         self._contents = Contents(root.module)
         self._await_values = True  # some units, until it was looked at
         self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
@@ -118,7 +126,8 @@ class Runtime:
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
-        unit.end_load()
+        if unit.unfinished_load is not None:
+            unit.end_load()
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             if torch.is_grad_enabled():
                 raise RuntimeError(
@@ -131,14 +140,18 @@ class Runtime:
         if is_outermost:
             self._begin_forward(unit)
         self._running.append(call)
-        self.participation.enter(call, is_outermost=is_outermost)
         if is_outermost:
+            self.passes.begin_forward(unit)
+        if self.participation is not None:
+            self.participation.enter(call, is_outermost=is_outermost)
+        if is_outermost and self._left:
             self._reshard_overwritten()
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
+            self.passes.reach(unit)
             unit.transition_to(TrainingState.FORWARD)
             unit.enter()
             unit.follow_mode()
@@ -154,6 +167,7 @@ class Runtime:
         _last = weakref.ref(self)
         if self._running or self._backward is not None:
             self._recover()
+        self._outermost = unit
         for other in self.units:
             if other.runtime is not self:
                 raise RuntimeError(
@@ -171,6 +185,8 @@ class Runtime:
             if handle.orig_params is not None:
                 handle.orig_params.forget_zeroed()
         self.trust_values(unit)
+        for shard in self._post_forward_shards:
+            shard.forget()
         self._forward_order.begin()
 
     def _reshard_overwritten(self) -> None:
@@ -179,7 +195,7 @@ class Runtime:
         Only the rank that wrote may notice, and all ranks must take part in the all-gather.
         """
         left, self._left = self._left, []
-        if self.participation.is_joining:
+        if self.is_joining:
             return  # ranks without batches take part in all-gathers only
         by_ranks: dict[Communicator, list[FlatParamHandle]] = {}
         for handle in left:
@@ -192,8 +208,6 @@ class Runtime:
             overwritten = comm.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.reshard()
-        for shard in filter(None, (handle.post_forward_shard for handle in self.handles)):
-            shard.forget()
 
     def trust_values(self, unit: Unit) -> None:
         """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
@@ -208,12 +222,14 @@ class Runtime:
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
         usual = self._backward_order if is_backward else self._forward_order
-        order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
+        order: ExecutionOrder[Unit] | None = usual
+        if self.participation is not None:
+            order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
         ahead: Sequence[Unit] = ()
         started = 1  # of those ahead; the others are only read from disk
         if order is not None:
             ahead = order.enter(unit)
-            asked = unit.policy.ahead(is_backward)
+            asked = unit.policy.backward_prefetch if is_backward else unit.policy.forward_prefetch
             if asked is not None:
                 ahead, started = asked, len(asked)
         is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
@@ -237,8 +253,6 @@ class Runtime:
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
         call = self._running.pop()
-        if unit.state is not TrainingState.BACKWARD_PRE:
-            unit.list_shards()
         if call.recomputed:
             unit.forget_written()  # the forward has written it already
         if failed:
@@ -249,7 +263,10 @@ class Runtime:
             self._take_written(unit, only_here=call.order is None)
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
         if call.recomputed:
-            self.participation.leave(call, output, needs_backward=needs_backward)
+            if unit.state is not TrainingState.BACKWARD_PRE:
+                unit.list_shards()
+            if self.participation is not None:
+                self.participation.leave(call, output, needs_backward=needs_backward)
             return
         if needs_backward:
             unit.backward.add(call)
@@ -264,8 +281,12 @@ class Runtime:
         is_done = unit.frees_after_forward and not unit.yet_to_run
         if call.order is None or (is_done and not needed_at_once and not may_leave):
             unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
-        self.participation.leave(call, output, needs_backward=needs_backward)
+        else:
+            unit.list_shards()
+        if self.participation is not None:
+            self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
+            self.passes.end_forward()
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
             self._end_forward(keep=needs_backward or may_need_it)
             if needs_backward and self.has_trained is None:
@@ -288,12 +309,15 @@ class Runtime:
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units:
             unit.is_spare = not keep
+            if not unit.is_in_use:
+                continue
             stays = keep or unit.policy.keeps_without_backward
             if stays and unit.was_written:  # by the forward of others
                 self._take_written(unit)
             # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
             if not stays or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
                 unit.reshard()
+        for unit in self._groups:
             unit.yet_to_run.clear()
         self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and one.is_sharded]
         self._settle()
@@ -302,8 +326,10 @@ class Runtime:
         unit.transition_to(TrainingState.IDLE)
         unit.yet_to_run.clear()
         self._let_go(unit)
-        self.participation.fail(unit)
+        if self.participation is not None:
+            self.participation.fail(unit)
         if not self._running:
+            self.passes.end_forward()
             for other in self.units:
                 self._let_go(other)
             with suppress(RuntimeError):
@@ -349,9 +375,11 @@ class Runtime:
             unit.expect_gradients()
         if call.backward is not self._backward:
             call.backward = self._backward
-            self.participation.reach(call)
-            if self.participation.is_uneven:
-                self._reductions.drain()
+            self.passes.reach(unit)
+            if self.participation is not None:
+                self.participation.reach(call)
+                if self.participation.is_uneven:
+                    self._reductions.drain()
             backward.reach(call)
             if backward.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
@@ -396,10 +424,12 @@ class Runtime:
         for unit in self.units:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
-        self.participation.begin_backward(reduced)
+        self.passes.begin_backward(self._outermost, reduced)
+        if self.participation is not None:
+            self.participation.begin_backward()
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
         ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
-        self._usage.begin(ages, ranks_begin_together=not self.participation.is_uneven)
+        self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.backward.missing:
@@ -419,7 +449,7 @@ class Runtime:
 
     def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
-        if not self.participation.announce_gradient(unit, handle):
+        if self.participation is not None and not self.participation.announce_gradient(unit, handle):
             return
         if not handle.gradients.is_reduced or self._usage.differs(handle):
             return
@@ -440,7 +470,7 @@ class Runtime:
                 if oldest > 1 and (oldest > backward.reached or unit.contains_units):
                     return
                 backward.complete.discard(each)
-                self._reductions.submit(each, unit.postdivide, keep=self.participation.is_uneven)
+                self._reductions.submit(each, unit.postdivide, keep=self.is_uneven)
             elif each in backward.missing and self._usage.is_coming(each):
                 return
 
@@ -460,7 +490,9 @@ class Runtime:
             unit.transition_to(TrainingState.BACKWARD_POST)
 
     def _end_backward(self) -> None:
-        self.participation.end_backward()
+        if self.participation is not None:
+            self.participation.end_backward()
+        self.passes.end_backward()
         self.finish_backward()
 
     def finish_backward(self) -> None:
@@ -544,6 +576,16 @@ class Runtime:
         self.finish_backward()
 
     @property
+    def is_uneven(self) -> bool:
+        """Return whether ranks run different modules in the backward that runs."""
+        return self.participation is not None and self.participation.is_uneven
+
+    @property
+    def is_joining(self) -> bool:
+        """Return whether some ranks may have no more batches (`fsdp.join`)."""
+        return self.participation is not None and self.participation.is_joining
+
+    @property
     def is_computing(self) -> bool:
         """Return whether a forward or backward is running."""
         return bool(self._running) or (self.is_in_backward and in_backward())
@@ -555,7 +597,7 @@ class Runtime:
         """
         if self.is_computing:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
-        if self.participation.is_joining and not is_served:
+        if self.is_joining and not is_served:
             raise RuntimeError(
                 f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
             )
@@ -592,7 +634,14 @@ class Runtime:
     def _abandon_backward(self) -> None:
         """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
-        self.participation.abandon()
+        if runs_on_another_thread(self._outermost.module):
+            raise RuntimeError(
+                f"rank {own_rank()}: {self._outermost.name} is called while another thread is in its forward. A "
+                "sharded model unshards its parameters for one thread at a time: call it from one thread, or with a "
+                "lock around each forward and backward, in the same order on every rank."
+            )
+        if self.participation is not None:
+            self.participation.abandon()
         self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:

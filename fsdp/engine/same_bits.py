@@ -28,7 +28,7 @@ from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.exact_norm import exact_norm
 from fsdp.engine.grad_clipping import require_reduced, scale_to, unsharded_parameters
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.participation import EvenRanks
+from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.unit import Unit
 from fsdp.engine.verify import require_sharded
@@ -182,7 +182,7 @@ class SameBits:
                 "of ranks that you will train with (24 for 1, 2, 3, 4, 6, 8, 12 and 24)"
             )
         problems = [problem for unit in self._runtime.units for problem in _problems(unit, ranks)]
-        if not isinstance(self._runtime.participation, EvenRanks):
+        if not isinstance(self._runtime.participation, _RanksWithMicroBatches | None):
             problems.append("the model uses fsdp.cond or fsdp.join, by which ranks do different things")
         apart = {id(param) for param in unsharded_parameters(self._root) if param.requires_grad}
         problems += [
@@ -245,7 +245,7 @@ class SameBits:
                 )
 
 
-class _RanksWithMicroBatches(EvenRanks):
+class _RanksWithMicroBatches(Participation):
     """All ranks do the same; what would sum in another order is refused."""
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +12,7 @@ from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.orig_params import OrigParams
-
-
-class Reveals(Protocol):
-    """The handle of a shard, as this knows it."""
-
-    def reveal(self, slot: int) -> None:
-        """Let modules see a parameter that has its first values."""
+from fsdp.engine.presentation import Presentation
 
 
 class ShardValues:
@@ -31,7 +23,7 @@ class ShardValues:
         layout: where each parameter is in it.
         rank: the number of the shard.
         orig_params: the local shards, if modules list these.
-        handle: is held weakly, and told of parameters that have their first values. A copy needs another (`wake`).
+        presentation: shows parameters that have their first values to modules.
 
     Attributes:
         fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
@@ -44,18 +36,11 @@ class ShardValues:
         layout: Layout,
         rank: int,
         orig_params: OrigParams | None,
-        handle: Reveals,
+        presentation: Presentation,
     ) -> None:
         self._flat_param, self._layout, self._rank = flat_param, layout, rank
-        self._orig_params, self._handle = orig_params, weakref.ref(handle)
+        self._orig_params, self._presentation = orig_params, presentation
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_handle": None}
-
-    def wake(self, handle: Reveals) -> None:
-        """After it was copied or unpickled."""
-        self._handle = weakref.ref(handle)
 
     @property
     def local_shards(self) -> list[Tensor]:
@@ -123,9 +108,7 @@ class ShardValues:
             self._flat_param.valueless.discard(slot)
             if self._orig_params is not None:
                 self._orig_params.give_memory([slot])
-            handle = self._handle()
-            if handle is not None:
-                handle.reveal(slot)
+            self._presentation.reveal(slot)
 
     def note_written(self, slots: Iterable[int]) -> None:
         """Take note that these parameters were given new values, on purpose."""

@@ -145,13 +145,12 @@ def _alone(owner: Unit, handle: FlatParamHandle, slot: int) -> FlatParamHandle:
         return handle
     rest = [other for other in range(len(handle.places)) if other != slot]
     parts = [_split_out(owner, handle, slots) for slots in ([slot], rest)]
-    handle.registry.leave()
+    handle.presentation.leave()
     for kept in (owner.owned_handles, owner.handles):
         at = kept.index(handle)
         kept[at : at + 1] = parts
     for part in parts:
-        part.registry.enter()
-        part.fill_places()
+        part.presentation.enter()
     return parts[0]
 
 
@@ -242,10 +241,10 @@ def _tie(first: _Listed, other: _Listed) -> None:
     note_stale(other.param, f"what {name} was before it was tied to {first.places[0].fqn}")
     for place in places:  # what is to be kept there belongs to the first one
         place.module._parameters.update({place.name: other.param})
-    other.found()[0].fill_places()
+    other.found()[0].presentation.refill()
     handle = _alone(first.unit, *first.found())
     left = _alone(other.unit, *other.found())
-    left.registry.leave()
+    left.presentation.leave()
     other.unit.give_up(left)
     other.unit.owned_handles.remove(left)
     for place in places:
@@ -359,7 +358,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 def exported_around(unit: Unit) -> set[int]:
     """Return addresses of shared parameters in the state dict of a unit around this one, which is being taken."""
     around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
-    places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
+    places = [one.handle.places[0][0] for one in around if one.handle.presentation.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}
 

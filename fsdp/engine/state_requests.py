@@ -179,6 +179,6 @@ def require_shards(units: Iterable[Unit], what: str) -> None:
     """Raise RuntimeError inside a forward or backward, and where the modules of a unit show no shards."""
     for unit in units:
         unit.require_idle(what)
-        is_shown = any(handle.is_exposed for handle in unit.visible_handles)  # by another unit
+        is_shown = any(handle.presentation.is_exposed for handle in unit.visible_handles)  # by another unit
         if is_shown or unit.state is TrainingState.SUMMON_FULL_PARAMS:
             raise RuntimeError(f"cannot {what}: {unit.name} is inside summon_full_params(). Leave it first.")

@@ -40,12 +40,11 @@ from fsdp.engine.grad_clipping import (
     scale_to,
     unsharded_parameters,
 )
-from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.registration import Listing
+from fsdp.engine.presentation import Listing, Look
 from fsdp.engine.runtime import Runtime, runtimes
-from fsdp.engine.unit import TrainingState
 
 Tensors = Tensor | Iterable[Tensor]
 
@@ -176,10 +175,10 @@ def _check_before(owner: Any, name: str) -> None:
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(*args, **kwargs).arguments
         module, param = given["module"], given.get("tensor_name", given.get("name"))
-        handle: Any = module._parameters.looks_of(param) if isinstance(module._parameters, Listing) else None
+        listed = module._parameters
+        found = listed.presentation_of(param) if isinstance(listed, Listing) else None
         # Inside of its unit's forward a parameter is a leaf, and a parametrization is for that forward alone.
-        is_computing = handle is not None and handle.unit.state in (TrainingState.FORWARD, TrainingState.BACKWARD_PRE)
-        if handle is not None and not (is_computing and handle.phase is Phase.UNSHARDED):
+        if found is not None and found.look is not Look.COMPUTING:
             raise RuntimeError(
                 f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
                 "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
@@ -216,7 +215,7 @@ class Models:
     def prepare(self) -> None:
         """Have gradients where their parameters are, and raise RuntimeError where that cannot be."""
         for runtime in self._runtimes:
-            if runtime.participation.is_joining:
+            if runtime.is_joining:
                 raise RuntimeError(
                     f"{self._function} inside fsdp.join: ranks that have finished take part in clip_grad_norm_ and "
                     "clip_grad_value_ of all parameters of one model, and in nothing else of this kind."

@@ -6,6 +6,7 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -56,7 +57,7 @@ class UnitRuntime(Protocol):
     def has_run(self) -> bool: ...
 
     @property
-    def participation(self) -> Any: ...
+    def passes(self) -> Any: ...
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
@@ -225,7 +226,7 @@ class Unit:
     @property
     def stage(self) -> str:
         """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
-        return "" if self.runtime is None else self.runtime.participation.stage
+        return "" if self.runtime is None else self.runtime.passes.stage
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -362,7 +363,7 @@ class Unit:
 
     @property
     def has_frozen_handle(self) -> bool:
-        return True in [handle.has_frozen for handle in self.handles]
+        return any(map(_has_frozen, self.handles))
 
     @property
     def contains_units(self) -> bool:
@@ -376,9 +377,14 @@ class Unit:
         handle = None
         for unit in units:
             for handle in unit.handles:
-                if not handle.registry.is_lent:
+                if not handle.presentation.is_lent:
                     return False
         return handle is not None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return whether any of its parameters are unsharded, or on their way."""
+        return any(handle.phase is not Phase.SHARDED for handle in self.handles)
 
     @property
     def is_unsharding(self) -> bool:
@@ -399,7 +405,8 @@ class Unit:
 
     def follow_mode(self) -> None:
         """Compute in full precision if that was asked for in evaluation, and the module is in it."""
-        self.compute_in_full(self.precision.full_in_eval and not self.modules[0].training)
+        if self.precision.full_in_eval:
+            self.compute_in_full(not self.modules[0].training)
 
     def rename(self, name: str) -> None:
         self.name = name
@@ -498,14 +505,20 @@ class Unit:
 
     @property
     def was_written(self) -> bool:
-        """True if a forward has written to its weights."""
-        return True in [handle.was_written for handle in self.handles]
+        """True if modules or users have written to its unsharded parameters values that the shards do not have."""
+        for handle in self.handles:
+            if handle.was_written:
+                return True
+        return False
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""
         for handle in self.handles:
             if handle.unsharded.written():
                 handle.forget_written()
+
+
+_has_frozen = operator.attrgetter("has_frozen")
 
 
 def unit_of(module: nn.Module) -> Unit | None:

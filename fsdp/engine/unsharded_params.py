@@ -1,4 +1,4 @@
-"""`UnshardedParameters`: a flat parameter gathered in one buffer, and the leaves that modules see of it.
+"""`UnshardedParameters`: a flat parameter gathered in one buffer, and the leaves that modules compute with.
 
 The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
 views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,29 +21,29 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
-from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.layout import Layout
-from fsdp.engine.managed_params import attributes_seen_by
 from fsdp.engine.placeholder import Placeholder, copy_as, sharded_message, sharded_weight, valueless_weight
 from fsdp.engine.rows_layout import Arrangement
 from fsdp.engine.user_attributes import Attributes, give_attributes
 
 
 class UnshardedParameters:
-    """The parameters of a layout in one buffer, and the places in modules where they are seen.
+    """The parameters of a layout in one buffer.
 
     Args:
         layout: how they lie in the buffer.
-        places: for each, where it is used.
         parts: for each, what it is a part of if it is a `DTensor`.
         full: ``[unsharded_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
-        valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
+        valueless: the numbers of the parameters without values.
         attributes: for each, what users had set on it.
-        handle: a `FlatParamHandle`, held weakly, whose unit is told when autograd has finished a leaf's gradient.
-        lent: the places that show, for one call, tensors that are not ours; see `fsdp.engine.registration`.
+        on_gradient: called with a parameter's number and its leaf, when autograd has finished the leaf's gradient.
         absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
+
+    Attributes:
+        leaves: the unsharded parameters.
+        absent: as the argument, with placeholders made.
     """
 
     outgoing: Tensor | None = None  # what this rank sends in an all-gather in the place of its shard
@@ -52,7 +51,6 @@ class UnshardedParameters:
     def __init__(
         self,
         layout: Layout,
-        places: Sequence[Sequence[ParamInfo]],
         parts: Sequence[MeshPart | None],
         full: Tensor,
         *,
@@ -60,22 +58,19 @@ class UnshardedParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         attributes: Sequence[Attributes],
-        handle: Any,
-        lent: Collection[tuple[nn.Module, str]],
+        on_gradient: Callable[[int, Tensor], None],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
         self.full = full
-        self._lent = lent
         self.is_shard = is_shard
-        self._hides = not is_shard or absent is not None
         self._nbytes = full.numel() * full.element_size()
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
-        self._handle = weakref.ref(handle)
+        self._on_gradient = on_gradient
         self._attributes = attributes
         self._requires_grad = list(requires_grad)
         self._layout = layout
-        self._absent: dict[str, Placeholder] = {}
+        self._placeholders: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
         self._freed = FreedLeaves(self.leaves)
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
@@ -88,11 +83,7 @@ class UnshardedParameters:
         self._expected: list[int] | None = None  # what `_look` returns while nothing is written to the leaves
         if is_shard:
             self.rest()
-        self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
-        shown = zip(self.leaves, self._hidden(valueless) if absent is None else absent, places, strict=True)
-        self._swaps: list[tuple[Any, ParamInfo, Tensor, Tensor]] = [
-            (attributes_seen_by(place.module), place, leaf, hidden) for leaf, hidden, used in shown for place in used
-        ]
+        self.absent = list(self._hidden(valueless) if absent is None else absent)
         self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
         self._gathered = full[: layout.padded_numel]
         self._is_arranged = False  # what is being gathered will be
@@ -104,19 +95,18 @@ class UnshardedParameters:
         may_train = tensor.is_floating_point() or tensor.is_complex()
         leaf = (nn.Parameter if self.is_shard else counted)(tensor, may_train)
         if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
-            # Weakly: the garbage collector does not see into these hooks, and would never free a model.
-            leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
+            leaf.register_post_accumulate_grad_hook(partial(_report, self._on_gradient, number))
             leaf.requires_grad_(requires_grad)
         give_attributes(leaf, self._attributes[number])
         name = self._layout.slots[number].name
-        copy_as(leaf, self._absent.setdefault(name, sharded_weight(name, leaf)))
+        copy_as(leaf, self._placeholders.setdefault(name, sharded_weight(name, leaf)))
         return leaf
 
     def _hidden(self, valueless: Collection[int]) -> Iterator[Tensor]:
         """Yield for each parameter what modules see while it is not unsharded."""
         for number, (slot, leaf) in enumerate(zip(self._layout.slots, self.leaves, strict=True)):
             if not self.is_shard:
-                yield self._absent[slot.name]
+                yield self._placeholders[slot.name]
             else:
                 yield valueless_weight(slot.name, leaf) if number in valueless else leaf
 
@@ -128,11 +118,6 @@ class UnshardedParameters:
     def accumulators(self) -> list[Any]:
         """The nodes by which autograd adds to the leaves' gradients; None for those without."""
         return [get_gradient_edge(leaf).node if leaf.requires_grad else None for leaf in self.leaves]
-
-    def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
-        """Have a parameter seen in more places."""
-        leaf, absent = self.leaves[slot], self.front(slot, is_unsharded=False)
-        self._swaps += [(attributes_seen_by(place.module), place, leaf, absent) for place in places]
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
         """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.
@@ -147,11 +132,18 @@ class UnshardedParameters:
         return self.full if directly else self._gathered
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
-        """Have in the buffer what was gathered, which is there now."""
+        """Copy out the values that the all-gather, which has ended, has brought."""
         if self._arrangement is not None and self._is_arranged:
             if is_wanted:
                 self._allocate()
             self._arrangement.end(is_wanted)
+        if is_wanted:
+            self._begin_use()
+
+    def _begin_use(self) -> None:
+        """Let autograd read the leaves, which have their values again, and detect writes from now on."""
+        self._freed.unseal()
+        self.rest()
 
     def free(self) -> None:
         """Free the buffer's memory.
@@ -160,6 +152,8 @@ class UnshardedParameters:
         the same storage again after the next all-gather.
         """
         if not self.is_shard:
+            if self._expected is not None and not torch.is_inference_mode_enabled():
+                self._freed.seal()  # in backward too: a graph that is retained has saved them
             storage = self.full.untyped_storage()
             if storage.resizable():
                 storage.resize_(0)
@@ -183,56 +177,8 @@ class UnshardedParameters:
 
     def name_unit(self, unit: str) -> None:
         """Let the placeholders say which unit they belong to."""
-        for name, placeholder in self._absent.items():
+        for name, placeholder in self._placeholders.items():
             placeholder._message = sharded_message(name, unit)
-
-    def fill_places(self, is_unsharded: bool) -> None:
-        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there but lent."""
-        for attributes, place, leaf, absent in self._swaps:
-            if (place.module, place.name) not in self._lent:
-                attributes[place.name] = leaf if is_unsharded else absent
-
-    def show(self) -> list[int]:
-        """Let the modules see the parameters.
-
-        Returns:
-            The numbers of those in whose places is something else now, as `disturbed` does.
-        """
-        disturbed: list[int] = []
-        for attributes, place, leaf, absent in self._swaps:
-            value = attributes.get(place.name)
-            if value is absent:
-                attributes[place.name] = leaf
-            elif value is not leaf and (place.module, place.name) not in self._lent:
-                disturbed.append(self._numbers[leaf])
-        self._freed.unseal()
-        if not self.is_shard:
-            self.rest()
-        return disturbed
-
-    def hide(self) -> None:
-        """Let the modules see placeholders, or what else they see of parameters that are sharded."""
-        if not self._hides:
-            return
-        if not (self.is_shard or torch.is_inference_mode_enabled()):
-            self._freed.seal()  # in backward too: a graph that is retained has saved them
-        for attributes, place, leaf, absent in self._swaps:
-            if attributes.get(place.name) is leaf:  # else it is `disturbed`
-                attributes[place.name] = absent
-
-    def front(self, number: int, is_unsharded: bool) -> Tensor:
-        """Return what modules see of a parameter."""
-        own = self.leaves[number]
-        return own if is_unsharded else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
-
-    def reveal(self, number: int) -> None:
-        """Let modules see a parameter that has values now, where the buffer is the shard."""
-        shown = self.leaves[number]
-        for at, (attributes, place, leaf, absent) in enumerate(self._swaps):
-            if self.is_shard and leaf is shown:
-                self._swaps[at] = attributes, place, leaf, leaf
-                if attributes.get(place.name) is absent:
-                    attributes[place.name] = leaf
 
     def rest(self) -> None:
         """Take what is written to the leaves from now on for new."""
@@ -244,8 +190,10 @@ class UnshardedParameters:
         return [*map(self._address_of, self._leaves_placed), *map(self._version_of, self.leaves)]
 
     def written(self) -> list[int]:
-        """The numbers of the leaves that were written since they are shown, or since `rest`."""
-        return self._changed(self._numbers_seen)
+        """The numbers of the leaves that were written since the all-gather, or since `rest`."""
+        if self._expected is None or (now := self._look()) == self._expected:  # as after nearly every forward
+            return []
+        return self._changed(self._numbers_seen, now)
 
     def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return whether the buffer differs from this rank's shards, a tensor of shape ``[]``.
@@ -264,24 +212,15 @@ class UnshardedParameters:
 
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
-        return self._changed(self._numbers_placed)
+        return [] if self._expected is None else self._changed(self._numbers_placed, self._look())
 
-    def _changed(self, numbers: Sequence[int]) -> list[int]:
-        if self._expected is None or (now := self._look()) == self._expected:  # as after nearly every forward
-            return []
-        compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
+    def _changed(self, numbers: Sequence[int], now: Sequence[int]) -> list[int]:
+        compared = zip(numbers, now, self._expected or now)  # noqa: B905 (the places alone, or the versions as well)
         return sorted({number for number, value, expected in compared if value != expected})
 
     def new_value(self, number: int) -> nn.Parameter:
         """Return a leaf that was `written`, whose values the shards are to have."""
         return self.leaves[number]
-
-    def refrozen(self) -> list[int]:
-        """The numbers of the leaves that users have frozen, or had trained, since they were made."""
-        now = list(map(_needs_grad, self.leaves))
-        if now == self._requires_grad:
-            return []
-        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
 
     def train(self, requires_grad: Sequence[bool]) -> None:
         """Set for each leaf whether the next operations are differentiated with respect to it.
@@ -304,20 +243,7 @@ class UnshardedParameters:
                 set_local_part(self.leaves[number], views[number].data)
         self.rest()
 
-    def disturbed(self) -> list[int]:
-        """The numbers of the parameters in whose places is something that is not ours, once for each such place."""
-        found: list[int] = []
-        for attributes, place, leaf, absent in self._swaps:
-            value = attributes.get(place.name)
-            if value is not absent and value is not leaf and (place.module, place.name) not in self._lent:
-                found.append(self._numbers[leaf])
-        return found
 
-
-_needs_grad = operator.attrgetter("requires_grad")
-
-
-def _tell(handle: weakref.ref[Any], number: int, leaf: Tensor) -> None:
-    found = handle()
-    if found is not None and leaf.requires_grad:  # autograd calls hooks of frozen leaves too, without a gradient
-        found.unit.on_gradient(found, number, leaf)
+def _report(on_gradient: Callable[[int, Tensor], None], number: int, leaf: Tensor) -> None:
+    if leaf.requires_grad:  # autograd calls hooks of frozen leaves too, without a gradient
+        on_gradient(number, leaf)

@@ -140,7 +140,7 @@ def _refuse_unreduced(param: Any) -> None:
 
 
 def _refuse_joining() -> None:
-    if any(runtime.participation.is_joining for runtime in runtimes()):
+    if any(runtime.is_joining for runtime in runtimes()):
         raise NotImplementedError(
             "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and those "
             "that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally many "

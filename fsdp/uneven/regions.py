@@ -32,6 +32,7 @@ from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
+from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import Runtime, running, runtime_of
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
@@ -230,16 +231,15 @@ def visits_of(runtime: Runtime) -> Visits:
     """Return the visits of a root's regions; it has none, and asks nothing of other ranks, before the first call."""
     if not isinstance(runtime.participation, Visits):
         runtime.participation = Visits(runtime)
+        runtime.passes.stop()  # ranks that serve do not know which pass other ranks are in
     return runtime.participation
 
 
-class Visits:
+class Visits(Participation):
     """The regions of one root, and the visits that are not over: a `Participation` for ranks that do different things.
 
     Calls that the runtime has begun before have positions in front of all others.
     """
-
-    stage = ""  # those that serve do not know what others are in
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -385,7 +385,7 @@ class Visits:
 
     # --- backward, as the runtime reports it --------------------------------------------------------------------
 
-    def begin_backward(self, reduced: Sequence[FlatParamHandle]) -> None:
+    def begin_backward(self) -> None:
         """A backward begins."""
         for region in self._directory.regions.values():
             region.backward_order.begin()

@@ -472,7 +472,7 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
 
     def keep(handle: FlatParamHandle, slot: int) -> None:
         if (handle, slot) in written:
-            kept[handle, slot] = handle.registry.replacement(slot)
+            kept[handle, slot] = handle.presentation.replacement(slot)
             keep_value(handle, slot)
 
     problem = ""

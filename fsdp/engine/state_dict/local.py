@@ -77,7 +77,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
-        handle.registry.refuse_lent("save or load its shards", handle.unit.name)
+        handle.presentation.refuse_lent("save or load its shards", handle.unit.name)
         handle.storage.check(handle.name)
     with serving(units, LocalState()):
         yield
@@ -148,7 +148,7 @@ def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, di
         padding = handle.layout.padding(rank) if handle.orig_params is None else 0
         is_one = handle.orig_params is not None or not member.is_flat
         yield (
-            group[0].name if is_one else handle.registry.entries[0][1],
+            group[0].name if is_one else handle.presentation.entries[0][1],
             {
                 "names": [slot.name for slot in group],
                 "shapes": [slot.shape for slot in group],

@@ -257,7 +257,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
 
     def keep(handle: FlatParamHandle, slot: int) -> None:
         if (handle, slot) in slots:
-            handle.values.store(slot, handle.registry.replacement(slot))
+            handle.values.store(slot, handle.presentation.replacement(slot))
 
     exposure = Exposure(unit, memory)
     is_filled = False

@@ -28,7 +28,7 @@ from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import attributes_seen_by, is_ours, note_stale
+from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.shared_params import restore_order
 from fsdp.engine.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.engine.state_requests import Summoning, serving
@@ -60,9 +60,7 @@ class Exposure:
         try:
             unit.buffers.widen()
             for handle in self.handles:
-                handle.is_exposed = True
-                if handle in self.params:
-                    _install(handle, self.params[handle])
+                handle.presentation.expose(self.params.get(handle))
             restore_order(unit)
         except BaseException:
             self.close()
@@ -108,14 +106,9 @@ class Exposure:
     def _withdraw(self) -> None:
         """Restore the modules, also if only some of the parameters are shown."""
         for handle in self.handles:
-            handle.is_exposed = False
-        for handle in self.params:
-            for place in (place for places in handle.places for place in places):
-                place.module._parameters.pop(place.name, None)
-            handle.registry.leave()
+            handle.presentation.conceal()
         for handle in self.params:  # after all have left: optimizers number parameters in this order
-            handle.fill_places()
-            handle.registry.enter()
+            handle.presentation.enter()
         restore_order(self._unit)
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
@@ -129,15 +122,6 @@ def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Pa
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         give_attributes(param, attributes)
     return params
-
-
-def _install(handle: FlatParamHandle, params: Sequence[nn.Parameter]) -> None:
-    for param, places in zip(params, handle.places, strict=True):
-        for place in places:
-            attributes_seen_by(place.module)[place.name] = param
-            del place.module.__dict__[place.name]
-            place.module._parameters[place.name] = param
-    handle.registry.leave()
 
 
 class _Look(NamedTuple):
@@ -160,7 +144,7 @@ class _Look(NamedTuple):
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
     """Return the handles that a unit's modules see, without those that a unit around it shows already."""
-    return [handle for handle in unit.visible_handles if not handle.is_exposed]
+    return [handle for handle in unit.visible_handles if not handle.presentation.is_exposed]
 
 
 def unsharded(
@@ -181,7 +165,7 @@ def unsharded(
 
 def keep_value(handle: FlatParamHandle, slot: int) -> None:
     """Keep what an exposed parameter is now; one that had no values, and got none, goes on having none."""
-    value = handle.registry.replacement(slot)
+    value = handle.presentation.replacement(slot)
     if slot not in handle.valueless or not is_marked(value):
         handle.values.keep(slot, value)
 
@@ -434,7 +418,9 @@ def _shapes(unit: Unit) -> Iterator[None]:
 
 def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
     """Return the parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
-    places = [places[0] for handle in unit.visible_handles if handle.is_exposed for places in handle.places]
+    places = [
+        places[0] for handle in unit.visible_handles if handle.presentation.is_exposed for places in handle.places
+    ]
     listed = {prefix + place.fqn: listed_at(place) for place in places}
     return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}
 

@@ -1,0 +1,450 @@
+"""`Presentation` shows tensors to modules in the places of a handle's parameters, and detects replaced ones.
+
+A module has two entries for a parameter. Its code computes with the *attribute* (``module.weight``). `parameters()`,
+`state_dict()` and optimizers use the entry that is *listed* in ``_parameters``:
+
+=============  ==========================  =======================================
+handle         attribute                   listed
+=============  ==========================  =======================================
+sharded        placeholder, or `DTensor`   flat parameter, local shard or `DTensor`
+unsharded      unsharded parameter         the same
+computing      unsharded parameter         unsharded parameter
+exposed        the listed parameter        ordinary parameter
+=============  ==========================  =======================================
+
+A handle is *computing* during forward and backward of its unit, so that `parameters()` inside of a forward returns the
+parameters that the module computes with. It is *exposed* for `summon_full_params`, state dicts and loads.
+
+Assignments are recorded when they happen (`Listing`), so nothing is compared as long as nothing is assigned. An
+assignment (``module.weight = nn.Parameter(...)``) is a new value of the parameter and is stored. A tensor that is
+*lent* for one call, by `torch.func.functional_call` for example, gets the gradients and leaves the parameter as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
+from fsdp.engine.flat_param import ParamInfo
+from fsdp.engine.managed_params import attributes_seen_by, is_ours, note_stale
+from fsdp.engine.placeholder import ValuelessParameter
+from fsdp.engine.unsharded_params import UnshardedParameters
+
+_put = dict.__setitem__  # in a `Listing`, without a record
+
+# Parameters that users have assigned, with the place of each, while users hold them.
+_assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Listing(dict[str, Any]):
+    """A module's ``_parameters`` while handles run some of them. Reports each assignment and deletion of an item.
+
+    `torch.func.functional_call` writes to ``_parameters`` of modules, and writes back what it found; an assignment goes
+    through `nn.Module.__setattr__`, which removes the module's attribute first. It is an ordinary dictionary otherwise,
+    also for compilers, and is copied and pickled as one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module._parameters)
+        # Weak references: otherwise only the garbage collector would free a model.
+        self._module = weakref.ref(module)
+        self._presentations: weakref.WeakValueDictionary[str, Presentation] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Listing:
+        """Return the listing of a module, made if the module has none."""
+        listing = module._parameters
+        if not isinstance(listing, cls):
+            listing = module.__dict__["_parameters"] = cls(module)
+        return listing
+
+    def report_to(self, presentation: Presentation, name: str) -> None:
+        """Report each item of this name to a presentation."""
+        self._presentations[name] = presentation
+
+    def presentation_of(self, name: Any) -> Presentation | None:
+        """Return the presentation of the parameter of this name; None for a parameter that no handle runs."""
+        return self._presentations.get(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        presentation, module = self._presentations.get(name), self._module()
+        if presentation is not None and module is not None:
+            value = presentation.notice(module, name, value)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        presentation, module = self._presentations.get(name), self._module()
+        if presentation is not None and module is not None:
+            presentation.notice_removal(module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class Look(Enum):
+    """Modules see and list one of these, unless ordinary parameters are exposed."""
+
+    SHARDED = auto()  # attributes are placeholders; shards are listed
+    UNSHARDED = auto()  # attributes are unsharded parameters; shards are listed
+    COMPUTING = auto()  # attributes are unsharded parameters, which are listed as well
+
+
+class Presentation:
+    """The tensors that modules see and list in the places of one handle's parameters.
+
+    At the places of a parameter that is not listed itself, because a flat parameter is, modules list None.
+
+    Args:
+        places: for each original parameter, where it is used; the first place names the parameter.
+        entries: for each listed parameter, the module and the name there.
+
+    Attributes:
+        lent: the places where a tensor is lent.
+        look: see `Look`.
+        is_exposed: modules hold unsharded, ordinary parameters, for a state dict or `summon_full_params`.
+        touched: the numbers of the parameters in whose places something was put, until `changed` has compared all.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Sequence[ParamInfo]],
+        entries: Sequence[tuple[nn.Module, str, nn.Parameter]],
+    ) -> None:
+        self._places = places
+        self.entries = list(entries)
+        self.wake()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_places": self._places, "entries": self.entries}
+
+    def wake(self) -> None:
+        """Enter the modules; again in a copy, after it and the modules were copied or unpickled."""
+        self.lent: set[tuple[nn.Module, str]] = set()
+        self.look = Look.SHARDED
+        self.is_exposed = False
+        self.touched: set[int] = set()
+        self._exposed: Sequence[nn.Parameter] = ()
+        self._forms: Sequence[UnshardedParameters] = ()  # all whose tensors modules may have seen
+        self._leaves: Sequence[nn.Parameter] = ()
+        self._absent: Sequence[Tensor] = ()
+        self._own_dtype: torch.dtype | None = None
+        self._enter()
+
+    # --- between passes and in passes ---------------------------------------------------------------------------
+
+    def use(self, unsharded: UnshardedParameters, forms: Iterable[UnshardedParameters], own_dtype: torch.dtype) -> None:
+        """Show placeholders, and later leaves, of these unsharded parameters from now on.
+
+        Args:
+            unsharded: the form that is computed with.
+            forms: all forms of the present shard, whose tensors modules may have seen.
+            own_dtype: the dtype of the shard, in which tensors may be lent.
+        """
+        self._leaves, self._absent = unsharded.leaves, unsharded.absent
+        self._forms, self._own_dtype = list(forms), own_dtype
+        self.look = Look.SHARDED
+        self.refill()
+
+    def show(self) -> list[int]:
+        """Show the unsharded parameters as attributes.
+
+        Returns:
+            The numbers of parameters in whose places another tensor is now, which stays there.
+        """
+        changed, leaves, absent, lent = [], self._leaves, self._absent, self.lent
+        for attributes, module, name, slot, _ in self._at:
+            shown = attributes.get(name)
+            if shown is absent[slot]:
+                attributes[name] = leaves[slot]
+            elif shown is not leaves[slot] and (module, name) not in lent:
+                changed.append(slot)
+        self.look = Look.UNSHARDED
+        return changed
+
+    def hide(self) -> None:
+        """Show placeholders as attributes again. A tensor that a user has put in a place stays there."""
+        self.list_shards()
+        self.look = Look.SHARDED
+        leaves, absent = self._leaves, self._absent
+        for attributes, _, name, slot, _ in self._at:
+            if attributes.get(name) is leaves[slot]:
+                attributes[name] = absent[slot]
+
+    def list_unsharded(self) -> list[int]:
+        """List the unsharded parameters in the modules, and no flat parameter, until `list_shards`.
+
+        Returns:
+            The numbers of parameters in whose places another one is listed now, which stays there.
+        """
+        changed: list[int] = []
+        if self.look is Look.COMPUTING:
+            return changed
+        self.look = Look.COMPUTING
+        leaves, lent = self._leaves, self.lent
+        for _, module, name, slot, entry in self._at:
+            if (module, name) not in lent:
+                listed = module._parameters
+                if listed.get(name) is entry:
+                    _put(listed, name, leaves[slot])
+                else:
+                    changed.append(slot)
+        for module, name, _ in self._flat:
+            _put(module._parameters, name, None)
+        return changed
+
+    def list_shards(self) -> None:
+        """List the shards again. A parameter that a user has assigned in between stays."""
+        if self.look is not Look.COMPUTING:
+            return
+        self.look = Look.UNSHARDED
+        leaves = self._leaves
+        for _, module, name, slot, entry in self._at:
+            listed = module._parameters
+            if listed.get(name) is leaves[slot]:
+                _put(listed, name, entry)
+        for module, name, flat_param in self._flat:
+            _put(module._parameters, name, flat_param)
+
+    def refill(self) -> None:
+        """Put as attribute what belongs there now, whatever is there; lent tensors stay."""
+        shown = self._absent if self.look is Look.SHARDED else self._leaves
+        for attributes, module, name, slot, _ in self._at:
+            if (module, name) not in self.lent:
+                attributes[name] = shown[slot]
+
+    def reveal(self, slot: int) -> None:
+        """Show a parameter that has its first values, where the buffer is the shard."""
+        for form in self._forms:
+            if isinstance(placeholder := form.absent[slot], ValuelessParameter):
+                form.absent[slot] = leaf = form.leaves[slot]
+                for attributes, _, name, number, _ in self._at:
+                    if number == slot and attributes.get(name) is placeholder:
+                        attributes[name] = leaf
+
+    def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
+        """List and show the only parameter at more places, which are `_places` already."""
+        self.entries += [(place.module, place.name, param) for place in places]
+        self._enter()
+        self.refill()
+
+    # --- enter and leave modules --------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Make modules list the entries, and report what else is put there."""
+        numbers = {(place.module, place.name): slot for slot, used in enumerate(self._places) for place in used}
+        listed = {(module, name): param for module, name, param in self.entries}
+        # The mapping in which the module looks the attribute up, the place, the number, and what is listed there.
+        self._at = [
+            (attributes_seen_by(module), module, name, slot, listed.get((module, name)))
+            for (module, name), slot in numbers.items()
+        ]
+        self._flat = [(*at, param) for at, param in listed.items() if at not in numbers]
+        self._numbers = numbers
+        for (module, name), param in listed.items():
+            Listing.of(module).report_to(self, name)
+            dict.update(module._parameters, {name: param})
+        for module, name in numbers:
+            Listing.of(module).report_to(self, name)
+            module._parameters.setdefault(name, None)
+        if self.look is Look.COMPUTING:
+            self.look = Look.UNSHARDED
+            self.list_unsharded()
+
+    def enter(self) -> None:
+        """List and show what belongs there, after `leave`."""
+        self._enter()
+        self.refill()
+
+    def leave(self) -> None:
+        """Take all that is listed out of the modules."""
+        self.lent.clear()
+        for module, name, param in self.entries:
+            if module._parameters.get(name) is param:
+                dict.pop(module._parameters, name)
+        for module, name in self._numbers:
+            listed = module._parameters
+            if listed.get(name, module) is None or self.is_exposed:
+                dict.pop(listed, name, None)
+
+    def expose(self, params: Sequence[nn.Parameter] | None) -> None:
+        """List ordinary parameters, until `conceal`; None lists the shards as before."""
+        self.is_exposed = True
+        if params is not None:
+            for attributes, module, name, slot, _ in self._at:
+                attributes[name] = params[slot]  # a class may keep a cache of its parameters
+                del module.__dict__[name]
+                _put(module._parameters, name, params[slot])
+            self._exposed = params
+            for module, name, _ in self._flat:
+                dict.pop(module._parameters, name, None)
+            self.lent.clear()
+
+    def conceal(self) -> None:
+        """Take ordinary parameters out of the modules. `enter` follows, when all handles have done so."""
+        if self._exposed:
+            self.leave()
+            self._exposed = ()
+        self.is_exposed = False
+        self.touched.clear()
+
+    # --- assigned and lent tensors ------------------------------------------------------------------------------
+
+    @property
+    def is_lent(self) -> bool:
+        """True if modules see lent tensors in all places."""
+        return bool(self.lent) and len(self.lent) == len(self._at)
+
+    def notice(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Record that something is put where we list what is ours, by an assignment or for one call.
+
+        Returns:
+            What is to be listed there.
+
+        Raises:
+            RuntimeError: for what modules cannot compute with.
+        """
+        slot = self._numbers.get((module, name))
+        if slot is None:
+            entry = next((param for own, known_as, param in self._flat if own is module and known_as == name), None)
+            if value is not entry:
+                raise RuntimeError(
+                    f"'{name}' of {type(module).__name__} is a flat parameter, made of many: nothing can be put in its "
+                    "place. Assign unsharded tensors to the original parameters, or pass them to "
+                    "torch.func.functional_call under those names; or change values inside "
+                    "`with model.summon_full_params():`."
+                )
+            return value
+        self.touched.add(slot)
+        if self._exposed:
+            return value
+        entry = next(entry for _, own, known_as, _, entry in self._at if own is module and known_as == name)
+        attributes = module.__dict__
+        if (value is entry or self._is_own(slot, value)) and (
+            (module, name) in self.lent or (value is not None and name not in attributes)
+        ):  # a lent tensor is given back; or what modules see is assigned again, as by a function that ties weights
+            shown = self._absent if self.look is Look.SHARDED else self._leaves
+            self._show(slot, module, name, shown[slot], is_lent=False)
+            return self._leaves[slot] if self.look is Look.COMPUTING else entry
+        if value is None:
+            attributes.pop(name, None)  # removed
+        elif name in attributes and value is not entry:
+            self._show(slot, module, name, self._lendable(slot, name, value), is_lent=True)
+        return value
+
+    def notice_removal(self, module: nn.Module, name: str) -> None:
+        """Record that an item was deleted, as if it was a parameter of an ordinary module."""
+        module.__dict__.pop(name, None)
+        if (slot := self._numbers.get((module, name))) is not None:
+            self.touched.add(slot)
+
+    def _is_own(self, slot: int, value: Any) -> bool:
+        return any(value is form.leaves[slot] or value is form.absent[slot] for form in self._forms)
+
+    def _lendable(self, slot: int, name: str, tensor: Tensor) -> Tensor:
+        """Return what modules compute with of a tensor that takes the place of a parameter for one call.
+
+        Raises:
+            RuntimeError: if it is not of the parameter's shape, as this rank's shard is not.
+        """
+        leaf = self._leaves[slot]
+        if tensor.shape != leaf.shape or (is_dtensor(tensor) and not is_dtensor(leaf)):
+            raise RuntimeError(
+                f"{self._places[slot][0].fqn} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
+                "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
+                f"{tuple(leaf.shape)} under the original parameter's name. Unsharded models list such: inside "
+                "summon_full_params(), or after unshard() under fully_shard."
+            )
+        return tensor.to(leaf.dtype) if tensor.dtype == self._own_dtype else tensor
+
+    def _show(self, slot: int, module: nn.Module, name: str, tensor: Tensor, *, is_lent: bool) -> None:
+        """Show a lent tensor as attribute, or again what is ours."""
+        at = [(each, key) for _, each, key, number, entry in self._at if number == slot and entry is None]
+        places = at or [(module, name)]  # a caller finds a listed parameter in each of its places
+        for each, key in places:
+            each.__dict__[key] = tensor
+        if is_lent:
+            self.lent.update(places)
+        else:
+            self.lent.difference_update(places)
+
+    def refuse_lent(self, what: str, unit: str) -> None:
+        """Raise RuntimeError if modules of `unit` compute with tensors that were given for one call."""
+        for module, name in self.lent:
+            raise RuntimeError(
+                f"{unit}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to compute "
+                "with, which have not been taken back. Do it outside of torch.func.functional_call; and assign new "
+                "values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
+            )
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the parameters in one of whose places another tensor is now."""
+        leaves, absent = self._leaves, self._absent
+        changed = set()
+        for attributes, module, name, slot, entry in self._at:
+            if (module, name) not in self.lent:
+                shown, listed = attributes.get(name), module._parameters.get(name)
+                is_shown = shown is leaves[slot] or shown is absent[slot]
+                if not is_shown or listed is not (leaves[slot] if self.look is Look.COMPUTING else entry):
+                    changed.add(slot)
+        self.touched = changed
+        return sorted(changed)
+
+    def replacement(self, slot: int) -> nn.Parameter:
+        """Return the parameter that a user has assigned where original number `slot` is used.
+
+        A load with ``assign=True`` assigns one to each of its places; they must be equal.
+
+        Raises:
+            ValueError: if there is none, or not the same one in all places.
+        """
+        ours = [*(param for _, _, param in self.entries), *(self._leaves if self.look is Look.COMPUTING else ())]
+        values = [place.module._parameters.get(place.name) for place in self._places[slot]]
+        new = [value for value in values if value is not None and all(value is not param for param in ours)]
+        names = ", ".join(place.fqn for place in self._places[slot])
+        if not new:
+            raise ValueError(f"{names} was removed, or is no parameter any more")
+        if len(new) < len(values) or not all(_are_equal(value, new[0]) for value in new):
+            raise ValueError(f"a parameter was replaced under only some of its names ({names})")
+        return new[0]
+
+    def assigned(self, slot: int) -> nn.Parameter:
+        """Return the `replacement`, between steps.
+
+        Raises:
+            ValueError: besides, if a tie or hooks would be lost: of the parameter, only the values are kept.
+        """
+        value, name = self.replacement(slot), self._places[slot][0].fqn
+        if is_ours(value) or value._backward_hooks or value._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} was given a parameter with gradient hooks, or one that the model has elsewhere: hooks are for "
+                "what the sharded model lists, and ties must be made before the first use"
+            )
+        presentation, other, other_name = _assigned.setdefault(value, (id(self), slot, name))
+        if (presentation, other) != (id(self), slot):
+            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before the first use")
+        return value
+
+    def take_back(self, slots: Sequence[int]) -> None:
+        """Take replacements out of the modules. An optimizer that was given a replacement raises an error."""
+        for slot in slots:
+            note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
+        for _, module, name, slot, entry in self._at:
+            if slot in slots and entry is None:
+                dict.pop(module._parameters, name, None)
+        self.touched.difference_update(slots)
+        self.enter()
+
+
+def _are_equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+    if one is other:
+        return True
+    alike = one.shape == other.shape and one.dtype == other.dtype and MeshPart.of(one) == MeshPart.of(other)
+    return alike and not one.is_meta and torch.equal(local_part(one), local_part(other))
