@@ -268,6 +268,7 @@ longest = {False: 0.0, True: 0.0}
 _LONG = 10.0  # seconds between two waits, of which no more count: a rank may pause for hours
 
 
+_MAIN_THREAD = threading.main_thread().ident
 main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testing`)
 
 
@@ -284,7 +285,7 @@ def explain(closed_by: int | None) -> str:
 def finish(works: Sequence[Any], what: str) -> None:
     """Wait for works of `torch.distributed`; an error if one did not complete, which says why if it is known."""
     thread, since = threading.get_ident(), time.monotonic()
-    beside = is_aside(thread)
+    beside = thread != _MAIN_THREAD and is_aside(thread)
     waits[thread] = Wait(what, _call.get(), since)
     try:
         limit = _limit.get()

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import traceback
 import weakref
@@ -37,7 +38,7 @@ _UNCHANGED = nullcontext()
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Have tensors that are made inside of it be ordinary ones, also where a transform of `torch.func` runs."""
-    if not in_transform():
+    if torch._C._functorch.peek_interpreter_stack() is None:
         return _UNCHANGED
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
 
@@ -106,6 +107,9 @@ class FollowedPass:
     is_alive = True
 
 
+_version_of = operator.attrgetter("_version")
+
+
 class FreedLeaves:
     """Leaves whose memory comes and goes: autograd must not read what it saved of them while there is none.
 
@@ -120,7 +124,7 @@ class FreedLeaves:
     def seal(self) -> None:
         """The leaves lose their memory, and a graph may have saved them."""
         if self._versions is None:
-            self._versions = tuple([leaf._version for leaf in self._leaves])
+            self._versions = tuple(map(_version_of, self._leaves))
             increment_version(self._leaves)
 
     def unseal(self) -> None:

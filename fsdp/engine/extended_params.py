@@ -134,7 +134,8 @@ class ExtendedParameters(UnshardedParameters):
                 after(come, arriving.metadata, self.full.dtype, out=self.leaves[0])
             else:
                 self._show_as(*after(come, arriving.metadata, self.full.dtype))
-        self._begin_use()
+        self._freed.unseal()
+        self.rest()
 
     def _take(self, arriving: Arriving) -> None:
         """Copy what has come to where it stays."""

@@ -19,6 +19,7 @@ from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transfo
 from fsdp.engine.call_stack import MODULE_CALL, calls_on, uncompiled
 from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
+from fsdp.engine.presentation import lenders
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
@@ -60,9 +61,9 @@ class ForwardHooks:
             self.depth += 1
         else:
             self.depth = 1
-            if not self._unit.is_lent:  # else it has no part in this call
+            if not (lenders and self._unit.is_lent):  # else it has no part in this call
                 with outside_transforms():
-                    runtime = self._unit.ensure_runtime()
+                    runtime = self._unit.runtime or self._unit.ensure_runtime()
                     runtime.before_forward(self._unit, inputs)
                 if self._brings_inputs and runtime.root is self._unit:
                     inputs = map_tensors(lambda tensor: tensor.to(self._unit.device), inputs)
@@ -80,7 +81,9 @@ class ForwardHooks:
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
-            output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
+            output = map_tensors(self._outlive_buffers, output)
+            if unit.precision.output is not None:
+                output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
         unit.runtime.after_forward(unit, module, output, failed)

@@ -47,6 +47,9 @@ class GradientBuffer:
         sum_dtype: at least in this one the gradients of several backwards are added up.
         device: where it is.
         expected: for each parameter, whether it gets a gradient at all.
+
+    Attributes:
+        missing: the number of the parameters whose gradients have not arrived in this backward.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class GradientBuffer:
         self._sum_dtype = torch.promote_types(dtype, sum_dtype)
         self._device = device
         self.sync = GradientSync.FULL  # of the backward that runs
+        self.is_reduced = True  # by the backward that runs
         self._flat: Tensor | None = None
         self._divisor = 1.0  # what it is divided by when it is taken
         self._spare: Taken | None = None  # one that has come back, without its memory
@@ -83,22 +87,13 @@ class GradientBuffer:
         """True if it has nothing to reduce."""
         return self._flat is None and not self._owes
 
-    @property
-    def is_reduced(self) -> bool:
-        """True if the backward that runs reduces it."""
-        return self.sync is not GradientSync.NONE
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every parameter's gradient has arrived in this backward."""
-        return self._missing == 0
-
     def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
         """Expect gradients; they go as far as `sync` says, zeros for what no rank has included if asked for."""
         if expected != self._expects:
             self.expect(expected)
         self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
-        self.sync, self._fills_unused = sync, fills_unused and sync is not GradientSync.NONE
+        self.sync, self.is_reduced = sync, sync is not GradientSync.NONE
+        self._fills_unused = fills_unused and self.is_reduced
         self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
         self.used = bytearray(len(self.used))
         self.times_taken, self.awaited = 0, ()
@@ -107,7 +102,7 @@ class GradientBuffer:
     def begin_round(self) -> None:
         """Expect every gradient (again)."""
         self._arrived = bytearray(len(self._arrived))
-        self._missing = self._expected
+        self.missing = self._expected
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
         """Put ``grad / divisor`` at its place, or add it to what is there; unless it was frozen since its forward."""
@@ -124,7 +119,7 @@ class GradientBuffer:
         self._filled[slot] = 1
         if not self._arrived[slot]:
             self._arrived[slot] = 1
-            self._missing -= 1
+            self.missing -= 1
 
     def _allocate(self) -> Tensor:
         dtype = self.dtype if self.is_reduced else self._sum_dtype
@@ -176,7 +171,7 @@ class GradientBuffer:
     def expect(self, expected: Sequence[bool]) -> None:
         """Other parameters require gradients now; what is accumulated stays."""
         self._expects, self._expected = expected, sum(expected)
-        self._missing = self._expected
+        self.missing = self._expected
         self._frozen = {slot for slot, expects in enumerate(expected) if not expects}
         self._leave_out(self._left_out & self._frozen)
 

@@ -26,15 +26,11 @@ class GradientHooks:
     ) -> None:
         self._flat_param, self._params, self._orig_params = flat_param, params, orig_params
         self.waiting: Tensor | None = None  # [shard_numel]
-        self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought
+        self.delivered: Sequence[nn.Parameter] = ()  # this backward has brought their gradients
 
-    def keep(self, reduced: Tensor) -> bool:
-        """Keep a reduced gradient ``[shard_numel]``, or add it to what is kept; False if there are no hooks."""
-        for param in self._params:
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
-                self.waiting = reduced if self.waiting is None else self.waiting + reduced
-                return True
-        return False
+    def keep(self, reduced: Tensor) -> None:
+        """Keep a reduced gradient ``[shard_numel]`` until backward has ended, or add it to the kept one."""
+        self.waiting = reduced if self.waiting is None else self.waiting + reduced
 
     def run(self, reduced: Tensor, used: Sequence[int]) -> None:
         """Call the hooks of `Tensor.register_hook` with what was `waiting`, and add what they return to the gradient.
@@ -54,11 +50,11 @@ class GradientHooks:
                     part.copy_(after if orig_params is None else orig_params.elements_of(after))
         self._flat_param.shard_storage.accept(self._flat_param, reduced)
         self._flat_param.shard_storage.copy_stream.settle()  # it is there when it is shown, and when hooks are called
-        self._delivered = [params[slot] for slot in slots]
+        self.delivered = [params[slot] for slot in slots]
 
     def end_backward(self) -> None:
         """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
-        delivered, self._delivered = self._delivered, ()
+        delivered, self.delivered = self.delivered, ()
         if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
             self._flat_param.bring_gradient()
             for param in (each for each in delivered if each.grad is not None):
@@ -67,7 +63,7 @@ class GradientHooks:
 
     def abandon(self) -> None:
         """Forget what waits, or was delivered."""
-        self.waiting, self._delivered = None, ()
+        self.waiting, self.delivered = None, ()
 
 
 def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -376,7 +376,10 @@ class FlatParamHandle:
             return
         if self.presentation.touched:
             self._absorb_places()
-        self._absorb_values()
+        if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
+            self._absorb_written()
+        if self.orig_params is not None:
+            self._absorb_shards(self.orig_params)
         state = self.shard_state
         if self.phase is Phase.UNSHARDED:
             if state == self._gathered:
@@ -385,7 +388,7 @@ class FlatParamHandle:
         if state[-1] != self._built_for:
             self.follow_shard()
             state = self.shard_state
-        if self.storage.is_mapped:
+        if not self.storage.is_resident:
             self.storage.check(self.name)
         self._gathered = state
         if self.unsharded.is_shard:
@@ -424,20 +427,26 @@ class FlatParamHandle:
             if not self.unsharded.is_shard:
                 labelled("all_gather_wait", self.unit.name, self._pending.wait)
                 self.unsharded.end_gather()
-                if self.storage.is_mapped:
+                if not self.storage.is_resident:
                     self.storage.release()
-            self._refuse_replaced(self.presentation.show())
+            if replaced := self.presentation.show():
+                self._refuse_replaced(replaced)
             self._enter(Phase.UNSHARDED)
         self.follow_frozen()
 
-    def _refuse_replaced(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.presentation.hide()
-            raise RuntimeError(
-                f"{self.name}: {self.layout.slots[slot].name} was removed, or is no parameter any more: another tensor "
-                "was put in its place without `__setattr__`, or while its unit was computing. Assign an nn.Parameter "
-                "between steps, or change values inside `with model.summon_full_params():`."
-            )
+    def begin_compute(self) -> None:
+        """Wait for the all-gather, and list the unsharded parameters in modules until they are resharded, or longer."""
+        self.wait_for_unshard()
+        if replaced := self.presentation.list_unsharded():
+            self._refuse_replaced(replaced)
+
+    def _refuse_replaced(self, slots: Sequence[int]) -> NoReturn:
+        self.presentation.hide()
+        raise RuntimeError(
+            f"{self.name}: {self.layout.slots[slots[0]].name} was removed, or is no parameter any more: another tensor "
+            "was put in its place without `__setattr__`, or while its unit was computing. Assign an nn.Parameter "
+            "between steps, or change values inside `with model.summon_full_params():`."
+        )
 
     def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         """Free the unsharded parameters.
@@ -477,15 +486,6 @@ class FlatParamHandle:
         self.comm.settle()
         self.storage.copy_stream.settle()
 
-    def list_unsharded(self) -> None:
-        """List the unsharded parameters in the modules, until `list_shards` or `reshard`."""
-        if self.phase is Phase.UNSHARDED:
-            self._refuse_replaced(self.presentation.list_unsharded())
-
-    def list_shards(self) -> None:
-        """List in the modules the parameters that optimizers step."""
-        self.presentation.list_shards()
-
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
@@ -511,8 +511,9 @@ class FlatParamHandle:
             if self.check_gradient is not None:
                 self.check_gradient(self, slot, gradient)
             part = self.flat_param.parts[slot]
-            self.gradients.add(slot, values_of(gradient if part is None else part.gradient(gradient)), divisor)
-        return self.gradients.is_complete
+            values = gradient if part is None else part.gradient(gradient)
+            self.gradients.add(slot, values if type(values) is Tensor else values_of(values), divisor)
+        return not self.gradients.missing
 
     def reduce(self) -> Pending:
         """Start to sum the accumulated gradient over the ranks; the result is the shard's, in `reduced_dtype`.
@@ -534,11 +535,15 @@ class FlatParamHandle:
         self.flat_param._has_unreduced = False
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
-        if self.storage.is_mapped:
+        if not self.storage.is_resident:
             self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank)
         reduced = reduced.to(self.kept_grad_dtype)
-        if not self.gradient_hooks.keep(reduced):
+        if any(map(any, map(_hooks_of, self.listed_params))):
+            self.gradient_hooks.keep(reduced)
+        elif self.storage.is_resident:
+            self.flat_param.hold_gradient(reduced)
+        else:
             self.storage.accept(self.flat_param, reduced)
 
     def show_gradient(self, used: Sequence[int]) -> None:
@@ -601,7 +606,9 @@ class FlatParamHandle:
         if self.presentation.is_exposed or self.phase is Phase.UNSHARDING:
             return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
         self._absorb_places()
-        self._absorb_values()
+        self._absorb_written()
+        if self.orig_params is not None:
+            self._absorb_shards(self.orig_params)
         self.follow_frozen()
 
     def _absorb_places(self) -> None:
@@ -613,17 +620,19 @@ class FlatParamHandle:
         self._store(replaced, self.presentation.assigned)
         self.presentation.take_back(replaced)
 
-    def _absorb_values(self) -> None:
-        """Store what users have written to unsharded parameters, and assigned to ``.data`` of shards."""
+    def _absorb_written(self) -> None:
+        """Store what users have written to unsharded parameters."""
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if written:
             self.follow_frozen()
             self._store(written, self.unsharded.new_value)
             self.unsharded.restore(written)
-        if self.orig_params is not None:
-            for slot in self.orig_params.absorb():
-                self.values.renewed(slot)
+
+    def _absorb_shards(self, orig_params: OrigParams) -> None:
+        """Store what users have assigned to ``.data`` of local shards."""
+        for slot in orig_params.absorb():
+            self.values.renewed(slot)
 
     def _store(self, slots: Sequence[int], value_of: Callable[[int], nn.Parameter]) -> None:
         try:
@@ -711,6 +720,7 @@ class FlatParamHandle:
 
 
 _needs_grad = operator.attrgetter("requires_grad")
+_hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:

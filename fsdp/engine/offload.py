@@ -32,7 +32,7 @@ class ShardStorage:
     local_shard: type[LocalShard] = LocalShard
     is_elsewhere = False  # the shard has to be brought to the compute device
     keeps_shards = False  # shards and gradients stay where they are when the module is moved
-    is_mapped = False  # the shard is in files, which are read ahead, released and checked
+    is_resident = True  # shard and gradient are on the compute device, and nothing is to be done for that
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,6 +69,8 @@ class ShardStorage:
 
 class HostStorage(ShardStorage):
     """Host memory for shards, for gradients, or for both; pinned where there is an accelerator to copy to."""
+
+    is_resident = False
 
     def __init__(self, device: torch.device, params: bool, grads: bool) -> None:
         super().__init__(device)
@@ -141,7 +143,8 @@ class DiskStorage(ShardStorage):
 
     flat_parameter = DiskFlatParameter
     local_shard = DiskLocalShard
-    keeps_shards = is_mapped = True
+    keeps_shards = True
+    is_resident = False
 
     def __init__(self, device: torch.device, files: MappedFiles) -> None:
         super().__init__(device)

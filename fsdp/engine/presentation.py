@@ -39,6 +39,9 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 
 _put = dict.__setitem__  # in a `Listing`, without a record
 
+# The presentations that show lent tensors.
+lenders: weakref.WeakSet[Presentation] = weakref.WeakSet()
+
 # Parameters that users have assigned, with the place of each, while users hold them.
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -171,7 +174,8 @@ class Presentation:
 
     def hide(self) -> None:
         """Show placeholders as attributes again. A tensor that a user has put in a place stays there."""
-        self.list_shards()
+        if self.look is Look.COMPUTING:
+            self.list_shards()
         self.look = Look.SHARDED
         leaves, absent = self._leaves, self._absent
         for attributes, _, name, slot, _ in self._at:
@@ -372,8 +376,11 @@ class Presentation:
             each.__dict__[key] = tensor
         if is_lent:
             self.lent.update(places)
+            lenders.add(self)
         else:
             self.lent.difference_update(places)
+            if not self.lent:
+                lenders.discard(self)
 
     def refuse_lent(self, what: str, unit: str) -> None:
         """Raise RuntimeError if modules of `unit` compute with tensors that were given for one call."""

@@ -83,6 +83,7 @@ class Runtime:
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
+        self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self.participation: Participation | None = None  # of ranks that do different things, if they may
         self.passes = Passes()
         self._post_forward_shards = [
@@ -135,7 +136,7 @@ class Runtime:
                     "would go to the summoned copies and be lost. Use torch.no_grad(), or leave the context first."
                 )
             return
-        call = Call(unit, recomputed=self.is_in_backward and in_backward())
+        call = Call(unit, recomputed=self._backward is not None and self.is_in_backward and in_backward())
         is_outermost = not call.recomputed and (not self._running or unit is self.root)
         if is_outermost:
             self._begin_forward(unit)
@@ -153,10 +154,11 @@ class Runtime:
         else:
             self.passes.reach(unit)
             unit.transition_to(TrainingState.FORWARD)
-            unit.enter()
-            unit.follow_mode()
+            if self._groups:
+                unit.enter()
+            if unit.precision.full_in_eval:
+                unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
-        unit.list_unsharded()
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if torch.is_grad_enabled() and unit.has_frozen_handle:
             call.watch_inputs(inputs)
@@ -239,13 +241,14 @@ class Runtime:
             if is_backward and not following.policy.unshard_in_backward:
                 continue
             if number < started:
-                if not is_backward:
+                if not is_backward and following.precision.full_in_eval:
                     following.follow_mode()
                 following.unshard()
-            else:
+            elif self._reads_ahead:
                 following.read_ahead()
         if is_needed:
-            unit.wait_for_unshard()
+            for handle in unit.handles:
+                handle.begin_compute()
         return order
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
@@ -264,7 +267,7 @@ class Runtime:
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
-                unit.list_shards()
+                self._list_shards(unit)
             if self.participation is not None:
                 self.participation.leave(call, output, needs_backward=needs_backward)
             return
@@ -282,7 +285,7 @@ class Runtime:
         if call.order is None or (is_done and not needed_at_once and not may_leave):
             unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
         else:
-            unit.list_shards()
+            self._list_shards(unit)
         if self.participation is not None:
             self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
@@ -392,7 +395,6 @@ class Runtime:
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.transition_to(TrainingState.BACKWARD_PRE)
             self._unshard_for_backward(unit)
-            unit.list_unsharded()
         if call.shards != [handle.state_in_use for handle in unit.handles]:
             raise RuntimeError(
                 f"{unit.name}: its parameters were changed (by an optimizer step, or a cast?) between forward and "
@@ -407,17 +409,21 @@ class Runtime:
 
     def ensure_backward(self) -> None:
         """A backward is running: the first to notice begins it."""
-        if self.is_in_backward:
-            return
         if self._backward is not None:
+            if self._backward.is_alive:
+                return
             self._abandon_backward()  # the last one raised
-        self._backward = BackwardPass(self._end_backward, self._list_shards)
+        self._backward = BackwardPass(self._end_backward, self._list_all_shards)
         self._begin_backward()
 
-    def _list_shards(self) -> None:
-        """A backward has failed: what users call next, such as ``zero_grad()``, must find the shards."""
+    def _list_all_shards(self) -> None:
+        """A backward has failed: ``zero_grad()``, for example, must find the shards."""
         for unit in self.units:
-            unit.list_shards()
+            self._list_shards(unit)
+
+    def _list_shards(self, unit: Unit) -> None:
+        for handle in unit.handles:
+            handle.presentation.list_shards()
 
     def _begin_backward(self) -> None:
         self._backward_order.begin()
@@ -487,7 +493,8 @@ class Runtime:
             return  # what is frozen may be on the way to the gradients of the units inside
         if unit.frees_after_backward:
             unit.reshard()
-            unit.transition_to(TrainingState.BACKWARD_POST)
+            if unit.state is not TrainingState.BACKWARD_POST:
+                unit.transition_to(TrainingState.BACKWARD_POST)
 
     def _end_backward(self) -> None:
         if self.participation is not None:
@@ -507,11 +514,11 @@ class Runtime:
             unit.backward.end()
             # Inside of a running forward, gradients may be stepped next; torch.autograd.grad leaves none.
             if has_gradient or unit.state is not TrainingState.FORWARD:
-                unit.list_shards()
+                self._list_shards(unit)
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
-            if unit.frees_after_backward or unit.is_unsharding:
+            if unit.is_in_use and (unit.frees_after_backward or unit.is_unsharding):
                 unit.reshard()
         self._settle()
         if any(handle.gradients.is_reduced for handle in self.handles):
@@ -521,7 +528,8 @@ class Runtime:
             self._backward = None
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    handle.gradient_hooks.end_backward()
+                    if handle.gradient_hooks.delivered:
+                        handle.gradient_hooks.end_backward()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
@@ -654,12 +662,14 @@ class Runtime:
         self._settle()
 
     def _settle(self) -> None:
-        kept = [handle.post_forward_shard for unit in self.units for handle in unit.handles]
-        comms = {shard.comm for shard in kept if shard is not None}
-        for comm in comms.union([unit.comm for unit in self.units], [unit.replicas for unit in self.units]):
+        comms = {shard.comm for shard in self._post_forward_shards}
+        for unit in self.units:
+            comms.update((unit.comm, unit.replicas))
+        for comm in comms:
             comm.settle()
-        for device in {unit.device for unit in self.units}:
-            copy_stream_of(device).settle()
+        if self._reads_ahead:
+            for device in {unit.device for unit in self.units}:
+                copy_stream_of(device).settle()
 
 
 _last: weakref.ref[Runtime] | None = None

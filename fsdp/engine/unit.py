@@ -26,6 +26,7 @@ from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
+from fsdp.engine.presentation import lenders
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit_backward import UnitBackward
 
@@ -372,6 +373,8 @@ class Unit:
     @property
     def is_lent(self) -> bool:
         """Return whether its modules compute with tensors that were given for one call alone."""
+        if not lenders:
+            return False
         # What has no parameters of its own has a part if a unit inside of it has.
         units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
         handle = None
@@ -384,11 +387,12 @@ class Unit:
     @property
     def is_in_use(self) -> bool:
         """Return whether any of its parameters are unsharded, or on their way."""
-        return any(handle.phase is not Phase.SHARDED for handle in self.handles)
+        phases = list(map(_phase_of, self.handles))
+        return phases.count(Phase.SHARDED) < len(phases)
 
     @property
     def is_unsharding(self) -> bool:
-        return Phase.UNSHARDING in [handle.phase for handle in self.handles]
+        return Phase.UNSHARDING in map(_phase_of, self.handles)
 
     def compute_in_full(self, wanted: bool) -> None:
         """Compute in the shards' own precision from now on, or no longer."""
@@ -421,14 +425,6 @@ class Unit:
     def wait_for_unshard(self) -> None:
         for handle in self.handles:
             handle.wait_for_unshard()
-
-    def list_unsharded(self) -> None:
-        for handle in self.handles:
-            handle.list_unsharded()
-
-    def list_shards(self) -> None:
-        for handle in self.handles:
-            handle.list_shards()
 
     def settle(self) -> None:
         """Block until its shards may be written."""
@@ -506,10 +502,7 @@ class Unit:
     @property
     def was_written(self) -> bool:
         """True if modules or users have written to its unsharded parameters values that the shards do not have."""
-        for handle in self.handles:
-            if handle.was_written:
-                return True
-        return False
+        return any(map(_was_written, self.handles))
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""
@@ -519,6 +512,8 @@ class Unit:
 
 
 _has_frozen = operator.attrgetter("has_frozen")
+_phase_of = operator.attrgetter("phase")
+_was_written = operator.attrgetter("was_written")
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -54,12 +54,15 @@ class UnitBackward:
     def begin(self, handles: Iterable[FlatParamHandle]) -> None:
         """A backward begins, which may bring gradients of these. Older calls that it does not come to are forgotten."""
         self._before_backward, self.reached = self._made, 0
-        alive = filter(None, (each() for each in self._with_graph))  # the oldest first
-        self.oldest = next(map(self._age, alive), 0)
+        self.oldest = 0
+        for each in self._with_graph:  # the oldest first
+            if (call := each()) is not None:
+                self.oldest = self._age(call)
+                break
         self._with_graph.clear()
         self.complete.clear()
         self.missing = set(handles)
-        self.end()
+        self._inside.clear()
 
     def reach(self, call: Numbered) -> None:
         """Backward has come to a call."""

@@ -81,6 +81,7 @@ class UnshardedParameters:
         self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
         self._numbers_seen = [*self._numbers_placed, *range(len(self.leaves))]  # of the leaves in what `_look` returns
         self._expected: list[int] | None = None  # what `_look` returns while nothing is written to the leaves
+        self._begin, self._addresses = full.data_ptr(), [full.data_ptr() + offset for offset in self._offsets]
         if is_shard:
             self.rest()
         self.absent = list(self._hidden(valueless) if absent is None else absent)
@@ -138,12 +139,8 @@ class UnshardedParameters:
                 self._allocate()
             self._arrangement.end(is_wanted)
         if is_wanted:
-            self._begin_use()
-
-    def _begin_use(self) -> None:
-        """Let autograd read the leaves, which have their values again, and detect writes from now on."""
-        self._freed.unseal()
-        self.rest()
+            self._freed.unseal()
+            self.rest()
 
     def free(self) -> None:
         """Free the buffer's memory.
@@ -182,8 +179,9 @@ class UnshardedParameters:
 
     def rest(self) -> None:
         """Take what is written to the leaves from now on for new."""
-        begin = self.full.data_ptr()
-        self._expected = [*[begin + offset for offset in self._offsets], *map(self._version_of, self.leaves)]
+        if (begin := self.full.data_ptr()) != self._begin:
+            self._begin, self._addresses = begin, [begin + offset for offset in self._offsets]
+        self._expected = [*self._addresses, *map(self._version_of, self.leaves)]
 
     def _look(self) -> list[int]:
         """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
