@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fsdp.distributed.dtensor import held_part, is_dtensor, memory_of, set_local_part
 
@@ -32,6 +33,8 @@ class CountedParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         self.__dict__.pop("_vector", None)
         _torchs.__set__(self, value)
+        if not self.is_inference():
+            increment_version(self)  # so that a handle looks where the values are now
 
 
 def _noted(param: Tensor, seen: Tensor) -> Tensor:
@@ -88,5 +91,6 @@ def _teach(dtensor: Any) -> None:
         _torchs.__set__(self, value)
         if "__counted__" in self.__dict__ and is_dtensor(value):  # torch (2.13) leaves it with the local tensor it had
             set_local_part(self, held_part(value))
+            increment_version(self)
 
     dtensor.data = property(data, assign)

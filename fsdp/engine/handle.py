@@ -157,6 +157,7 @@ class FlatParamHandle:
         self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
         self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
         self._make_unsharded = shard.new_unsharded
+        self._looked_at: Any = None  # the versions of the shard, and of local shards, that `_absorb_shards` has seen
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
@@ -284,7 +285,7 @@ class FlatParamHandle:
     def __getstate__(self) -> dict[str, Any]:
         rebuilt = ("gradients", "unsharded", "forms", "_pending", "_built_for", "unit", "check_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
-        return kept | {"phase": Phase.SHARDED, "_gathered": None}
+        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None}
 
     def wake(self, unit: HandleUnit) -> None:
         """After it was copied or unpickled, with the modules it is for: build what was left behind."""
@@ -378,9 +379,10 @@ class FlatParamHandle:
             self._absorb_places()
         if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
             self._absorb_written()
-        if self.orig_params is not None:
-            self._absorb_shards(self.orig_params)
         state = self.shard_state
+        if self.orig_params is not None and state[:2] != self._looked_at:
+            self._absorb_shards(self.orig_params)
+            state = self.shard_state
         if self.phase is Phase.UNSHARDED:
             if state == self._gathered:
                 return
@@ -630,9 +632,10 @@ class FlatParamHandle:
             self.unsharded.restore(written)
 
     def _absorb_shards(self, orig_params: OrigParams) -> None:
-        """Store what users have assigned to ``.data`` of local shards."""
-        for slot in orig_params.absorb():
-            self.values.renewed(slot)
+        """Store what users have assigned to ``.data`` of local shards, or written to them."""
+        if written := orig_params.absorb():
+            self.values.renewed(written)
+        self._looked_at = self.shard_state[:2]
 
     def _store(self, slots: Sequence[int], value_of: Callable[[int], nn.Parameter]) -> None:
         try:

@@ -11,6 +11,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -227,17 +228,20 @@ class OrigParams:
     @property
     def zeroed(self) -> list[int]:
         """The numbers of those without a gradient: what was accumulated for them, the user has dropped."""
-        return [slot for slot, param in enumerate(self.params) if param.grad is None]
+        return [slot for slot, grad in enumerate(map(_grad_of, self.params)) if grad is None]
 
     def forget_zeroed(self) -> None:
         """Free the shard's gradient if all were zeroed."""
-        if self._flat_param.grad is not None and all(param.grad is None for param in self.params):
+        if self._flat_param.grad is not None and not self._has_gradient():
             self._flat_param.grad = None
+
+    def _has_gradient(self) -> bool:
+        return any(map(operator.is_not, map(_grad_of, self.params), repeat(None)))
 
     def collect_gradients(self) -> None:
         """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
-        if self._flat_param.grad is None and any(param.grad is not None for param in self.params):
+        if self._flat_param.grad is None and self._has_gradient():
             shown = None if self._grad is None else self._grad()
             # Where it was not shown by us, users have assigned gradients.
             self._flat_param.grad = torch.zeros_like(self._flat_param.detach()) if shown is None else shown
@@ -258,6 +262,7 @@ NewOrigParams = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInf
 
 
 _needs_grad = operator.attrgetter("requires_grad")
+_grad_of = operator.attrgetter("grad")
 
 
 def _pointer(tensor: Tensor) -> int:

@@ -82,25 +82,26 @@ class ShardValues:
         if interval is not None:
             read(self._flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
         self.touch()  # also because memory may be written past its counter
-        self.renewed(slot)
+        self.renewed([slot])
 
     def fill_local(self, value: Tensor, slot: int | None = None) -> None:
         """Have these values in this rank's shard, or in that of one parameter. `touch` it on every rank."""
         with torch.no_grad():
             own = self._flat_param.vector if slot is None else self.local_shards[slot]
             own.copy_(value.detach().reshape(-1))
-        for each in range(len(self._layout.slots)) if slot is None else [slot]:
-            self.renewed(each)
+        self.renewed(range(len(self._layout.slots)) if slot is None else [slot])
         self._flat_param.shard_storage.release()
 
     def touch(self) -> None:
         """Count as changed, on ranks too that keep nothing of what was: else they would not take part in a gather."""
         increment_version(self._flat_param)
 
-    def renewed(self, slot: int) -> None:
-        """Take note that the shard has other values of a parameter, or its first."""
-        self.note_written([slot])
-        self._end_lack(slot)
+    def renewed(self, slots: Iterable[int]) -> None:
+        """Record that the shard has new values of parameters, or their first values."""
+        self.note_written(slots)
+        if self._flat_param.valueless:
+            for slot in slots:
+                self._end_lack(slot)
 
     def _end_lack(self, slot: int) -> None:
         """The shard has this parameter's values now, if it had none."""

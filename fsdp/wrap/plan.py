@@ -440,7 +440,7 @@ class _Training:
     def _watch(self, handle: FlatParamHandle) -> None:
         live = self._live
         for slot in tuple(handle.valueless):
-            handle.values.renewed(slot)
+            handle.values.renewed([slot])
         is_offloaded = handle.storage.is_elsewhere
         for tensor in (handle.flat_param, *handle.listed_params):
             live.assign(tensor, ON_HOST if is_offloaded else PARAMETERS)
