@@ -73,15 +73,9 @@ class UnshardedParameters:
         self._placeholders: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
         self._freed = FreedLeaves(self.leaves)
-        # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
-        self._address_of = memory_at if any(parts) else Tensor.data_ptr
         self._version_of = version_of_dtensor if any(parts) else operator.attrgetter("_version")
-        self._numbers_placed = [number for number, view in enumerate(views) if self._lies_there(view)]
-        self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
-        self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
-        self._numbers_seen = [*self._numbers_placed, *range(len(self.leaves))]  # of the leaves in what `_look` returns
-        self._expected: list[int] | None = None  # what `_look` returns while nothing is written to the leaves
-        self._begin, self._addresses = full.data_ptr(), [full.data_ptr() + offset for offset in self._offsets]
+        self._placed = [self._lies_there(view) for view in views]
+        self._expected: list[int] | None = None  # the versions of the leaves, while they have the gathered values
         if is_shard:
             self.rest()
         self.absent = list(self._hidden(valueless) if absent is None else absent)
@@ -92,9 +86,8 @@ class UnshardedParameters:
 
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a leaf around the unsharded values of a parameter."""
-        # What is written through its `.data` has to be found, but where that is the shard.
         may_train = tensor.is_floating_point() or tensor.is_complex()
-        leaf = (nn.Parameter if self.is_shard else counted)(tensor, may_train)
+        leaf = counted(tensor, may_train)  # so that writes through its `.data` are detected
         if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
             leaf.register_post_accumulate_grad_hook(partial(_report, self._on_gradient, number))
             leaf.requires_grad_(requires_grad)
@@ -178,20 +171,15 @@ class UnshardedParameters:
             placeholder._message = sharded_message(name, unit)
 
     def rest(self) -> None:
-        """Take what is written to the leaves from now on for new."""
-        if (begin := self.full.data_ptr()) != self._begin:
-            self._begin, self._addresses = begin, [begin + offset for offset in self._offsets]
-        self._expected = [*self._addresses, *map(self._version_of, self.leaves)]
-
-    def _look(self) -> list[int]:
-        """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
-        return [*map(self._address_of, self._leaves_placed), *map(self._version_of, self.leaves)]
+        """Detect writes to the leaves from now on."""
+        self._expected = list(map(self._version_of, self.leaves))
 
     def written(self) -> list[int]:
         """The numbers of the leaves that were written since the all-gather, or since `rest`."""
-        if self._expected is None or (now := self._look()) == self._expected:  # as after nearly every forward
+        if self._expected is None or (now := list(map(self._version_of, self.leaves))) == self._expected:
             return []
-        return self._changed(self._numbers_seen, now)
+        both = zip(now, self._expected, strict=True)
+        return [number for number, (version, expected) in enumerate(both) if version != expected]
 
     def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return whether the buffer differs from this rank's shards, a tensor of shape ``[]``.
@@ -203,18 +191,22 @@ class UnshardedParameters:
             rank: the number of this rank in the layout.
         """
         found = torch.zeros((), dtype=torch.bool, device=self.full.device)
-        for slot, view in enumerate(self._layout.views(self.full.detach()[: self._layout.unsharded_numel])):
+        for slot, view in enumerate(self._views()):
             if (own := shards[slot]).numel():
                 found |= (self._layout.local_shard_of(slot, view, rank) != own.to(view)).any()
         return found
 
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
-        return [] if self._expected is None else self._changed(self._numbers_placed, self._look())
+        views = self._views()
+        return [
+            number
+            for number in self.written()
+            if self._placed[number] and memory_at(self.leaves[number]) != views[number].data_ptr()
+        ]
 
-    def _changed(self, numbers: Sequence[int], now: Sequence[int]) -> list[int]:
-        compared = zip(numbers, now, self._expected or now)  # noqa: B905 (the places alone, or the versions as well)
-        return sorted({number for number, value, expected in compared if value != expected})
+    def _views(self) -> list[Tensor]:
+        return self._layout.views(self.full.detach()[: self._layout.unsharded_numel])
 
     def new_value(self, number: int) -> nn.Parameter:
         """Return a leaf that was `written`, whose values the shards are to have."""
@@ -234,7 +226,7 @@ class UnshardedParameters:
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
-        views = self._layout.views(self.full.detach()[: self._layout.unsharded_numel])
+        views = self._views()
         for number in self.moved():
             if number in numbers:
                 views[number].copy_(local_part(self.leaves[number]).detach())
