@@ -648,7 +648,7 @@ class FSDPModule(_Base):
         """
         if stream is not None and _of(self).replicas.world_size > 1:
             raise ValueError("set_all_reduce_hook: a stream cannot be given for a module with replicas, leave it out")
-        _of(self).all_reduce_hook = AllReduceHook(hook, stream)
+        _of(self).policy.all_reduce_hook = AllReduceHook(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Collective. Set whether gradients are reduced over a process group of their own, or that of all-gathers.

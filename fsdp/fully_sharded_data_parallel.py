@@ -423,7 +423,7 @@ class FullyShardedDataParallel(nn.Module):
         agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:
             unit.set_divide_factors(1.0, 1.0)  # the hook divides by itself, what is accumulated already included
-            unit.comm_hook = comm_hook
+            unit.policy.comm_hook = comm_hook
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""

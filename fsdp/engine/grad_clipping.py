@@ -64,7 +64,7 @@ def clip_grad_norm(
 def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> str:
     """Collective. Return words for the parameters whose gradients are not finite, on any rank."""
     own = [
-        f"{slot.name} of unit '{handle.unit.name}'"
+        f"{slot.name} of unit '{handle.unit_name}'"
         for handle, grad in reduced.items()
         for slot, part in zip(
             handle.layout.slots, handle.layout.local_shards(grad.reshape(-1), handle.comm.rank), strict=True

@@ -29,13 +29,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
-from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
+from fsdp.distributed.comm_hooks import HookCall
 from fsdp.distributed.communicator import in_stage, labelled, own_rank
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.autograd import InternalError
@@ -43,7 +43,9 @@ from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
 from fsdp.engine.gradient_hooks import GradientHooks
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.passes import Passes
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
+from fsdp.engine.policy import Policy
 from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.presentation import Presentation
@@ -76,23 +78,6 @@ Phase.UNSHARDED.following = (Phase.SHARDED,)
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
-class HandleUnit(Protocol):
-    """The unit that runs a handle, as the handle knows it."""
-
-    name: str
-
-    @property
-    def stage(self) -> str:
-        """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
-
-    in_full_precision: bool  # it computes in the shards' own dtypes, as in `eval()` if that was asked for
-    comm_hook: CommHook | None  # the user's own reduce-scatter; None for ours
-    all_reduce_hook: AllReduceHook | None  # a user's function that a reduction ends with
-
-    def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-        """Autograd has finished the gradient of a leaf."""
-
-
 class FlatParamHandle:
     """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
 
@@ -108,7 +93,10 @@ class FlatParamHandle:
         replicas: the ranks that hold the same shard, over which what was reduced is summed.
         number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
             of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
-        unit, name: the unit that runs it, and what messages call it.
+        unit_name, name: the names of its unit and of itself in messages.
+        policy, passes: the settings of its unit, and the passes of its root.
+        in_full_precision: it computes in the shard's own dtype, as in `eval()` if that was asked for.
+        on_gradient: called with the handle, a parameter's number and its leaf, whose gradient autograd has finished.
         places: for each parameter, where modules use it.
         presentation: the tensors that modules see and list in these places.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
@@ -125,6 +113,8 @@ class FlatParamHandle:
     """
 
     check_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
+    on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
+    in_full_precision = False
 
     def __init__(
         self,
@@ -133,13 +123,14 @@ class FlatParamHandle:
         reduce_comm: Communicator,
         replicas: Communicator,
         precision: Precision,
-        unit: HandleUnit,
+        policy: Policy,
     ) -> None:
         self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
-        self.unit, self.name = unit, ""
+        self.unit_name = self.name = ""
+        self.policy, self.passes = policy, Passes()
         self.number = self.tag = self.reduce_tag = self.replica_tag = 0
         self.places = [list(places) for places in shard.places]
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
@@ -214,7 +205,7 @@ class FlatParamHandle:
     def dtype(self) -> torch.dtype:
         """The dtype of the computation."""
         own = self.flat_param.dtype
-        return own if self.unit.in_full_precision else self.precision.compute_dtype(own)
+        return own if self.in_full_precision else self.precision.compute_dtype(own)
 
     @property
     def is_cast(self) -> bool:
@@ -257,11 +248,11 @@ class FlatParamHandle:
             return torch.ones((), dtype=torch.bool, device=self.unsharded.full.device)
         return self.unsharded.differ_from(self.values.local_shards, self.comm.rank)
 
-    def rename(self, name: str) -> None:
-        """Go by this name in messages."""
-        self.name = name
+    def rename(self, unit_name: str, name: str) -> None:
+        """Use these names of the unit and the handle in messages."""
+        self.unit_name, self.name = unit_name, name
         for unsharded in self.forms.values():
-            unsharded.name_unit(self.unit.name)
+            unsharded.name_unit(self.unit_name)
 
     def connect(self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator) -> None:
         """All-gather from, reduce over, and then sum over these ranks."""
@@ -283,13 +274,13 @@ class FlatParamHandle:
         self.presentation.add(places, self.listed_params[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "unsharded", "forms", "_pending", "_built_for", "unit", "check_gradient")
-        kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
-        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None}
+        rebuilt = {"gradients", "unsharded", "forms", "_pending", "_built_for"}
+        given = {"check_gradient", "on_gradient", "policy"}  # by a unit
+        kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt | given}
+        return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": Passes()}
 
-    def wake(self, unit: HandleUnit) -> None:
-        """After it was copied or unpickled, with the modules it is for: build what was left behind."""
-        self.unit = unit
+    def wake(self) -> None:
+        """Build what was left behind, after it was copied or unpickled with the modules, and attached to a unit."""
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
@@ -326,7 +317,7 @@ class FlatParamHandle:
     def _choose_unsharded(self) -> None:
         if self.dtype not in self.forms:
             self.forms[self.dtype] = self._new_unsharded()
-            self.forms[self.dtype].name_unit(self.unit.name)
+            self.forms[self.dtype].name_unit(self.unit_name)
         self.unsharded = self.forms[self.dtype]
         self.presentation.use(self.unsharded, self.forms.values(), self.flat_param.dtype)
 
@@ -397,7 +388,7 @@ class FlatParamHandle:
             self.storage.read_ahead()
         elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
             full = self.unsharded.begin_gather(directly=True)
-            self._pending = self.post_forward_shard.gather(full, self.name, self.unit.stage)
+            self._pending = self.post_forward_shard.gather(full, self.name, self.passes.stage)
         else:
             self._pending = self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing)
         self._enter(Phase.UNSHARDING)  # if that did not raise
@@ -418,8 +409,8 @@ class FlatParamHandle:
         what = f"all-gather of {self.name}"
         tag: Tag = self.tag
         if self.comm.sends_pieces:  # else no tag is sent
-            what, tag = in_stage(self.unit.stage, what, self.tag)
-        return labelled("all_gather", self.unit.name, self.comm.all_gather, full, shard, what, tag)
+            what, tag = in_stage(self.passes.stage, what, self.tag)
+        return labelled("all_gather", self.unit_name, self.comm.all_gather, full, shard, what, tag)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and show the parameters to the modules (on CUDA: to work on the current stream)."""
@@ -427,7 +418,7 @@ class FlatParamHandle:
             self.unshard()
         if self.phase is Phase.UNSHARDING:
             if not self.unsharded.is_shard:
-                labelled("all_gather_wait", self.unit.name, self._pending.wait)
+                labelled("all_gather_wait", self.unit_name, self._pending.wait)
                 self.unsharded.end_gather()
                 if not self.storage.is_resident:
                     self.storage.release()
@@ -462,7 +453,7 @@ class FlatParamHandle:
             else:
                 self.post_forward_shard.forget()
         if self.phase is not Phase.SHARDED:
-            labelled("reshard", self.unit.name, self._free)
+            labelled("reshard", self.unit_name, self._free)
 
     def _free(self) -> None:
         if self.phase is Phase.UNSHARDED:
@@ -524,12 +515,12 @@ class FlatParamHandle:
         """
         what, taken, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
         gradient = divided(taken.flat, taken.divisor)
-        hook = self.unit.comm_hook
+        hook = self.policy.comm_hook
         if hook is None or not self.layout.numel:
             reduce_scatter = self.reduce_comm.reduce_scatter
-            return labelled("reduce_scatter", self.unit.name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
+            return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
         call = HookCall(self.name, self.reduce_comm, self.reduce_tag)
-        shard = labelled("reduce_scatter", self.unit.name, hook.reduce, gradient, call, dtype)
+        shard = labelled("reduce_scatter", self.unit_name, hook.reduce, gradient, call, dtype)
         return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
@@ -678,7 +669,7 @@ class FlatParamHandle:
         else:
             self.unsharded.leaves[slot].requires_grad_(not needs)
             raise RuntimeError(
-                f"{self.unit.name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
+                f"{self.unit_name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
                 "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
                 "use_orig_params=True."
             )
@@ -729,5 +720,5 @@ _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"
 def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:
     """Hook of a leaf. It refers to the handle weakly: only the garbage collector would free a model otherwise."""
     found = handle()
-    if found is not None:
-        found.unit.on_gradient(found, slot, leaf)
+    if found is not None and found.on_gradient is not None:
+        found.on_gradient(found, slot, leaf)

@@ -28,7 +28,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
     dealt = [[layout.local_shard_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]
     merged = Merged(before, dealt[comm.rank])
-    what = f"values that the forward of {handle.unit.name} wrote to its parameters"
+    what = f"values that the forward of {handle.unit_name} wrote to its parameters"
     merged.exchange(comm, dealt, what, handle.tag)
     merged.exchange(replicas, [merged.values] * replicas.world_size, what, handle.replica_tag)
     clashes = merged.clashes((comm, replicas))
@@ -37,7 +37,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     if clashes:
         names = ", ".join(layout.slots[slots[number]].name for number in clashes)
         raise RuntimeError(
-            f"{handle.unit.name}: its forward wrote to {names}, and other values on other ranks, from their own "
+            f"{handle.unit_name}: its forward wrote to {names}, and other values on other ranks, from their own "
             "part of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks "
             "what it is computed from), keep it in a buffer, or change it between steps inside "
             "`with model.summon_full_params():`."

@@ -47,7 +47,7 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
 def _check(handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
     if not local_part(gradient).isfinite().all():
         raise RuntimeError(
-            f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit.name}' is not "
+            f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit_name}' is not "
             "finite, as the first of this backward. It is this rank's own: the loss of its batch is not finite, or "
             "something that is computed after this parameter. (fsdp.detect_nonfinite)"
         )

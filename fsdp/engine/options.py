@@ -178,9 +178,9 @@ class Options:
 
     def require_no_other_division(self, unit: Unit, strategy: str) -> None:
         """Raise an error if a communication hook cannot replace what divides and sums the gradients of a unit."""
-        if unit.comm_hook is not None:
+        if (hook := unit.policy.comm_hook) is not None:
             raise RuntimeError(
-                f"{unit.name}: a communication hook ({unit.comm_hook.name}) is registered already, and there can be "
+                f"{unit.name}: a communication hook ({hook.name}) is registered already, and there can be "
                 "only one. Write one hook that does both, or change what is in its state."
             )
         if unit.replicas.world_size > 1:

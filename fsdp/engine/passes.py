@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fsdp.distributed import paths
-from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.unit import Unit
 
 
 class Passes:
@@ -29,31 +26,43 @@ class Passes:
         """Record nothing from now on, because ranks may run different modules."""
         self._is_stopped, self.stage = True, ""
 
-    def begin_forward(self, unit: Unit) -> None:
-        """Record a forward of the outermost unit that is called."""
+    def begin_forward(self, name: str, ranks: frozenset[int], mode: str) -> None:
+        """Record a forward.
+
+        Args:
+            name: of the outermost unit that is called.
+            ranks: the ranks that run it.
+            mode: as "train()".
+        """
         if self._is_stopped:
             return
         has_graph = torch.is_grad_enabled()
-        mode = "" if unit.mode == "train()" else f" in {unit.mode}"
-        self.stage = f"forward{mode}{'' if has_graph else ' without gradients'}"
-        modes = (f"in {unit.mode}", "with gradients" if has_graph else "without gradients")
-        self._current = paths.path.begin("forward", unit.name, unit.ranks, modes)
+        told = "" if mode == "train()" else f" in {mode}"
+        self.stage = f"forward{told}{'' if has_graph else ' without gradients'}"
+        modes = (f"in {mode}", "with gradients" if has_graph else "without gradients")
+        self._current = paths.path.begin("forward", name, ranks, modes)
 
-    def begin_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
-        """Record a backward, which reduces gradients of these handles, of the unit that was called last."""
+    def begin_backward(
+        self, name: str, ranks: frozenset[int], modes: Sequence[str], unusual: str, reduced: Sequence[str]
+    ) -> None:
+        """Record a backward.
+
+        Args:
+            name: of the outermost unit that was called last.
+            ranks: the ranks that run it.
+            modes: how its gradients are reduced.
+            unusual: the modes that the stage names.
+            reduced: names of the handles whose gradients it reduces.
+        """
         if self._is_stopped:
             return
-        accumulates = " under no_sync()" if unit.policy.sync is GradientSync.NONE else ""
-        divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
-        divided = f" with gradients divided by {divisor:g}" if divisor != usual else ""
-        self.stage = f"backward{accumulates}{divided}"
-        modes = (accumulates.strip() or "with reduction", f"with gradients divided by {divisor:g}")
+        self.stage = f"backward {unusual}".rstrip()
         self._around = self._current
-        self._current = paths.path.begin("backward", unit.name, unit.ranks, modes, list(_trained(reduced)))
+        self._current = paths.path.begin("backward", name, ranks, modes, reduced)
 
-    def reach(self, unit: Unit) -> None:
+    def reach(self, unit: str) -> None:
         """Record that the pass has come to a unit."""
-        self._current.come_to(unit.name)
+        self._current.come_to(unit)
 
     def end_forward(self) -> None:
         """Record that the forward of the outermost unit has ended."""
@@ -62,15 +71,3 @@ class Passes:
     def end_backward(self) -> None:
         """Record that a backward has ended; a forward around it goes on."""
         self._current.is_over, self._current = True, self._around
-
-
-def _trained(handles: Sequence[FlatParamHandle]) -> Iterator[str]:
-    """Yield the names of the handles that get gradients, with the parameters that do not."""
-    for handle in handles:
-        if not handle.has_frozen:
-            yield handle.name
-            continue
-        each = zip(handle.layout.slots, handle.requires_grad_each, strict=True)
-        frozen = [slot.name for slot, is_trained in each if not is_trained]
-        if len(frozen) < len(handle.layout.slots):
-            yield f"{handle.name} without {', '.join(frozen)}"

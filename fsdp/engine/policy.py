@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 from fsdp.engine.grad_buffer import GradientSync
 
 
@@ -22,6 +23,8 @@ class Policy:
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         sync: how far the gradients of the next backwards go.
         fills_unused: whether a parameter that no rank used gets a gradient of zeros.
+        comm_hook: the user's own reduce-scatter; None for ours.
+        all_reduce_hook: a user's function that a reduction ends with.
         reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
     """
 
@@ -35,6 +38,8 @@ class Policy:
     backward_prefetch: Sequence[Any] | None = None
     sync: GradientSync = GradientSync.FULL
     fills_unused: bool = False
+    comm_hook: CommHook | None = None
+    all_reduce_hook: AllReduceHook | None = None
     reductions_in_flight: int = 1
 
     def set_reshard_after_forward(self, reshard: bool) -> None:

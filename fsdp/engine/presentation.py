@@ -217,12 +217,15 @@ class Presentation:
         for module, name, flat_param in self._flat:
             _put(module._parameters, name, flat_param)
 
+    def shown(self, slot: int) -> Tensor:
+        """Return the tensor that belongs as attribute of a parameter now."""
+        return (self._absent if self.look is Look.SHARDED else self._leaves)[slot]
+
     def refill(self) -> None:
         """Put as attribute what belongs there now, whatever is there; lent tensors stay."""
-        shown = self._absent if self.look is Look.SHARDED else self._leaves
         for attributes, module, name, slot, _ in self._at:
             if (module, name) not in self.lent:
-                attributes[name] = shown[slot]
+                attributes[name] = self.shown(slot)
 
     def reveal(self, slot: int) -> None:
         """Show a parameter that has its first values, where the buffer is the shard."""
@@ -334,8 +337,7 @@ class Presentation:
         if (value is entry or self._is_own(slot, value)) and (
             (module, name) in self.lent or (value is not None and name not in attributes)
         ):  # a lent tensor is given back; or what modules see is assigned again, as by a function that ties weights
-            shown = self._absent if self.look is Look.SHARDED else self._leaves
-            self._show(slot, module, name, shown[slot], is_lent=False)
+            self._show(slot, module, name, self.shown(slot), is_lent=False)
             return self._leaves[slot] if self.look is Look.COMPUTING else entry
         if value is None:
             attributes.pop(name, None)  # removed

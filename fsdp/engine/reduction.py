@@ -43,9 +43,9 @@ class Bucket:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
         handles = sorted(self.divisors, key=lambda handle: handle.number)  # alike on all ranks, however they arrived
         first, *_, last = [handles[0], *handles]
-        name = first.unit.name if last is first else f"{first.name} to {last.name}"
+        name = first.unit_name if last is first else f"{first.name} to {last.name}"
         _note(handles, "reduction started")
-        if len(handles) == 1 or first.unit.comm_hook is not None:
+        if len(handles) == 1 or first.policy.comm_hook is not None:
             each = [handle.reduce() for handle in handles]
         else:
             each = [_reduce_together(handles, name)]
@@ -70,7 +70,7 @@ class Bucket:
                 shards, divisors = [divided(shards[0], divisors[0])], [1.0] * len(handles)
             shards = list(shards[0].split([handle.gradients.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
-            gradient, hook = divided(shard, divisor), handle.unit.all_reduce_hook
+            gradient, hook = divided(shard, divisor), handle.policy.all_reduce_hook
             if hook is not None:
                 gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
             handle.accept(gradient)
@@ -146,7 +146,7 @@ class Reductions:
             nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
-            way = (handle.reduce_comm, handle.replicas, handle.unit.comm_hook is None, handle.gradients.sync)
+            way = (handle.reduce_comm, handle.replicas, handle.policy.comm_hook is None, handle.gradients.sync)
             key = (*way, handle.gradients.dtype, handle.flat_param.dtype)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)

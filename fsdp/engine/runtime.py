@@ -69,6 +69,7 @@ class Runtime:
         settle_shares(root, named_units, all_inside=True)
         refuse_strangers(root.module, self.units)
         agree(root.everyone, named_units, to_run=True)
+        self.passes = Passes()
         self._adopt(named_units)
         return_freed_memory()
         self.has_run = False  # a forward has begun with the root
@@ -85,7 +86,6 @@ class Runtime:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self.participation: Participation | None = None  # of ranks that do different things, if they may
-        self.passes = Passes()
         self._post_forward_shards = [
             one.post_forward_shard for one in self.handles if one.post_forward_shard is not None
         ]
@@ -118,6 +118,8 @@ class Runtime:
                 unit.runtime.ensure_idle(f"become part of another {kind}")
             unit.runtime = self
             unit.rename(name)
+            for handle in unit.handles:
+                handle.passes = self.passes
             unit.is_inside_mixed = False
         for _, unit in named_units:
             for _, inner in units_in(unit) if unit.precision.is_mixed else ():
@@ -142,7 +144,7 @@ class Runtime:
             self._begin_forward(unit)
         self._running.append(call)
         if is_outermost:
-            self.passes.begin_forward(unit)
+            self.passes.begin_forward(unit.name, unit.ranks, unit.mode)
         if self.participation is not None:
             self.participation.enter(call, is_outermost=is_outermost)
         if is_outermost and self._left:
@@ -152,7 +154,7 @@ class Runtime:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
-            self.passes.reach(unit)
+            self.passes.reach(unit.name)
             unit.transition_to(TrainingState.FORWARD)
             if self._groups:
                 unit.enter()
@@ -272,7 +274,7 @@ class Runtime:
                 self.participation.leave(call, output, needs_backward=needs_backward)
             return
         if needs_backward:
-            unit.backward.add(call)
+            call.number = unit.backward.add(call)
         unit.transition_to(TrainingState.IDLE)
         needed_at_once = (
             needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
@@ -378,12 +380,12 @@ class Runtime:
             unit.expect_gradients()
         if call.backward is not self._backward:
             call.backward = self._backward
-            self.passes.reach(unit)
+            self.passes.reach(unit.name)
             if self.participation is not None:
                 self.participation.reach(call)
                 if self.participation.is_uneven:
                     self._reductions.drain()
-            backward.reach(call)
+            backward.reach(call.number)
             if backward.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if backward.complete:
@@ -391,7 +393,7 @@ class Runtime:
         # A parameter that was frozen after this forward has no gradient either. If the inputs are not watched, the unit
         # is kept until the backward ends.
         if call.will_pass or (unit.has_frozen_handle and not call.is_watched):
-            backward.await_inputs(call)
+            backward.await_inputs(call.number)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.transition_to(TrainingState.BACKWARD_PRE)
             self._unshard_for_backward(unit)
@@ -430,12 +432,21 @@ class Runtime:
         for unit in self.units:
             unit.begin_backward()
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
-        self.passes.begin_backward(self._outermost, reduced)
+        self._record_backward(self._outermost, reduced)
         if self.participation is not None:
             self.participation.begin_backward()
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
         ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
         self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
+
+    def _record_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
+        divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
+        modes = (
+            "under no_sync()" if unit.policy.sync is GradientSync.NONE else "with reduction",
+            f"with gradients divided by {divisor:g}",
+        )
+        unusual = f"{modes[0]} " * (unit.policy.sync is GradientSync.NONE) + modes[1] * (divisor != usual)
+        self.passes.begin_backward(unit.name, unit.ranks, modes, unusual.strip(), list(_trained(reduced)))
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.backward.missing:
@@ -482,7 +493,7 @@ class Runtime:
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
-        unit.backward.leave(call)
+        unit.backward.leave(call.number)
         if self.is_in_backward:
             self._free_after_backward(unit)
 
@@ -670,6 +681,18 @@ class Runtime:
         if self._reads_ahead:
             for device in {unit.device for unit in self.units}:
                 copy_stream_of(device).settle()
+
+
+def _trained(handles: Sequence[FlatParamHandle]) -> Iterator[str]:
+    """Yield the names of the handles that get gradients, with the parameters that do not."""
+    for handle in handles:
+        if not handle.has_frozen:
+            yield handle.name
+            continue
+        each = zip(handle.layout.slots, handle.requires_grad_each, strict=True)
+        frozen = [slot.name for slot, is_trained in each if not is_trained]
+        if len(frozen) < len(handle.layout.slots):
+            yield f"{handle.name} without {', '.join(frozen)}"
 
 
 _last: weakref.ref[Runtime] | None = None

@@ -204,7 +204,8 @@ class SameBits:
             handles = [handle for handle in unit.handles if handle.layout.numel]
             fronts = [handle.replicas if handle.is_replicated else handle.reduce_comm for handle in handles]
             is_ours = all(isinstance(front, SumByMicroBatch) and front.serves(self._sums) for front in fronts)
-            if unit.predivide * unit.postdivide != 1.0 or unit.comm_hook or unit.all_reduce_hook or not is_ours:
+            is_hooked = unit.policy.comm_hook or unit.policy.all_reduce_hook
+            if unit.predivide * unit.postdivide != 1.0 or is_hooked or not is_ours:
                 raise RuntimeError(
                     f"fsdp.SameBits: another divisor, communication hook or reduce-scatter was set for {unit.name} "
                     "since: leave them as they are"
@@ -267,7 +268,7 @@ class _Checking:
 
 def _problems(unit: Unit, ranks: int) -> Iterator[str]:
     """Yield what of a unit would have other bits at another number of ranks."""
-    if unit.comm_hook is not None or unit.all_reduce_hook is not None:
+    if unit.policy.comm_hook is not None or unit.policy.all_reduce_hook is not None:
         yield f"{unit.name} has a communication hook, which sums in its own way: leave it out"
     for handle in unit.handles:
         yield from _problems_of(handle, ranks)

@@ -169,7 +169,8 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     places = [handle.places[slot] for slot in slots]
     shard = Shard(flat_param, places, (), new_orig_params, post_forward_comm=None if kept is None else kept.comm)
     comms = handle.comm, handle.reduce_comm, handle.replicas
-    made = FlatParamHandle(shard, *comms, handle.precision, owner)
+    made = FlatParamHandle(shard, *comms, handle.precision, owner.policy)
+    owner.attach(made)
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
     return made
 

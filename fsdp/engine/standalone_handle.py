@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, communicator
-from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 from fsdp.distributed.consensus import agree_on
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.autograd import BackwardPass
@@ -22,6 +21,7 @@ from fsdp.engine.offload import ShardStorage
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.policy import Policy
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, refuse_fake_tensors
@@ -112,10 +112,14 @@ class StandaloneHandle(FlatParamHandle):
             shard = Shard(flat_param, places, new_orig_params=OrigParams)
         else:
             shard = Shard(flat_param, places, [(module, _free_name(module))])
-        super().__init__(shard, comm, comm, LONE_RANK, precision, _ByHand(name, comm.world_size))
+        super().__init__(shard, comm, comm, LONE_RANK, precision, Policy(False, False, False))
+        self._predivide = Options().predivide_factor(comm.world_size)
+        self._postdivide = comm.world_size / self._predivide
+        self._backward: BackwardPass | None = None  # the one that runs, or was the last
+        self.on_gradient = _take_gradient
         for inner, order in orders.items():
             reorder(inner, order)
-        self.rename(name)
+        self.rename(name, name)
         self.number_as(0)
         with_handles: Any = SimpleNamespace(handles=[self])
         agree_on_values([(name, with_handles)])
@@ -129,10 +133,17 @@ class StandaloneHandle(FlatParamHandle):
             return
         if self.gradients.is_empty:
             self.gradients.owe()
-        self.accept(divided(self.reduce().wait(), self.unit.postdivide))  # type: ignore[attr-defined]
+        self.accept(divided(self.reduce().wait(), self._postdivide))
         self.show_gradient([True] * len(self.layout.slots))
         self.settle()
         self.gradient_hooks.end_backward()
+
+    def take_in(self, slot: int, leaf: Tensor) -> None:
+        """Take in the gradient of a leaf; the first one of a backward begins it."""
+        if self._backward is None or not self._backward.is_alive:
+            self._backward = BackwardPass(self.mark_unreduced)
+            self.begin_backward(GradientSync.FULL, fills_unused=False)
+        self.take_gradient(slot, leaf, self._predivide)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -141,26 +152,8 @@ class StandaloneHandle(FlatParamHandle):
         )
 
 
-class _ByHand:
-    """Stands for the unit of a handle that has none: it takes in gradients."""
-
-    stage = ""
-    in_full_precision = False
-    comm_hook: CommHook | None = None
-    all_reduce_hook: AllReduceHook | None = None
-
-    def __init__(self, name: str, world_size: int) -> None:
-        self.name = name
-        self._predivide = Options().predivide_factor(world_size)
-        self.postdivide = world_size / self._predivide
-        self._backward: BackwardPass | None = None  # the one that runs, or was the last
-
-    def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-        """Take in the gradient of a leaf; the first one of a backward begins it."""
-        if self._backward is None or not self._backward.is_alive:
-            self._backward = BackwardPass(handle.mark_unreduced)
-            handle.begin_backward(GradientSync.FULL, fills_unused=False)
-        handle.take_gradient(slot, leaf, self._predivide)
+def _take_gradient(handle: Any, slot: int, leaf: Tensor) -> None:
+    handle.take_in(slot, leaf)
 
 
 def _places_of(params: Iterable[nn.Parameter], module: nn.Module) -> dict[nn.Parameter, Places]:

@@ -142,10 +142,10 @@ class Steps:
         self._compared_at = self.backwards
         for handle in self.handles:
             # A user's hook in the place of the all-reduce may keep replicas apart on purpose.
-            if not handle.is_replicated or handle.unit.all_reduce_hook is not None:
+            if not handle.is_replicated or handle.policy.all_reduce_hook is not None:
                 continue
             for slot, shard in zip(handle.layout.slots, handle.values.local_shards, strict=True):
-                text = f"{slot.name} of unit '{handle.unit.name}' has the checksum {fingerprint(shard):016x}"
+                text = f"{slot.name} of unit '{handle.unit_name}' has the checksum {fingerprint(shard):016x}"
                 self._of_replicas[handle.replicas.group].note(slot.name, text)
             handle.storage.release()
         for journal in self._of_replicas.values():

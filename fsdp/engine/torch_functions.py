@@ -355,7 +355,7 @@ def _freed_like(message: str) -> list[str]:
     shape = sorted(map(int, re.findall(r"\d+", told[1])))  # a linear layer saves its weight transposed
     handles = [handle for runtime in runtimes() for handle in runtime.handles if handle.is_sharded]
     return [
-        f"{slot.name} of {handle.unit.name}"
+        f"{slot.name} of {handle.unit_name}"
         for handle in handles
         for slot in handle.layout.slots
         if sorted(slot.shape) == shape

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 from fsdp.distributed.communicator import begin_range, own_rank
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
@@ -56,9 +55,6 @@ class UnitRuntime(Protocol):
 
     @property
     def has_run(self) -> bool: ...
-
-    @property
-    def passes(self) -> Any: ...
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
@@ -185,8 +181,6 @@ class Unit:
         self.policy = policy
         self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
-        self.comm_hook: CommHook | None = None
-        self.all_reduce_hook: AllReduceHook | None = None
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
@@ -223,11 +217,6 @@ class Unit:
     def modules(self) -> Sequence[nn.Module]:
         """The modules that it runs around."""
         return tuple(self.module) if isinstance(self.module, ModuleGroup) else (self.module,)
-
-    @property
-    def stage(self) -> str:
-        """The pass that its runtime is in, or was in last; empty if ranks may be in different ones, or before any."""
-        return "" if self.runtime is None else self.runtime.passes.stage
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -270,7 +259,8 @@ class Unit:
         if all("_parameters" in place.module.__dict__ for place in places):
             self.handles = self.__dict__.pop("_incomplete_handles")
             for handle in self.handles:
-                handle.wake(self)
+                self.attach(handle)
+                handle.wake()
 
     def ensure_runtime(self) -> UnitRuntime:
         """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
@@ -327,14 +317,21 @@ class Unit:
     def add_handle(self, shard: Shard, reduce_comm: Communicator) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
         comms = (LONE_RANK, LONE_RANK, self.comm) if shard.is_replicated else (self.comm, reduce_comm, self.replicas)
-        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self)
+        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self.policy)
+        self.attach(handle)
         self.handles.append(handle)
         self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
 
+    def attach(self, handle: FlatParamHandle) -> None:
+        """Give a handle what it needs of the unit that runs it."""
+        handle.unit_name = self.name
+        handle.policy, handle.on_gradient = self.policy, self.on_gradient
+        handle.in_full_precision = self.in_full_precision
+
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
-        handle.unit = self
+        self.attach(handle)
         handle.follow_precision()
         self.handles.append(handle)
 
@@ -401,6 +398,7 @@ class Unit:
                 handle.absorb()  # if that raises, nothing has changed
             self.in_full_precision = wanted
             for handle in self.handles:
+                handle.in_full_precision = wanted
                 handle.follow_precision()
             if wanted:
                 self.buffers.widen()
@@ -415,7 +413,7 @@ class Unit:
     def rename(self, name: str) -> None:
         self.name = name
         for number, handle in enumerate(self.handles):
-            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})")
+            handle.rename(name, name if len(self.handles) == 1 else f"{name} (flat parameter {number})")
 
     def unshard(self) -> None:
         self.is_spare = False
@@ -480,10 +478,10 @@ class Unit:
         Raises:
             RuntimeError: if a communication hook is registered.
         """
-        if self.comm_hook is not None:
+        if (hook := self.policy.comm_hook) is not None:
             raise RuntimeError(
-                f"{self.name}: the communication hook {self.comm_hook.name} divides gradients by itself. Have it "
-                "divide by what you want, for instance by numbers that are in its state."
+                f"{self.name}: the communication hook {hook.name} divides gradients by itself. Change the divisor "
+                "there, for instance by numbers in its state."
             )
         for handle in self.handles:
             handle.gradients.rescale(self.predivide / pre)

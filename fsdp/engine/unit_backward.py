@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp.engine.handle import FlatParamHandle
-
-
-class Numbered(Protocol):
-    """A forward of a unit."""
-
-    number: int
 
 
 class UnitBackward:
@@ -38,43 +32,43 @@ class UnitBackward:
         self.oldest = self.reached = 0
         self.missing: set[FlatParamHandle] = set()
         self.complete: set[FlatParamHandle] = set()
-        self._inside: set[Numbered] = set()  # calls: backward has come to their outputs, and not to their inputs
+        self._inside: set[int] = set()  # calls: backward has come to their outputs, and not to their inputs
         self._made = self._before_backward = 0
-        self._with_graph: list[weakref.ref[Numbered]] = []  # those made since the last backward began
+        self._with_graph: list[tuple[int, weakref.ref[Any]]] = []  # calls made since the last backward began
 
-    def add(self, call: Numbered) -> None:
-        """Backward may come to this forward, which has just ended, for as long as it lives."""
+    def add(self, call: object) -> int:
+        """Register a forward that has ended, and whose backward may run for as long as it lives; return its number."""
         self._made += 1
-        call.number = self._made
         calls = self._with_graph
-        while calls and calls[-1]() is None:
+        while calls and calls[-1][1]() is None:
             calls.pop()
-        calls.append(weakref.ref(call))
+        calls.append((self._made, weakref.ref(call)))
+        return self._made
 
     def begin(self, handles: Iterable[FlatParamHandle]) -> None:
         """A backward begins, which may bring gradients of these. Older calls that it does not come to are forgotten."""
         self._before_backward, self.reached = self._made, 0
         self.oldest = 0
-        for each in self._with_graph:  # the oldest first
-            if (call := each()) is not None:
-                self.oldest = self._age(call)
+        for number, call in self._with_graph:  # the oldest first
+            if call() is not None:
+                self.oldest = self._age(number)
                 break
         self._with_graph.clear()
         self.complete.clear()
         self.missing = set(handles)
         self._inside.clear()
 
-    def reach(self, call: Numbered) -> None:
-        """Backward has come to a call."""
-        self.reached = max(self.reached, self._age(call))
+    def reach(self, number: int) -> None:
+        """Record that backward has come to a call."""
+        self.reached = max(self.reached, self._age(number))
 
-    def await_inputs(self, call: Numbered) -> None:
-        """Backward goes on through the inputs of a call that it has come to, until `leave`."""
-        self._inside.add(call)
+    def await_inputs(self, number: int) -> None:
+        """Record that backward continues through the inputs of a call that it has come to, until `leave`."""
+        self._inside.add(number)
 
-    def leave(self, call: Numbered) -> None:
-        """Backward has the gradients of the inputs of a call."""
-        self._inside.discard(call)
+    def leave(self, number: int) -> None:
+        """Record that backward has the gradients of the inputs of a call."""
+        self._inside.discard(number)
 
     def end(self) -> None:
         """The backward has ended, or was given up: it leaves no more calls."""
@@ -90,5 +84,5 @@ class UnitBackward:
         """Return whether backward has come to all calls, with all gradients of parameters and of inputs."""
         return not (self.missing or self._inside or self.reached < self.oldest)
 
-    def _age(self, call: Numbered) -> int:
-        return self._before_backward - call.number + 1
+    def _age(self, number: int) -> int:
+        return self._before_backward - number + 1

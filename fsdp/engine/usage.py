@@ -45,7 +45,7 @@ class _Among:
         """Collective. Start to find the largest of all ranks' values, one by one."""
         told = torch.frombuffer(values, dtype=torch.uint8)
         first = self.handles[0]
-        what = f"exchange of which parameters get a gradient in the {first.unit.stage or 'backward'} of {first.name}"
+        what = f"exchange of which parameters get a gradient in the {first.passes.stage or 'backward'} of {first.name}"
         *within, last = self._comms
         for comm in within:
             told = comm.all_reduce(told.to(comm.talk_device), "max", what).wait()

@@ -72,7 +72,7 @@ class FingerprintRecording:
         self._params = Parameters(model, self._root)
         self._names = {(one.handle, original.slot): original.name for one, original in self._params.by_number.values()}
         self._units = {
-            original.name: "" if one.handle is None else self._unit_name(one.handle.unit.name)
+            original.name: "" if one.handle is None else self._unit_name(one.handle.unit_name)
             for one, original in self._params.by_number.values()
         }
         self._paths = {module: clean_name(name) for name, module in model.named_modules()}
@@ -130,7 +130,7 @@ class FingerprintRecording:
         for handle in unit.handles:
             for slot in range(len(handle.layout.slots)):
                 key = Key(USED_WEIGHT, self._unit_name(unit.name), self._name(handle, slot), call)
-                self._current[key] = fingerprint_of_range(local_part(handle.present(slot)), 0)
+                self._current[key] = fingerprint_of_range(local_part(handle.presentation.shown(slot)), 0)
         for module in dict.fromkeys(inner for each in unit.modules for inner in own_modules(each)):
             for name, buffer in module.named_buffers(recurse=False):
                 path = ".".join(filter(None, (self._paths.get(module, ""), name)))
@@ -143,7 +143,7 @@ class FingerprintRecording:
     def _on_gradient(self, outer: Any, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
         if outer is not None:
             outer(handle, slot, gradient)
-        key = Key(GRADIENT, self._unit_name(handle.unit.name), self._name(handle, slot))
+        key = Key(GRADIENT, self._unit_name(handle.unit_name), self._name(handle, slot))
         self._current[key] = fingerprint_of_range(local_part(gradient), 0)
 
     def _end_micro_batch(self) -> None:

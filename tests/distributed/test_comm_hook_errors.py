@@ -125,7 +125,7 @@ def test_factors_given_to_the_constructor_contradict_a_hook() -> None:
     model = alone(nn.Sequential(alone(gradient_predivide_factor=1.0)))
     with pytest.raises(ValueError, match=r"^0: gradients were to be divided by 1\.0 and 1\.0.*divides them by itself"):
         model.register_comm_hook(None, average)
-    assert model._unit.comm_hook is None
+    assert model._unit.policy.comm_hook is None
 
 
 def test_factors_that_were_set_contradict_a_hook() -> None:
@@ -138,7 +138,9 @@ def test_factors_that_were_set_contradict_a_hook() -> None:
 def test_factors_cannot_be_set_beside_a_hook() -> None:
     model = alone(nn.Sequential(alone()))
     model.register_comm_hook(None, average)
-    with pytest.raises(RuntimeError, match=r"hook tests\.\S+\.average divides gradients by itself\. Have it divide"):
+    with pytest.raises(
+        RuntimeError, match=r"hook tests\.\S+\.average divides gradients by itself\. Change the divisor"
+    ):
         model.set_gradient_divide_factors(1.0, 1.0, recursive=True)
 
 

@@ -18,7 +18,7 @@ class Call:
 def made(backward: UnitBackward, count: int) -> list[Call]:
     every = [Call() for _ in range(count)]
     for call in every:
-        backward.add(call)
+        call.number = backward.add(call)
     return every
 
 
@@ -30,7 +30,7 @@ def test_backward_awaits_the_oldest_call_of_which_there_is_a_graph() -> None:
     assert (backward.oldest, backward.reached) == (3, 0)
     for age, call in enumerate(reversed(every), start=1):
         assert backward.may_come
-        backward.reach(call)
+        backward.reach(call.number)
         assert backward.reached == age
     assert not backward.may_come
 
@@ -40,7 +40,7 @@ def test_calls_that_were_made_later_are_not_awaited() -> None:
     backward = UnitBackward()
     first, _second = made(backward, 2)
     backward.begin(())
-    backward.reach(first)
+    backward.reach(first.number)
     assert not backward.may_come
 
 
@@ -48,13 +48,13 @@ def test_a_backward_that_leaves_calls_out_is_the_only_one_to_await_them() -> Non
     backward = UnitBackward()
     first, second = made(backward, 2)
     backward.begin(())
-    backward.reach(second)
+    backward.reach(second.number)
     assert backward.may_come
     backward.begin(())
     assert not backward.may_come
     (third,) = made(backward, 1)
     backward.begin(())
-    backward.reach(third)
+    backward.reach(third.number)
     assert (backward.oldest, backward.reached) == (1, 1)
     assert first.number < third.number
 
@@ -63,26 +63,26 @@ def test_backward_is_through_with_all_calls_gradients_and_inputs() -> None:
     backward, handle = UnitBackward(), Mock(FlatParamHandle)
     first, second = made(backward, 2)
     backward.begin([handle])
-    backward.reach(second)
-    backward.await_inputs(second)
+    backward.reach(second.number)
+    backward.await_inputs(second.number)
     backward.missing.discard(handle)
     assert not backward.is_through  # with the first call
-    backward.reach(first)
+    backward.reach(first.number)
     assert not backward.is_through  # with the inputs of the second
-    backward.leave(second)
+    backward.leave(second.number)
     assert backward.is_through
     backward.missing.add(handle)
     assert not backward.is_through
 
 
-def test_a_backward_that_has_ended_keeps_no_calls_alive() -> None:
+def test_a_backward_that_has_begun_keeps_no_calls_alive() -> None:
     """A call holds on to what its hooks hold."""
     backward = UnitBackward()
+    (call,) = made(backward, 1)
     backward.begin(())
-    backward.await_inputs(call := Call())
+    backward.await_inputs(call.number)
     backward.complete.add(Mock(FlatParamHandle))
     alive = weakref.ref(call)
-    backward.end()
     del call
     assert alive() is None
     backward.begin(())

@@ -141,7 +141,7 @@ def gathers() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def exchange(handle: FlatParamHandle, *sent: Any, do: Callable[..., Any] = FlatParamHandle._exchange) -> Any:
-        seen.append(handle.unit.name.removeprefix("root (").removesuffix(")"))
+        seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
         return do(handle, *sent)
 
     with mock.patch.object(FlatParamHandle, "_exchange", exchange):

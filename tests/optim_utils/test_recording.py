@@ -81,7 +81,7 @@ def a_scaled_gradient(training: Training) -> Iterator[None]:
     original = FlatParamHandle.take_gradient
 
     def scaled(handle: FlatParamHandle, slot: int, leaf: Tensor, divisor: float) -> bool:
-        if (handle.unit.name, handle.layout.slots[slot].name) == ("blocks.0", "3.weight"):
+        if (handle.unit_name, handle.layout.slots[slot].name) == ("blocks.0", "3.weight"):
             leaf.grad = leaf.grad * 2
         return original(handle, slot, leaf, divisor)
 

@@ -207,7 +207,7 @@ def test_a_bucket_is_reduced_in_one_order_whichever_of_it_was_complete_first() -
     ranks = {"reduce_comm.world_size": 2}
     handles: list[Any] = [mock.MagicMock(number=number, is_replicated=False, **ranks) for number in (2, 0, 1)]
     for handle in handles:
-        handle.unit.all_reduce_hook = None
+        handle.policy.all_reduce_hook = None
         handle.reduce.side_effect = partial(_reduced, handle, order)
     for _ in Bucket(dict.fromkeys(handles, 1.0)).reduce():
         pass

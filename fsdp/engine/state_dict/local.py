@@ -77,7 +77,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
-        handle.presentation.refuse_lent("save or load its shards", handle.unit.name)
+        handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
         handle.storage.check(handle.name)
     with serving(units, LocalState()):
         yield

@@ -27,7 +27,7 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     """
     handle.storage.check(handle.name)
     handle.absorb()
-    handle.presentation.refuse_lent("put whole parameters together", handle.unit.name)
+    handle.presentation.refuse_lent("put whole parameters together", handle.unit_name)
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
     is_at_hand &= handle.flat_param.example is None  # or what its class makes of it in an all-gather would be here
     if at_first and not is_first(handle):

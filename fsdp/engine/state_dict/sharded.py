@@ -354,7 +354,7 @@ def _show_blanks(unit: Unit, rank: int, shown: list[Uninitialized]) -> None:
 def _require_shards(handle: FlatParamHandle) -> None:
     handle.storage.check(handle.name)
     handle.absorb()
-    handle.presentation.refuse_lent("save or load its shards", handle.unit.name)
+    handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
     handle.follow_shard()
 
 
