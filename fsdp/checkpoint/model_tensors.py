@@ -23,9 +23,9 @@ from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, loca
 from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import paths_in, plain_name
+from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_dict.sharded import is_apart

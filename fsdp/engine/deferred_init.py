@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
+from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 
 _NAMED = 5  # in messages

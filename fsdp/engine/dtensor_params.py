@@ -38,8 +38,9 @@ from fsdp.distributed.gathered_part import write_parts_through
 from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.layout import Layout, Slot
-from fsdp.engine.managed_params import Ignored, is_ours
+from fsdp.engine.managed_params import Ignored
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.user_attributes import attributes_of, give_attributes
 

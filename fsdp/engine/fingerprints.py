@@ -13,7 +13,11 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fsdp.distributed.dtensor import local_part
+from fsdp.distributed.gather_extension import values_of
+from fsdp.engine.flat_param import FlatParameter
 
 _WORDS = 1 << 16  # of 8 bytes, at a time: what is computed with stays in the processor's cache
 # How many times that at once, by kind of device: elsewhere starting a kernel costs more than memory.
@@ -161,3 +165,20 @@ def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int,
         if odd:
             return rank, odd[0], len(odd)
     return None
+
+
+def take_fingerprints(
+    flat_param: FlatParameter, params: Sequence[nn.Parameter], rank: int, world_size: int, replicas: int = 1
+) -> None:
+    """Record the values from which a shard was made: later this rank does not know what other ranks had.
+
+    Args:
+        flat_param: the shard.
+        params: the original parameters.
+        rank, world_size: which shard it is, of how many.
+        replicas: the number of ranks that hold this shard.
+    """
+    layout = flat_param.make_layout(world_size)
+    if world_size * replicas > 1 and layout.numel > 0:
+        values = [values_of(local_part(param)) for param in params]
+        flat_param.fingerprints = Fingerprints.of(values, layout.local_shards(flat_param.vector, rank))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
 from fsdp.distributed.gather_extension import is_extended, values_of
 from fsdp.engine.counted_data import CountedParameter
-from fsdp.engine.fingerprints import Fingerprints
 from fsdp.engine.layout import ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
 from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
@@ -64,7 +63,7 @@ class FlatParameter(CountedParameter):
     is_standalone: bool = False  # a handle without a unit
     _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
     group: Hashable = None  # what `group_by` said of its parameters
-    fingerprints: Fingerprints | None = None  # of what it was made from, until a handle takes them over
+    fingerprints: Any = None  # of the parameters that it was made from, until a handle takes them over
     example: Tensor | None = None  # an empty tensor of its parameter's class, if that has torch's all-gather extension
     _vector: Tensor | None = None  # once asked for; gone when other `.data` is assigned
 
@@ -103,7 +102,6 @@ class FlatParameter(CountedParameter):
         world_size: int,
         storage: Any,
         align: int = 1,
-        replicas: int = 1,
         layout_type: type[Layout] = ContiguousLayout,
         dims: tuple[int, ...] | None = None,
         keeps_shape: bool = False,
@@ -115,7 +113,6 @@ class FlatParameter(CountedParameter):
             rank, world_size: which shard, of how many.
             storage: where it lives (a `ShardStorage`).
             align: each parameter starts at a multiple of so many elements.
-            replicas: how many ranks hold this shard.
             layout_type: how it is divided into shards.
             dims: the dimension along which each parameter is sharded; None is the first.
             keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
@@ -143,8 +140,6 @@ class FlatParameter(CountedParameter):
             _align=align,
             _is_sharded=world_size > 1 and layout.numel > 0,
         )
-        if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
-            self.fingerprints = Fingerprints.of(locals_, layout.local_shards(self.vector, rank))
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
         if is_extended(first := local_part(params[0].detach())):  # of the only one

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.managed_params import collect, names_of, take_over
+from fsdp.engine.managed_params import collect, names_of
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
+from fsdp.engine.originals import take_over
 from fsdp.engine.summary import summary
 from fsdp.engine.unit import unit_of
 from fsdp.engine.user_attributes import attributes_of, give_attributes

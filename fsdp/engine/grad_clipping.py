@@ -19,7 +19,7 @@ from fsdp.distributed.collectives import Communicator, communicator, during
 from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit
 

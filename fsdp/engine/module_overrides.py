@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import check_device, is_dtensor
 from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
+from fsdp.engine.originals import is_ours
 from fsdp.engine.shared_params import tie_assigned
 from fsdp.engine.state_requests import Converting, Filling, LocalState, serving
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
 from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
+from fsdp.engine.originals import is_ours, taken_by
 from fsdp.engine.runtime import runtimes
 from fsdp.engine.steps import Steps
 

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
+from fsdp.engine.assigned_attributes import attributes_seen_by
 from fsdp.engine.flat_param import ParamInfo
-from fsdp.engine.managed_params import attributes_seen_by, is_ours, note_stale
+from fsdp.engine.originals import is_ours, note_stale
 from fsdp.engine.placeholder import ValuelessParameter
 from fsdp.engine.unsharded_params import UnshardedParameters
 

@@ -24,54 +24,45 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.distributed.communicator import Communicator, own_rank
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.call_stack import runs_on_another_thread
-from fsdp.engine.contents import Contents
-from fsdp.engine.deferred_init import require_values_everywhere
+from fsdp.engine.checks import Checks
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.memory import return_freed_memory
-from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.participation import Participation
 from fsdp.engine.passes import Passes
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.steps import Steps
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
-from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
 
 
 class Runtime:
     """The schedule of all units of one tree.
 
-    Collective at construction: the ranks compare what they have built; their values at the first forward.
-
     Args:
         root: the outermost unit.
+        named_units: the units of its tree, which all ranks have numbered alike, with the names of their modules.
         bucket_bytes: see `Reductions`.
 
+    Attributes:
+        checks: of the tree; none by default.
+
     Raises:
-        RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
-            parameter was added after wrapping.
+        RuntimeError: if an inner unit already belongs to a root of its own.
     """
 
-    def __init__(self, root: Unit, *, bucket_bytes: int) -> None:
+    def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]], *, bucket_bytes: int) -> None:
         self.root = root
-        named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
-        settle_shares(root, named_units, all_inside=True)
-        refuse_strangers(root.module, self.units)
-        agree(root.everyone, named_units, to_run=True)
+        self.checks = Checks()
         self.passes = Passes()
         self._adopt(named_units)
-        return_freed_memory()
         self.has_run = False  # a forward has begun with the root
         self._reductions = Reductions(bucket_bytes)
         self._usage = Usage()
@@ -89,9 +80,6 @@ class Runtime:
         self._post_forward_shards = [
             one.post_forward_shard for one in self.handles if one.post_forward_shard is not None
         ]
-        self._contents = Contents(root.module)
-        self._await_values = True  # some units, until it was looked at
-        self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
         _all.add(self)
@@ -179,16 +167,11 @@ class Runtime:
                     "there. Use only one of the two. (FullyShardedDataParallel has `_reset_lazy_init()`, to be called "
                     "on this one first.)"
                 )
-        if DistributedDataParallel._active_ddp_module is not None:
-            refuse_ddp(DistributedDataParallel._active_ddp_module, self.root, self.handles)
-        if torch.is_grad_enabled() and self._contents.have_changed():
-            refuse_strangers(self.root.module, self.units)
-            self._contents = Contents(self.root.module)
         # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
         for handle in self.handles:
             if handle.orig_params is not None:
                 handle.orig_params.forget_zeroed()
-        self.trust_values(unit)
+        self.checks.before_forward(unit)
         for shard in self._post_forward_shards:
             shard.forget()
         self._forward_order.begin()
@@ -212,16 +195,6 @@ class Runtime:
             overwritten = comm.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.reshard()
-
-    def trust_values(self, unit: Unit) -> None:
-        """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
-        if self._await_values:
-            require_values_everywhere(unit, "compute")
-            self._await_values = any(one.awaits_values_somewhere for one in self.units)
-        if not self._has_compared_values:
-            agree_on_values([(one.name, one) for one in self.units])
-            self._has_compared_values = True
-            return_freed_memory()
 
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
@@ -306,7 +279,7 @@ class Runtime:
                 )
             for handle in unit.handles:
                 if handle.was_written:
-                    merge_written(handle)
+                    self.checks.merge_written(handle)
         except BaseException:
             self._end_failed_forward(unit)
             raise

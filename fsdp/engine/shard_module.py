@@ -20,27 +20,19 @@ from torch import nn
 from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import Group, served_device
 from fsdp.distributed.dtensor import check_ranks
+from fsdp.engine.fingerprints import take_fingerprints
+from fsdp.engine.first_use import new_runtime
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
-from fsdp.engine.managed_params import (
-    GroupKey,
-    Ignored,
-    Places,
-    collect,
-    device_of,
-    group,
-    key_of,
-    names_of,
-    take_over,
-)
+from fsdp.engine.managed_params import GroupKey, Ignored, Places, collect, device_of, group, key_of, names_of
 from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.engine.module_states import take_states_of_first
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.originals import take_over
 from fsdp.engine.policy import Policy
-from fsdp.engine.runtime import Runtime
 from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
@@ -146,8 +138,12 @@ def _shard_params(
         new_storage = options.storage.storage_on(device)
 
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
-            ranks = {"rank": unit.comm.rank, "world_size": unit.comm.world_size, "replicas": groups.replicas}
-            return FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **{**ranks, **how})
+            ranks = {"rank": unit.comm.rank, "world_size": unit.comm.world_size}
+            replicas = how.pop("replicas", groups.replicas)
+            how = {**ranks, **how}
+            made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
+            take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
+            return made
 
         shards = form.shard(found, unit, make)
     except BaseException:
@@ -197,7 +193,7 @@ def _make_unit(
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,
-        new_runtime=partial(Runtime, bucket_bytes=options.bucket_bytes),
+        new_runtime=partial(new_runtime, bucket_bytes=options.bucket_bytes),
     )
     for each in unit.modules:
         hooks = ForwardHooks(

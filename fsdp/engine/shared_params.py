@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import MeshPart, is_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, note_stale, taken_over
+from fsdp.engine.managed_params import Places
 from fsdp.engine.names import paths_in
+from fsdp.engine.originals import follow_flat_param, lender_of, note_stale, taken_over
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.state_requests import Exporting

@@ -13,20 +13,22 @@ from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.consensus import agree_on
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.autograd import BackwardPass
+from fsdp.engine.fingerprints import take_fingerprints
 from fsdp.engine.flat_param import FlatParameter, refuse_unlike
 from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Ignored, Places, collect, names_of, take_over
-from fsdp.engine.offload import ShardStorage
+from fsdp.engine.managed_params import Ignored, Places, collect, names_of
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.originals import take_over
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, refuse_fake_tensors
 from fsdp.engine.sharding_strategy import Groups
 from fsdp.engine.shared_params import reorder
+from fsdp.engine.storage import ShardStorage
 from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import unit_of
 from fsdp.engine.verify import agree_on_values
@@ -101,6 +103,7 @@ class StandaloneHandle(FlatParamHandle):
             ShardStorage(device),
             align=ALIGNED if use_orig_params else 1,
         )
+        take_fingerprints(flat_param, originals, comm.rank, comm.world_size)
         flat_param.is_standalone = True
         listed = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in flat_param.make_layout().slots)
         kind = f"{flat_param.dtype} requires_grad={flat_param.requires_grad} use_orig_params={use_orig_params}"

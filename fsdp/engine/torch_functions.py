@@ -41,7 +41,7 @@ from fsdp.engine.grad_clipping import (
     unsharded_parameters,
 )
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.presentation import Listing, Look
 from fsdp.engine.runtime import Runtime, runtimes

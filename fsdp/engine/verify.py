@@ -24,8 +24,9 @@ from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers
 from fsdp.engine.fingerprints import first_difference
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
-from fsdp.engine.managed_params import ddp_message, is_ours, refuse_held, text_of_key
+from fsdp.engine.managed_params import ddp_message, text_of_key
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.originals import is_ours, refuse_held
 from fsdp.engine.precision import autocast_dtype
 from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
 

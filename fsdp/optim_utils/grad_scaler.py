@@ -13,7 +13,7 @@ from fsdp.distributed.collectives import communicator, during
 from fsdp.distributed.communicator import Group, default_group
 from fsdp.distributed.devices import HOST, accelerator
 from fsdp.distributed.dtensor import missing_ranks
-from fsdp.engine.managed_params import is_ours
+from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import runtimes
 
 

@@ -19,8 +19,8 @@ from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.managed_params import is_ours, taken_over
 from fsdp.engine.optimizer_hooks import keys_with_elements, sign, state_of
+from fsdp.engine.originals import is_ours, taken_over
 from fsdp.engine.state_dict.full import ensure_agreed
 from fsdp.engine.state_requests import FirstRank
 from fsdp.engine.unit import Unit, units_in

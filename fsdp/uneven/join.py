@@ -106,7 +106,7 @@ class Joining:
 
     def begin(self) -> None:
         """Announce what this rank does from now on, until `end`."""
-        self._runtime.trust_values(self._runtime.root)
+        self._runtime.checks.trust_values(self._runtime.root)
         self._visits.joining = self
         for number, optimizer in enumerate(self._optimizers):
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))

@@ -584,7 +584,7 @@ class Visits(Participation):
         """Collective. Come to a region; None if no rank runs it."""
         region = self._directory.region(module)
         if not self._open and not self._runtime.is_computing:
-            self._runtime.trust_values(self._runtime.root)
+            self._runtime.checks.trust_values(self._runtime.root)
             self._begin_forward()
         position = self._next_position()
         rows = self.announce(Message(Kind.VISIT, region.number, run_here, position))

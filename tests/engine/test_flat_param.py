@@ -27,12 +27,13 @@ from fsdp.engine.autograd import InternalError
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.layout import ContiguousLayout
-from fsdp.engine.managed_params import collect, names_of, take_over
-from fsdp.engine.offload import ShardStorage
+from fsdp.engine.managed_params import collect, names_of
+from fsdp.engine.originals import take_over
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.state_dict.redistribute import assembled
+from fsdp.engine.storage import ShardStorage
 from fsdp.engine.verify import describe_handle
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import MixedPrecision
-from fsdp.engine.managed_params import is_ours
+from fsdp.engine.originals import is_ours
 from tests.helpers.forms import FORMS, assert_trains, batch, inside, sharded
 from tests.helpers.module_kinds import seeded
 from tests.helpers.pairs import parametrize_pairs

@@ -33,9 +33,9 @@ from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread
 from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
 from fsdp.engine.fingerprints import fingerprint, sampled
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
+from fsdp.engine.originals import is_ours
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_dict.lost_writes import note_loaded, watch_copies
 from fsdp.engine.state_dict.sharded import TensorPart, store

@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join, paths_in
+from fsdp.engine.originals import is_ours
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
 from fsdp.engine.state_requests import LocalState, require_shards, serving

@@ -28,7 +28,7 @@ from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours, note_stale
+from fsdp.engine.originals import is_ours, note_stale
 from fsdp.engine.shared_params import restore_order
 from fsdp.engine.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.engine.state_requests import Summoning, serving

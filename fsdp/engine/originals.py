@@ -1,0 +1,151 @@
+"""The original parameters that units have taken over: what became of each, while a program still holds it.
+
+A tied module outside of the unit may hold one, or an optimizer that was made too early.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.names import clean_name, join
+
+Places = list[ParamInfo]
+
+
+class Taken(NamedTuple):
+    """A record of what a parameter has become. It holds all weakly, and so keeps nobody's memory."""
+
+    param: weakref.ref[nn.Parameter]
+    description: str
+    flat_param: weakref.ref[FlatParameter] | None  # which has its values now; None for a summoned copy
+    slot: int  # its number there
+    lender: weakref.ref[Any] | None = None  # the unit that took it, if others may share it
+
+    @property
+    def is_used(self) -> bool:
+        """True if the flat parameter that contains it still exists."""
+        return self.flat_param is not None and self.flat_param() is not None
+
+
+# Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
+# unit, or an optimizer made too early.
+_taken: dict[int, Taken] = {}
+
+
+def taken_over(param: Tensor) -> Taken | None:
+    """Return what this original parameter has become, None if no unit took it over."""
+    taken = _taken.get(id(param))
+    return taken if taken is not None and taken.param() is param else None
+
+
+def taken_by(param: Tensor) -> str | None:
+    """Return the name under which a unit took over this original parameter, None if none did."""
+    taken = taken_over(param)
+    return None if taken is None else taken.description
+
+
+def lender_of(param: Tensor) -> Any | None:
+    """Return the unit that took over this original parameter alone, and can share it with others; None if none did."""
+    taken = taken_over(param)
+    return None if taken is None or taken.lender is None else taken.lender()
+
+
+def note_stale(
+    param: nn.Parameter,
+    description: str,
+    flat_param: weakref.ref[FlatParameter] | None = None,
+    slot: int = 0,
+    lender: weakref.ref[Any] | None = None,
+) -> None:
+    """Remember that `param` is not, or not for long, what the model trains."""
+    key = id(param)
+    reference = weakref.ref(param, lambda _: _taken.pop(key, None))
+    _taken[key] = Taken(reference, description, flat_param, slot, lender)
+
+
+def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
+    """Note that what was in a flat parameter is in others now: for each number in which, and under which number."""
+    for key, taken in _taken.items():
+        if taken.flat_param is not None and taken.flat_param() is old:
+            flat_param, slot = now[taken.slot]
+            _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
+
+
+def is_ours(param: Tensor) -> bool:
+    """Return whether what a module lists is a shard, or the local shard of an original parameter."""
+    return owner_of(param) is not None
+
+
+def owner_of(param: Tensor) -> FlatParameter | None:
+    """Return the shard that something listed is, or is a view of; None for other parameters."""
+    owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
+    return owner if isinstance(owner, FlatParameter) else None
+
+
+def take_over(
+    params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str, lender: Any = None
+) -> None:
+    """Remove parameters, in the order of the flat parameters that they became, from the modules of the `owner`.
+
+    From now on the modules' attributes are ours. The `lender` is a unit that can share them with others.
+    """
+    lent_by = None if lender is None else weakref.ref(lender)
+    slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
+    for (param, places), (flat_param, slot) in zip(params.items(), slots, strict=True):
+        note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot, lent_by)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_refuse_gradient)
+        for place in places:
+            del place.module._parameters[place.name]
+
+
+def _refuse_gradient(param: Tensor) -> None:
+    """Hook of an original parameter: raise RuntimeError because a computation used it after sharding."""
+    taken = taken_over(param)
+    if taken is not None and taken.is_used:
+        param.grad = None
+        raise RuntimeError(
+            f"the original parameter {taken.description} has received a gradient, but its module was sharded since: "
+            "this gradient is of one rank, and would be lost. " + _HELD
+        )
+
+
+_HELD = (
+    "Do not keep parameters in lists, dictionaries or other attributes that are filled before sharding: read them as "
+    "attributes of their modules (self.weight) in each forward. A class may also override `__setattr__` and update its "
+    "cache there, which is called for each tensor that takes the place of a parameter."
+)
+
+
+def refuse_held(root: nn.Module) -> None:
+    """Raise RuntimeError if a module of a tree still holds an original parameter that was taken over."""
+    originals = {key: taken for key, taken in _taken.items() if taken.is_used}
+    for path, module in root.named_modules() if originals else ():
+        for name, value in module.__dict__.items():
+            for param in () if name in _OF_MODULES else _tensors_in(value):
+                if id(param) in originals and taken_over(param) is not None:
+                    raise RuntimeError(
+                        f"{clean_name(join(path, name))} holds the original parameter "
+                        f"{originals[id(param)].description}, whose module was sharded since: computations with the "
+                        "original would not train the model. " + _HELD
+                    )
+
+
+_OF_MODULES = {"_parameters", "_buffers", "_modules"}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an attribute holds: itself, or in lists, tuples, sets and dictionaries."""
+    ahead, seen = [value], set()
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple, set, frozenset, dict)) and id(item) not in seen:
+            seen.add(id(item))
+            ahead += item.values() if isinstance(item, dict) else item

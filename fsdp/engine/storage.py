@@ -1,0 +1,59 @@
+"""`ShardStorage` keeps a unit's shards and their gradients while they are not computed with: on the compute device.
+
+Each flat parameter has a storage, which gives it memory, brings the shard to the compute device when it is gathered,
+and takes in the reduced gradients. Subclasses keep shards in host memory or in files (`fsdp.engine.offload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.devices import CopyStream, copy_stream_of
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.orig_params import LocalShard
+
+
+class ShardStorage:
+    """The compute device: nothing is moved."""
+
+    flat_parameter: type[FlatParameter] = FlatParameter
+    local_shard: type[LocalShard] = LocalShard
+    is_elsewhere = False  # the shard has to be brought to the compute device
+    keeps_shards = False  # shards and gradients stay where they are when the module is moved
+    is_resident = True  # shard and gradient are on the compute device, and nothing is to be done for that
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def copy_stream(self) -> CopyStream:
+        """The stream for copies to and from the compute device."""
+        return copy_stream_of(self.device)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros ``[numel]`` for a shard, where shards live."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def adopt(self, flat_param: FlatParameter) -> None:
+        """Bring back a shard whose values were moved or cast (``module.to(...)``)."""
+
+    def read_ahead(self) -> None:
+        """The shard will be wanted soon."""
+
+    def release(self) -> None:
+        """The shard and its gradient are not wanted soon."""
+
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        """Raise RuntimeError if the values, or those of the optimizer's `state`, are out of reach."""
+
+    def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
+        """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""
+        return flat_param.vector.to(self.device, non_blocking=True).to(dtype)
+
+    def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
+        """Add a reduced gradient ``[shard_numel]``, of the shard's dtype and on the compute device, to the shard's."""
+        flat_param.hold_gradient(reduced)
