@@ -1,16 +1,24 @@
 """The runtime of a root: it decides when each unit is unsharded, resharded and reduced, driven by the units' hooks.
 
-A step, as the hooks report it:
+===========================  ====================================  ===================================================
+event (method)               state of the unit                     actions
+===========================  ====================================  ===================================================
+forward begins               IDLE -> FORWARD                       unshard it, start the all-gather of the unit that is
+(`before_forward`)                                                 expected next, wait, list unsharded parameters
+forward ends                 FORWARD -> IDLE                       merge what it wrote to weights; reshard it, unless
+(`after_forward`)                                                  backward needs it at once or the user keeps it
+backward reaches its         IDLE, BACKWARD_POST -> BACKWARD_PRE   unshard it, prefetch along the order of the last
+outputs (`before_backward`)                                        backward, wait, list unsharded parameters
+a handle has all gradients   BACKWARD_PRE -> BACKWARD_POST         reshard it, start the reduction; that one ends when
+(`gradient_complete`)                                              the next has been started, or with the backward
+backward has passed it       (the same)                            reshard what is frozen
+(`passed`)
+backward ends                BACKWARD_POST -> IDLE                 reduce what did not complete (unused parameters),
+(`finish_backward`)                                                finish reductions, show gradients, list shards
+===========================  ====================================  ===================================================
 
-1. *Forward of a unit.* The unit is unsharded. Before it computes, the all-gather of the unit expected next is issued,
-   so that it travels while this one computes. Afterwards the unit is resharded, unless backward needs it at once (the
-   root, the last unit of the forward) or the user asked to keep it.
-2. *Backward reaches a unit's outputs.* The same, along the order that the last backward took.
-3. *A gradient is complete.* When the last parameter of a handle has its gradient the unit is resharded and the
-   reduction is started; it is finished when the next one has been started, or at the end.
-4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
-
-A backward may run inside of a forward: units whose forward is running stay in that state, and keep their parameters.
+A recomputed forward (activation checkpointing) is a part of its backward: it unshards as backward does. A backward may
+run inside of a forward: units whose forward is running stay in FORWARD, and keep their parameters.
 
 So at most the units in computation, one prefetched unit and two reductions are alive beside the shards.
 """
