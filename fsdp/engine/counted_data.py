@@ -77,7 +77,7 @@ def version_of_dtensor(tensor: Tensor) -> int:
 
 @cache
 def _teach(dtensor: Any) -> None:
-    """Have `DTensor`s that are `counted` share their counter; they stay of torch's class, for which code asks."""
+    """Make `DTensor`s that are `counted` share their counter. Their class stays torch's, which other code checks."""
 
     def data(self: Tensor) -> Any:
         if "__counted__" not in self.__dict__:

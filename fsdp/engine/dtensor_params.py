@@ -47,10 +47,10 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 @cache
 def teach_dtensor() -> None:
-    """Have `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as in state dicts here.
+    """Make `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as in state dicts here.
 
-    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have. And have writes
-    to a part of a parameter reach it.
+    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have. In addition,
+    writes to a part of a parameter reach the parameter.
     """
     write_parts_through(_lies_in_a_shard)
     torchs = DTensor.__deepcopy__
@@ -67,7 +67,7 @@ def teach_dtensor() -> None:
     DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
 
 
-# Those that `DTensor`s lie in.
+# The shards that contain local tensors of `DTensor`s.
 _shards: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
 
@@ -133,8 +133,8 @@ class DataParallelSpread:
 
         Args:
             slot: of the parameter, or of its local part.
-            part: that of the unsharded parameter, if it is a `DTensor`. Without dimensions for data parallelism, these
-                come first; if it has them, they stay where they are, but several to shard over become one.
+            part: the record of the unsharded parameter, if it is a `DTensor`. Dimensions for data parallelism come
+                first if it has none; else they stay where they are, but several to shard over become a single one.
         """
         replicated = [Replicate()] * (self.mesh.ndim - 1)
         if part is None:
@@ -162,7 +162,7 @@ class DataParallelSpread:
         return MeshPart(mesh, tuple(placements), part.shape)
 
     def _last(self, slot: Slot, shards: int) -> Placement:
-        """Return the placement along the last dimension, of what is divided into so many shards along the others."""
+        """Return the placement along the last dimension, if the other dimensions divide it into so many shards."""
         if not slot.shape or not self.is_sharded:
             return Replicate()
         return Shard(slot.dim) if shards == 1 else _StridedShard(slot.dim, split_factor=shards)
@@ -263,7 +263,7 @@ class DTensorParams(OrigParams):
         return [slot for slot, local in enumerate(held) if local is not self._held[slot]]
 
     def give_memory(self, slots: Iterable[int]) -> None:
-        """Have parameters that came from the meta device lie in the shard."""
+        """Place parameters that came from the meta device in the shard."""
         versions = list(self._versions)
         for slot in slots:
             self._lie_at(slot, self._of(self._flat_param.detach(), slot).as_subclass(Tensor))

@@ -37,7 +37,7 @@ class SharedParamInfo(NamedTuple):
 class FlatParameter(CountedParameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
-    One that is by itself, and not sharded, may keep its shape.
+    A single parameter that is not sharded may keep its shape.
 
     Args:
         params: a non-empty list or tuple of parameters, all trained or all frozen, of one dtype and device; none flat.
@@ -231,7 +231,7 @@ class FlatParameter(CountedParameter):
             self.grad = placeholder
 
     def bring_gradient(self) -> None:
-        """Have a gradient that is kept elsewhere in ``grad``, where optimizers look for it."""
+        """Bring a gradient that is kept on another device to ``grad``, where optimizers expect it."""
         held = self.held_gradient
         if held is not None and held is not self.grad:
             self.grad = _shaped(held.to(self.device), self.shape)
@@ -249,7 +249,7 @@ class FlatParameter(CountedParameter):
                 f"the {len(self._shapes)} parameters of this FlatParameter have {layout.numel} elements, the data has "
                 f"{data.numel()}" + (" (it holds one rank's shard)" if self._is_sharded else "")
             )
-        # One split: of as many slices, each would have a gradient of the full size.
+        # A single split: each of many slices would have a gradient of the full size.
         sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
         vectors = data.view(-1).split(sizes)[::2]
         views = [vector.view(shape) for vector, shape in zip(vectors, self._shapes, strict=True)]

@@ -130,14 +130,14 @@ class ForwardHooks:
         # A module may return a parameter, or a view of it, and the unit is resharded.
         shows = tensor._is_view() or tensor.is_leaf
         for handle in self._unit.handles:
-            # What comes of a DTensor doesn't show whether it is a view of its local part.
+            # The result of an operation on a DTensor does not show whether it is a view of its local part.
             if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
                 return tensor.clone()
         return tensor
 
 
 class Call:
-    """One forward of a unit, as its backward will meet it again."""
+    """A forward of a unit, which its backward refers to."""
 
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
@@ -152,7 +152,7 @@ class Call:
         self.backward: object = None  # the last one that has come to its outputs
 
     def watch_inputs(self, inputs: Any) -> None:
-        """Have the runtime told when backward has the gradients of the inputs, if it will compute any."""
+        """Report to the runtime when backward has the gradients of the inputs, if it computes any."""
         tensors = differentiable_tensors(inputs)
         self.is_watched = True
         self.will_pass = bool(tensors)
@@ -161,7 +161,7 @@ class Call:
             register_multi_grad_hook(tensors, self._inputs_have_gradients)
 
     def watch_outputs(self, outputs: Any) -> bool:
-        """Have the runtime told when backward reaches the outputs; False if it never will."""
+        """Report to the runtime when backward reaches the outputs; return False if it never will."""
         self.is_transformed = in_transform()
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]

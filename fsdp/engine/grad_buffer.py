@@ -34,12 +34,13 @@ class Taken(NamedTuple):
 class GradientBuffer:
     """Gathers the gradients of a layout's parameters in one flat tensor of the gathered buffer's arrangement.
 
-    It outlives a backward under `no_sync`, so it keeps two facts about each parameter: whether its place holds a
-    value (`_filled`, until the buffer is taken), and whether it has arrived in this backward (`_arrived`).
+    The buffer outlives a backward under `no_sync`, so two facts are recorded for each parameter: whether its place
+    holds a value (`_filled`, until the buffer is taken), and whether its gradient has arrived in this backward
+    (`_arrived`).
 
-    What is frozen has no room in it, and is not sent, where the layout can do without it. All ranks freeze the same
-    parameters, and choose the layout when all have the same accumulated: nothing, since a backward has reduced it.
-    What no rank has used in a backward has none when that is reduced, when all have told each other.
+    Frozen parameters have no room in the buffer and are not sent, if the layout supports that. All ranks freeze the
+    same parameters, and choose the layout when nothing is accumulated on any rank. Parameters that no rank used in a
+    backward are left out of its reduction, after the ranks have exchanged which ones these are.
 
     Args:
         layout: where each gradient belongs in the shard's.
@@ -111,7 +112,7 @@ class GradientBuffer:
         if self._flat is None:
             flat = self._allocate()
             # Where that is the same, small ones are divided at once, when they are taken; large ones would be read and
-            # written once more. What is narrowed could overflow.
+            # written once more. A narrowed sum could overflow.
             own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5 and flat.numel() <= _SMALL_NUMEL
             self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
@@ -138,7 +139,7 @@ class GradientBuffer:
         self._spare = taken if taken.places else None
 
     def owe(self, unused: Collection[int] = ()) -> None:
-        """Have zeros to give when others reduce theirs, if nothing arrives here; and no room for what no rank has."""
+        """Contribute zeros to the next reduction if this rank has no gradient. Leave out the parameters in `unused`."""
         self._owes = True
         self._leave_out(self._left_out.union(unused))
 
@@ -162,21 +163,21 @@ class GradientBuffer:
         return [slot for slot, is_awaited in enumerate(self.awaited) if is_awaited and not self.used[slot]]
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Drop what is accumulated for some parameters."""
+        """Drop the accumulated gradients of some parameters."""
         for slot in slots:
             self._filled[slot] = self._has_scattered[slot] = 0
             if self._scattered:
                 self._scattered[slot].zero_()
 
     def expect(self, expected: Sequence[bool]) -> None:
-        """Other parameters require gradients now; what is accumulated stays."""
+        """Set which parameters require gradients from now on; accumulated gradients stay."""
         self._expects, self._expected = expected, sum(expected)
         self.missing = self._expected
         self._frozen = {slot for slot, expects in enumerate(expected) if not expects}
         self._leave_out(self._left_out & self._frozen)
 
     def _leave_out(self, slots: set[int]) -> None:
-        """Have room for all parameters but these; what is accumulated for others stays."""
+        """Leave these parameters out of the buffer; gradients that are accumulated for the rest stay."""
         if slots == self._left_out:
             return
         self._left_out, self.layout, self._spare = slots, self._whole.leaving_out(slots), None
@@ -261,7 +262,7 @@ def divided(sums: Tensor, divisor: float) -> Tensor:
 
 
 def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:
-    """Have ``grad / divisor`` at a place, or add it to what is there."""
+    """Write ``grad / divisor`` to a place, or add it to the value there."""
     if is_filled:
         place.add_(grad, alpha=1.0 / divisor)
     elif divisor == 1.0:

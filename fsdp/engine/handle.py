@@ -1,17 +1,17 @@
 """`FlatParamHandle` runs one flat parameter: it shards it, unshards it, and takes in its gradients.
 
 A unit has one handle for each kind of parameter that it flattens (dtype, device, `requires_grad`, precision), as FSDP2
-has a parameter group. It knows how, and nothing of when: the runtime decides in which order collectives happen.
+has a parameter group. The handle implements the collectives of its parameters; the runtime decides when they happen.
 
 The tensors of a handle, for W ranks (P is the layout's padded number of elements):
 
-- ``flat_param`` ``[P / W]``, in the parameters' own dtype: this rank's shard, the only thing that lives between steps
-  and all that the optimizer sees. It is registered in modules, so that `parameters()` finds it, or the local shards of
-  the original parameters are, which are views of it. Its `storage` keeps it on the device, the host, or in files.
+- ``flat_param`` ``[P / W]``, in the parameters' own dtype: this rank's shard, the only tensor that lives between steps
+  and the one that the optimizer updates. Modules list it, so that `parameters()` finds it, or they list the local
+  shards of the original parameters, which are views of it. Its `storage` keeps it on the device, the host, or in files.
 - ``unsharded.full`` ``[P]``, in the dtype and on the device of the computation: the all-gathered parameters. Leaves,
   one for each parameter, are views of it made once; resharding frees the buffer's storage and keeps the tensors.
 - ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied there when autograd has it.
-  What a reduce-scatter makes of it, in the shard's dtype, is added to ``flat_param.grad``.
+  The result of its reduce-scatter, in the shard's dtype, is added to ``flat_param.grad``.
 
 In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
 (`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer
@@ -73,8 +73,9 @@ Phase.UNSHARDING.following = (Phase.UNSHARDED, Phase.SHARDED)
 Phase.UNSHARDED.following = (Phase.SHARDED,)
 
 
-# Of a shard: its version, those of local shards that count by themselves, and all that its buffers are made for: dtype,
-# the device of the computation, size, and last the address. `requires_grad` is no part: it concerns the next forward.
+# Of a shard: its version, the versions of local shards with counters of their own, and the facts that its buffers
+# depend on: dtype, the device of the computation, size, and last the address. `requires_grad` is no part: it concerns
+# the next forward.
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
@@ -105,7 +106,7 @@ class FlatParamHandle:
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
         forms: the unsharded parameters for each dtype of computation, made when first needed.
-        unsharded: those of the present `dtype`.
+        unsharded: the unsharded parameters of the present `dtype`.
         post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
         gradient_hooks: the hooks of users on `listed_params`.
         check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
@@ -268,7 +269,7 @@ class FlatParamHandle:
             self.post_forward_shard.tag = self.post_forward_shard.comm.new_tag()
 
     def use_at(self, places: Sequence[ParamInfo]) -> None:
-        """Have its only parameter seen and listed in more places, where nothing is now."""
+        """Show and list the only parameter in more places, which are empty now."""
         self.reshard()
         self.places[0] += places
         self.presentation.add(places, self.listed_params[0])
@@ -540,7 +541,7 @@ class FlatParamHandle:
             self.storage.accept(self.flat_param, reduced)
 
     def show_gradient(self, used: Sequence[int]) -> None:
-        """Have the gradient where optimizers look for it: all of this backward are reduced.
+        """Show the gradient to optimizers, after all gradients of this backward are reduced.
 
         Args:
             used: for each original parameter, whether any rank has used it.
@@ -568,7 +569,7 @@ class FlatParamHandle:
         return self.flat_param.has_unreduced
 
     def drop_unreduced(self) -> None:
-        """Forget what is accumulated and not reduced, or not delivered."""
+        """Drop accumulated gradients that were not reduced, or not delivered."""
         self.gradients.drop()
         self.gradient_hooks.abandon()
         shard = self.flat_param
@@ -582,7 +583,7 @@ class FlatParamHandle:
                 leaf.grad = None
 
     def zero_grad(self) -> None:
-        """Have no gradient, as after an optimizer's ``zero_grad()``."""
+        """Drop the gradient, as an optimizer's ``zero_grad()`` does."""
         for param in self.listed_params:
             param.grad = None
 
@@ -718,7 +719,7 @@ _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:
-    """Hook of a leaf. It refers to the handle weakly: only the garbage collector would free a model otherwise."""
+    """Hook of a leaf. The reference to the handle is weak: only the garbage collector would free a model otherwise."""
     found = handle()
     if found is not None and found.on_gradient is not None:
         found.on_gradient(found, slot, leaf)

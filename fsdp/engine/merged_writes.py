@@ -53,7 +53,7 @@ def merge_written(handle: FlatParamHandle) -> None:
 class Merged:
     """This rank's shards of parameters that every rank has a copy of, and may have written to.
 
-    They had the values `before`; None if nobody knows, so that all ranks must have written the same.
+    They had the values `before`; None if these are unknown, so that all ranks must have written the same.
     """
 
     def __init__(self, before: Sequence[Tensor] | None, values: Sequence[Tensor]) -> None:
@@ -83,7 +83,7 @@ class Merged:
         self._clashes[number] |= clashing.any()
 
     def clashes(self, comms: Sequence[Communicator]) -> list[int]:
-        """Collective. Return the numbers of those of which any ranks made different values."""
+        """Collective. Return the numbers of the parameters of which any ranks made different values."""
         found = self._clashes
         for comm in comms:
             found = comm.all_reduce(found, "max").wait()

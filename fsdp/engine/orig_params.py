@@ -106,7 +106,7 @@ class OrigParams:
         give_attributes(param, self._flat_param.attributes[slot])
         return param
 
-    # What `DTensor`s do in another way: elements of a vector as a parameter shows them, and the other way round.
+    # `DTensorParams` overrides these: elements of a vector as a parameter shows them, and the other way round.
 
     absent: list[Tensor] | None = None  # what modules see of parameters that are sharded; None: placeholders
 
@@ -195,13 +195,13 @@ class OrigParams:
 
         Args:
             used: for each parameter, whether anything was added to its gradient on any rank.
-            missed: the numbers of those of which that was expected, and is true only if the gradient is not zero.
+            missed: the numbers of the parameters for which that was expected, and is true only for nonzero gradients.
         """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         if grad is not None and not isinstance(grad, Placeholder):
-            # It is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`. It is not made
-            # anew if it is that already: a storage on disk knows by it whether users have kept the gradient.
+            # This tensor is the base of all views of it, which alone keep it alive until `zero_grad()`. A base is not
+            # made anew: a storage on disk detects by it whether users have kept the gradient.
             grad = grad.detach() if grad._is_view() else grad
             self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):

@@ -18,7 +18,7 @@ Places = list[ParamInfo]
 
 
 class Taken(NamedTuple):
-    """A record of what a parameter has become. It holds all weakly, and so keeps nobody's memory."""
+    """A record of what a parameter has become. All references are weak, so the record keeps no memory alive."""
 
     param: weakref.ref[nn.Parameter]
     description: str
@@ -32,8 +32,8 @@ class Taken(NamedTuple):
         return self.flat_param is not None and self.flat_param() is not None
 
 
-# Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
-# unit, or an optimizer made too early.
+# Parameters that a unit has taken over, by id, while a program still holds them: in a tied module outside of the unit,
+# or in an optimizer made too early.
 _taken: dict[int, Taken] = {}
 
 

@@ -12,7 +12,7 @@ from fsdp.engine.grad_buffer import GradientSync
 
 @dataclass
 class Policy:
-    """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
+    """The settings that users make for a unit: resharding, prefetching, and the reduction of its gradients.
 
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
@@ -47,5 +47,5 @@ class Policy:
         self.reshard_after_forward, self.keeps_as_root = reshard, False
 
     def of_copy(self) -> Policy:
-        """Return those of a copied unit, with which other units may not be copied."""
+        """Return the settings of a copied unit, with which other units may not be copied."""
         return replace(self, part_of=None, forward_prefetch=None, backward_prefetch=None)

@@ -13,7 +13,7 @@ exposed        the listed parameter        ordinary parameter
 =============  ==========================  =======================================
 
 A handle is *computing* during forward and backward of its unit, so that `parameters()` inside of a forward returns the
-parameters that the module computes with. It is *exposed* for `summon_full_params`, state dicts and loads.
+parameters that the module computes with. Parameters are *exposed* for `summon_full_params`, state dicts and loads.
 
 Assignments are recorded when they happen (`Listing`), so nothing is compared as long as nothing is assigned. An
 assignment (``module.weight = nn.Parameter(...)``) is a new value of the parameter and is stored. A tensor that is
@@ -51,8 +51,8 @@ class Listing(dict[str, Any]):
     """A module's ``_parameters`` while handles run some of them. Reports each assignment and deletion of an item.
 
     `torch.func.functional_call` writes to ``_parameters`` of modules, and writes back what it found; an assignment goes
-    through `nn.Module.__setattr__`, which removes the module's attribute first. It is an ordinary dictionary otherwise,
-    also for compilers, and is copied and pickled as one.
+    through `nn.Module.__setattr__`, which removes the module's attribute first. Otherwise this is an ordinary
+    dictionary, also for compilers, and is copied and pickled as a dictionary.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -249,7 +249,7 @@ class Presentation:
         """Make modules list the entries, and report what else is put there."""
         numbers = {(place.module, place.name): slot for slot, used in enumerate(self._places) for place in used}
         listed = {(module, name): param for module, name, param in self.entries}
-        # The mapping in which the module looks the attribute up, the place, the number, and what is listed there.
+        # The mapping of the module's attributes, the place, the parameter's number, and the shard that is listed there.
         self._at = [
             (attributes_seen_by(module), module, name, slot, listed.get((module, name)))
             for (module, name), slot in numbers.items()
@@ -272,7 +272,7 @@ class Presentation:
         self.refill()
 
     def leave(self) -> None:
-        """Take all that is listed out of the modules."""
+        """Remove all listed parameters from the modules."""
         self.lent.clear()
         for module, name, param in self.entries:
             if module._parameters.get(name) is param:
@@ -314,7 +314,7 @@ class Presentation:
         """Record that something is put where we list what is ours, by an assignment or for one call.
 
         Returns:
-            What is to be listed there.
+            The tensor to list there.
 
         Raises:
             RuntimeError: for what modules cannot compute with.

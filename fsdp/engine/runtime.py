@@ -322,7 +322,7 @@ class Runtime:
                 self._settle()
 
     def _let_go(self, unit: Unit) -> None:
-        """Reshard after a failure: that of what is still in flight says no more than the error that is raised."""
+        """Reshard after a failure. Errors of collectives in flight add nothing to the error that is raised."""
         for handle in unit.handles:
             with suppress(RuntimeError):
                 handle.reshard()
@@ -446,7 +446,7 @@ class Runtime:
         self.reduce(unit, handle)
 
     def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
-        """Have a handle's gradient reduced, unless it goes on to accumulate."""
+        """Reduce the gradient of a handle, unless it continues to accumulate."""
         if self.participation is not None and not self.participation.announce_gradient(unit, handle):
             return
         if not handle.gradients.is_reduced or self._usage.differs(handle):
@@ -455,11 +455,11 @@ class Runtime:
         self._reduce_complete(unit)
 
     def _reduce_complete(self, unit: Unit) -> None:
-        """Have the handles of a unit reduced that are complete, at the same time and in the same order on all ranks.
+        """Reduce the complete handles of a unit, at the same time and in the same order on all ranks.
 
-        They may complete at different ones, where ranks use different parameters, or use them in different calls of
-        the unit. So backward must have come to all calls; and in the last one, a handle waits for those before it that
-        all ranks expect. What is left (of units around others, whose calls come between) is reduced when backward ends.
+        They may complete at different ones, where ranks use different parameters, or use them in different calls of the
+        unit. So backward must have come to all calls; and in the last one, a handle waits for those before it that all
+        ranks expect. The rest (of units that contain units, whose calls come between) is reduced when backward ends.
         """
         backward = unit.backward
         for each in reversed(unit.handles):
@@ -565,7 +565,7 @@ class Runtime:
                 unit.policy.sync = sync
 
     def synchronise(self, sync: GradientSync) -> None:
-        """Have the gradients of all units go this far from now on."""
+        """Set how far the gradients of all units go from now on."""
         for unit in self.units:
             unit.policy.sync = sync
 
@@ -696,11 +696,11 @@ def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParall
 
 
 def runtimes() -> list[Runtime]:
-    """Return those of all models that have been used."""
+    """Return the runtimes of all models that have been used."""
     return [runtime for runtime in _all if runtime.root.runtime is runtime]
 
 
 def running() -> Runtime | None:
-    """Return the runtime whose forward or backward runs now; the one that began last, if there are several."""
+    """Return the runtime whose forward or backward runs now; the last one that began, if several do."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None

@@ -26,8 +26,8 @@ class ShardValues:
         presentation: shows parameters that have their first values to modules.
 
     Attributes:
-        fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
-            and where there is nobody to compare with.
+        fingerprints: of the parameters as this rank has seen them at wrapping; None after the ranks have compared them,
+            and if there are no other ranks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardValues:
         self.store(slot, value)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
-        """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""
+        """Let `read` write this rank's shard of a parameter, if any; it gets the shard and its first number."""
         interval = self._layout.interval(slot, self._rank)
         if interval is not None:
             read(self._flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
@@ -85,7 +85,7 @@ class ShardValues:
         self.renewed([slot])
 
     def fill_local(self, value: Tensor, slot: int | None = None) -> None:
-        """Have these values in this rank's shard, or in that of one parameter. `touch` it on every rank."""
+        """Write these values to this rank's shard, or to its shard of a single parameter. `touch` it on every rank."""
         with torch.no_grad():
             own = self._flat_param.vector if slot is None else self.local_shards[slot]
             own.copy_(value.detach().reshape(-1))

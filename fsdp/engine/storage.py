@@ -48,7 +48,7 @@ class ShardStorage:
         """The shard and its gradient are not wanted soon."""
 
     def check(self, what: str, state: Iterable[Any] = ()) -> None:
-        """Raise RuntimeError if the values, or those of the optimizer's `state`, are out of reach."""
+        """Raise RuntimeError if the values, or the values of the optimizer's `state`, cannot be read."""
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""

@@ -131,7 +131,7 @@ class Unit:
         precision: the dtypes that it computes in.
         device: where it computes.
         ignored: what in its module it leaves alone.
-        policy: when it is resharded, and what is unsharded ahead of its turn.
+        policy: the settings that users make for it.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
@@ -244,7 +244,7 @@ class Unit:
             "requests": {},
             "unfinished_load": None,
             "_range": None,
-            # What moved to a unit around it is back: that may not be copied.
+            # Handles that moved to a unit around it are back: that unit may not be copied.
             "_incomplete_handles": list(self.owned_handles),
             "shares": [one for one in self.shares if self in one.members],
         }
@@ -372,7 +372,7 @@ class Unit:
         """Return whether its modules compute with tensors that were given for one call alone."""
         if not lenders:
             return False
-        # What has no parameters of its own has a part if a unit inside of it has.
+        # A unit without parameters takes part if a unit inside of it does.
         units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
         handle = None
         for unit in units:
@@ -473,7 +473,7 @@ class Unit:
         return [handle for handle in self.handles if handle.requires_grad]
 
     def set_divide_factors(self, pre: float, post: float) -> None:
-        """Divide by these from now on, what is accumulated already included.
+        """Divide by these from now on, accumulated gradients included.
 
         Raises:
             RuntimeError: if a communication hook is registered.

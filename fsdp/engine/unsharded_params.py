@@ -184,7 +184,7 @@ class UnshardedParameters:
     def differ_from(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return whether the buffer differs from this rank's shards, a tensor of shape ``[]``.
 
-        Version counters do not show all writes: not those of ``torch._foreach_*`` on `DTensor`s, NumPy and collectives.
+        Version counters do not show all writes: ``torch._foreach_*`` on `DTensor`s, NumPy and collectives raise none.
 
         Args:
             shards: the flat shard of each parameter.
@@ -225,7 +225,7 @@ class UnshardedParameters:
         self.__dict__.pop("accumulators", None)
 
     def restore(self, numbers: Sequence[int]) -> None:
-        """Have leaves that were `written` be views of the buffer again, with their new values."""
+        """Make leaves that were `written` views of the buffer again, with their new values."""
         views = self._views()
         for number in self.moved():
             if number in numbers:

@@ -1,18 +1,22 @@
-"""Ranks tell each other which parameters get a gradient, and so know what is reduced, and when.
+"""`Usage`: the ranks exchange which parameters get a gradient, so that all reduce the same gradients at the same time.
 
-A parameter may be used on some ranks only. Then these complete its flat parameter's gradient at another time than the
-others, or never; but all ranks must reduce the same, at the same time, or they would wait for each other, or sum up
-what does not belong together. So when a backward begins the ranks tell each other for which parameters autograd will
-come with a gradient. Flat parameters of which it is the same everywhere are reduced as soon as they are complete, and
-those of which it is not at the end of backward, on all ranks. What nobody uses is not reduced, and keeps the gradient
-that it had; in original parameters each by itself, which the layout leaves out of the message if it can. A unit may run
-several times before one backward, and ranks may use a parameter in different ones of these calls; so the ranks also
-tell each other how many calls there are to come to, see `Runtime._reduce_complete`.
+A parameter may be used on some ranks only. Its flat parameter's gradient then completes at another time on these ranks
+than on the rest, or never; but all ranks must issue the same reductions in the same order. So when a backward begins,
+the ranks exchange for which parameters autograd will compute a gradient:
 
-Three things are known only when backward has ended, and exchanged then. A re-entrant checkpoint runs autograd inside of
-autograd, and brings gradients that the outer run knows nothing of; so whatever trains, and no rank saw coming, is asked
-about again. So is what a function of a user's gave None for the last time, although autograd had announced a gradient.
-And where ranks run different modules (`Participation.is_uneven`), they don't begin a backward together.
+- Flat parameters with the same answer on all ranks are reduced as soon as they are complete.
+- Flat parameters with different answers are reduced at the end of backward, on all ranks.
+- A parameter that no rank uses is not reduced and keeps its gradient. Original parameters are treated one by one: the
+  layout leaves unused ones out of the message if it can.
+
+A unit may run several times before a backward, and ranks may use a parameter in different calls; so the ranks also
+exchange how many calls backward will come to, see `Runtime._reduce_complete`.
+
+Three facts are known only when backward has ended, and are exchanged then. A re-entrant checkpoint runs autograd inside
+of autograd, and brings gradients that the outer run does not announce; so trained parameters that no rank announced are
+exchanged again. A user's function may return None although autograd had announced a gradient; parameters for which that
+happened the last time are exchanged again, too. And ranks that run different modules (`Participation.is_uneven`) do not
+begin a backward together.
 """
 
 from __future__ import annotations
@@ -162,7 +166,7 @@ class Usage:
         return [slot for slot, state in enumerate(self._used.get(handle, ())) if not state]
 
     def show_gradients(self) -> None:
-        """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
+        """After all reductions: show the gradients of handles, and of the original parameters that any rank used."""
         for handle in self._handles:
             if handle.gradients.sync is GradientSync.FULL:
                 handle.show_gradient(self._used.get(handle, handle.gradients.used))

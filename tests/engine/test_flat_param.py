@@ -30,6 +30,7 @@ from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of
 from fsdp.engine.originals import take_over
 from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.state_dict.redistribute import assembled
@@ -202,16 +203,6 @@ def take(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
     handle.take_gradient(slot, leaf, 1.0)
 
 
-class OwnerOfOne:
-    """Stands for a unit that does nothing with a gradient but call a function."""
-
-    name, stage, comm_hook, all_reduce_hook = "its unit", "", None, None
-    in_full_precision = False
-
-    def __init__(self, on_gradient: Callable[..., None]) -> None:
-        self.on_gradient = on_gradient
-
-
 def handle_of(
     module: nn.Module, comm: Communicator | None = None, on_gradient: Callable[..., None] = ignore
 ) -> FlatParamHandle:
@@ -226,8 +217,9 @@ def handle_of(
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
     shard = Shard(flat, places, [(module, "flat_param_0")])
-    handle = FlatParamHandle(shard, comm, comm, LONE_RANK, Precision(), OwnerOfOne(on_gradient))
-    handle.name = "the unit"
+    handle = FlatParamHandle(shard, comm, comm, LONE_RANK, Precision(), Policy(True, False, False))
+    handle.on_gradient = on_gradient
+    handle.rename("the unit", "the unit")
     return handle
 
 
@@ -777,7 +769,7 @@ def _leave_gradients_out() -> None:
     handle.wait_for_unshard()
     handle.begin_backward(GradientSync.FULL, fills_unused=False)
     module.scalar.square().backward()
-    assert not handle.gradients.is_complete
+    assert handle.gradients.missing
     reduced = handle.reduce().wait()
     assert reduced.tolist() == ([6.0] + [0.0] * 11 if dist.get_rank() == 0 else [0.0] * 12)
 

@@ -555,19 +555,20 @@ def test_shards_are_written_only_when_peers_have_received_what_they_were_sent(ra
 def _write_while_sending() -> None:
     model: Any = nested_mlp(fully_sharded())
     values = nested_mlp().state_dict()
+    handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
     for write in (_write_in_summon, lambda model: model.load_state_dict(values)):
         written: list[str] = []
         with ExitStack() as patched:
             for name in ("store", "fill", "fill_local"):
-                checked = _checked(getattr(ShardValues, name), written)
+                checked = _checked(getattr(ShardValues, name), written, handles)
                 patched.enter_context(mock.patch.object(ShardValues, name, checked))
             write(model)
         assert written
 
 
-def _checked(method: Any, written: list[str]) -> Any:
+def _checked(method: Any, written: list[str], handles: list[Any]) -> Any:
     def checked(values: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = values._handle()
+        handle = next(handle for handle in handles if handle.values is values)
         written.append(handle.name)
         assert not handle.comm._sent
         return method(values, *args, **kwargs)
