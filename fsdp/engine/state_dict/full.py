@@ -49,6 +49,7 @@ from fsdp.engine.state_dict.summon import (
     keep_value,
     recorded,
     recording,
+    standing_in,
     unsharded,
 )
 from fsdp.engine.state_requests import (
@@ -380,23 +381,22 @@ class _Rest(NamedTuple):
 @contextmanager
 def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
     """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
-    rest, targets = _Rest([], []), dict[int, LoadTarget]()
-    modules = list(modules)
+    targets, modules = dict[int, LoadTarget](), list(modules)
     before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
+
+    def target(tensor: Tensor) -> LoadTarget:
+        return targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
+
     extra = [module for module in modules if "set_extra_state" not in module.__dict__]
-    try:
-        for entries, name, tensor in before:
-            target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
-            rest.tensors.append((entries, name, target))
-            entries.update({name: target})  # which, unlike an item that is set, no registry is told of
-        for module in extra:
-            module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
-        yield rest
-    finally:
-        for module in extra:
-            module.__dict__.pop("set_extra_state", None)
-        for entries, name, tensor in before:
-            entries.update({name: tensor})
+    with standing_in(before, target) as shown:
+        rest = _Rest(shown, [])
+        try:
+            for module in extra:
+                module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
+            yield rest
+        finally:
+            for module in extra:
+                module.__dict__.pop("set_extra_state", None)
 
 
 def _try(tensor: Tensor, value: Tensor) -> None:

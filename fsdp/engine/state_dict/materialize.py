@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.devices import HOST, default_generators
@@ -27,7 +27,7 @@ from fsdp.engine.names import plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.state_dict.redistribute import as_modules_see, blanks
-from fsdp.engine.state_dict.summon import Exposure, beside_ours, hidden_handles
+from fsdp.engine.state_dict.summon import Exposure, beside_ours, hidden_handles, standing_in
 from fsdp.engine.state_requests import Filling, require_shards, serving
 from fsdp.engine.unit import Unit, own_modules, unit_of
 
@@ -302,11 +302,10 @@ def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collec
         for entries, name, tensor in beside_ours(inner)
         if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
     ]
-    try:
-        for entries, name, tensor in others:
-            copy = tensor.detach().clone()
-            entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    with standing_in(others, _copied):
         yield
-    finally:
-        for entries, name, tensor in others:
-            entries[name] = tensor
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

@@ -39,6 +39,7 @@ from fsdp.engine.verify import difference_of_written
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
 Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor
 _Shown = TypeVar("_Shown")
+_StandIn = TypeVar("_StandIn", bound=Tensor)
 
 
 class Exposure:
@@ -196,6 +197,27 @@ def beside_ours(module: nn.Module) -> Iterator[Entry]:
         for name, tensor in entries.items():
             if tensor is not None and not is_ours(tensor):
                 yield entries, name, tensor
+
+
+@contextmanager
+def standing_in(
+    entries: Iterable[Entry], stand_in: Callable[[Tensor], _StandIn]
+) -> Iterator[list[tuple[dict[str, Any], str, _StandIn]]]:
+    """Modules list inside what `stand_in` returns for each tensor, and afterwards the tensors again.
+
+    Yields:
+        The entries with the tensors that stand in.
+    """
+    before = list(entries)
+    shown: list[tuple[dict[str, Any], str, _StandIn]] = []
+    try:
+        for listed, name, tensor in before:
+            shown.append((listed, name, stand_in(tensor)))
+            dict.__setitem__(*shown[-1])  # no `Presentation` records it
+        yield shown
+    finally:
+        for entry in before:
+            dict.__setitem__(*entry)
 
 
 def listed_at(place: ParamInfo) -> nn.Parameter | None:
