@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
@@ -480,6 +480,10 @@ class FlatParamHandle:
         self.comm.settle()
         self.storage.copy_stream.settle()
 
+    def list_shards(self) -> None:
+        """List the parameters that optimizers step in the modules again."""
+        self.presentation.list_shards()
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
@@ -492,6 +496,24 @@ class FlatParamHandle:
             self.gradients.drop()
         self.follow_frozen()
         self.gradients.begin_backward(self._trained, sync, fills_unused)
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if the backward that runs reduces its gradients."""
+        return self.gradients.is_reduced
+
+    @property
+    def brought_gradients(self) -> bool:
+        """True if the backward that runs has brought gradients, or will reduce accumulated gradients."""
+        return bool(self.gradients.times_taken) or not self.gradients.is_empty
+
+    def begin_round(self) -> None:
+        """Expect every gradient (again) in this backward."""
+        self.gradients.begin_round()
+
+    def owe(self, unused: Collection[int] = ()) -> None:
+        """Take part in the next reduction, with zeros if this rank has no gradient; leave out `unused` parameters."""
+        self.gradients.owe(unused)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -551,6 +573,16 @@ class FlatParamHandle:
         if self.orig_params is not None:
             self.orig_params.show_gradients(used, self.gradients.missed)
 
+    def end_backward(self) -> None:
+        """Call the users' hooks on accumulated gradients, if this backward has delivered any to them."""
+        if self.gradient_hooks.delivered:
+            self.gradient_hooks.end_backward()
+
+    def forget_zeroed(self) -> None:
+        """Free the shard's gradient if the gradients of all local shards were zeroed."""
+        if self.orig_params is not None:
+            self.orig_params.forget_zeroed()
+
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
         shard = self.flat_param
@@ -564,8 +596,7 @@ class FlatParamHandle:
     @property
     def has_unreduced(self) -> bool:
         """True if gradients wait for their reduction, and were not zeroed."""
-        if self.orig_params is not None:
-            self.orig_params.forget_zeroed()
+        self.forget_zeroed()
         return self.flat_param.has_unreduced
 
     def drop_unreduced(self) -> None:

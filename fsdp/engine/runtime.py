@@ -177,8 +177,7 @@ class Runtime:
                 )
         # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
         for handle in self.handles:
-            if handle.orig_params is not None:
-                handle.orig_params.forget_zeroed()
+            handle.forget_zeroed()
         self.checks.before_forward(unit)
         for shard in self._post_forward_shards:
             shard.forget()
@@ -406,18 +405,18 @@ class Runtime:
 
     def _list_shards(self, unit: Unit) -> None:
         for handle in unit.handles:
-            handle.presentation.list_shards()
+            handle.list_shards()
 
     def _begin_backward(self) -> None:
         self._backward_order.begin()
         for unit in self.units:
             unit.begin_backward()
-        reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
+        reduced = [one for unit in reversed(self.units) for one in unit.handles if one.is_reduced]
         self._record_backward(self._outermost, reduced)
         if self.participation is not None:
             self.participation.begin_backward()
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
-        ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.gradients.is_reduced}
+        ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.is_reduced}
         self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
 
     def _record_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
@@ -441,7 +440,7 @@ class Runtime:
         if unit.state is not TrainingState.FORWARD and not unit.backward.may_come:
             unit.transition_to(TrainingState.BACKWARD_POST)
         unit.backward.missing.discard(handle)
-        handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
+        handle.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         self.reduce(unit, handle)
 
@@ -449,7 +448,7 @@ class Runtime:
         """Reduce the gradient of a handle, unless it continues to accumulate."""
         if self.participation is not None and not self.participation.announce_gradient(unit, handle):
             return
-        if not handle.gradients.is_reduced or self._usage.differs(handle):
+        if not handle.is_reduced or self._usage.differs(handle):
             return
         unit.backward.complete.add(handle)
         self._reduce_complete(unit)
@@ -496,7 +495,7 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Collective. Backward has ended on all ranks: reduce what is left of its gradients, and show all of them."""
-        has_gradient = any(one.gradients.times_taken or not one.gradients.is_empty for one in self.handles)
+        has_gradient = any(handle.brought_gradients for handle in self.handles)
         self.has_trained = self.has_trained or has_gradient or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
         self._left = []
@@ -513,15 +512,14 @@ class Runtime:
             if unit.is_in_use and (unit.frees_after_backward or unit.is_unsharding):
                 unit.reshard()
         self._settle()
-        if any(handle.gradients.is_reduced for handle in self.handles):
+        if any(handle.is_reduced for handle in self.handles):
             self.steps.end_backward()
         with torch.no_grad():
             self._usage.show_gradients()
             self._backward = None
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    if handle.gradient_hooks.delivered:
-                        handle.gradient_hooks.end_backward()
+                    handle.end_backward()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
@@ -530,7 +528,7 @@ class Runtime:
             for unit in self.units:
                 # Asked one by one, because a bucket reduces several at once.
                 for handle in filter(self._usage.is_due, reversed(unit.handles)):
-                    handle.gradients.owe(self._usage.unused(handle))
+                    handle.owe(self._usage.unused(handle))
                     self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()
         self._reductions.finish()
@@ -545,9 +543,9 @@ class Runtime:
     def serve_reduction(self, handle: FlatParamHandle) -> None:
         """Take part in the reduction of a handle of which others have a gradient."""
         unit = next(unit for unit in self.units if handle in unit.handles)
-        handle.gradients.owe()
+        handle.owe()
         unit.backward.missing.discard(handle)
-        if handle.gradients.is_reduced:
+        if handle.is_reduced:
             self._reductions.submit(handle, unit.postdivide, keep=True)
 
     # --- between steps ------------------------------------------------------------------------------------------

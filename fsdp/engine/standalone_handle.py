@@ -135,11 +135,11 @@ class StandaloneHandle(FlatParamHandle):
         if not self.requires_grad:
             return
         if self.gradients.is_empty:
-            self.gradients.owe()
+            self.owe()
         self.accept(divided(self.reduce().wait(), self._postdivide))
         self.show_gradient([True] * len(self.layout.slots))
         self.settle()
-        self.gradient_hooks.end_backward()
+        self.end_backward()
 
     def take_in(self, slot: int, leaf: Tensor) -> None:
         """Take in the gradient of a leaf; the first one of a backward begins it."""
