@@ -18,7 +18,7 @@ So at most the units in computation, one prefetched unit and two reductions are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -85,6 +85,7 @@ class Runtime:
         self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
+        self._defers = False  # a backward has left gradients unreduced whose placements are PARTIAL
         _all.add(self)
 
     # --- whose units and parameters are whose ---------------------------------------------------------------------
@@ -192,8 +193,11 @@ class Runtime:
             overwritten = comm.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.reshard()
-        for shard in filter(None, (handle.post_forward_shard for handle in self.handles)):
-            shard.forget()
+        for kept in filter(None, (handle.kept_shard for handle in self.handles)):
+            if not kept.lasts:
+                kept.forget()
+        for handle in self.handles:
+            handle.gather_kept()
 
     def trust_values(self, unit: Unit) -> None:
         """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
@@ -263,7 +267,7 @@ class Runtime:
         unit.yet_to_run.discard(module)
         is_done = unit.frees_after_forward and not unit.yet_to_run
         if call.order is None or (is_done and not needed_at_once and not may_leave):
-            unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
+            unit.reshard(is_needed=needs_backward and call.order is not None)
         self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
@@ -479,9 +483,12 @@ class Runtime:
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
+            unit.is_spare |= unit.placements.keeps_unsharded
             if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()
+        deferring = [unit for unit in self.units if unit.placements.defers_reduction]
+        self._defers = any(unit.policy.sync is not GradientSync.FULL for unit in deferring)
         if any(handle.gradients.is_reduced for handle in self.handles):
             self.steps.end_backward()
         with torch.no_grad():
@@ -543,6 +550,33 @@ class Runtime:
         self.follow_backward()
         self.finish_backward()
 
+    def reduce_deferred(self) -> None:
+        """Collective. Reduce the gradients whose placements leave that to the optimizer step, if there are any."""
+        if self._defers and not self.is_computing:
+            self.reduce_all()
+
+    def reduce_all(self) -> None:
+        """Collective. Reduce all gradients that have accumulated, whatever their placements are."""
+        outer = {unit: unit.policy.sync for unit in self.units if unit.placements.defers_reduction}
+        try:
+            for unit in outer:
+                unit.policy.sync = GradientSync.FULL
+            self.reduce_accumulated()
+        finally:
+            for unit, sync in outer.items():
+                unit.policy.sync = sync
+
+    def end_step(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Free the parameters that are kept from a step to the next: an optimizer has stepped these handles' shards.
+
+        All ranks step the same handles, so none of them has to be told that the parameters are gathered anew.
+        """
+        stepped = set() if self.is_computing else set(handles)
+        for unit in self.units:
+            if unit.placements.keeps_parameters or not unit.policy.reshard_after_backward:
+                for handle in stepped.intersection(unit.handles):
+                    handle.release()
+
     @property
     def is_computing(self) -> bool:
         """Return whether a forward or backward is running."""
@@ -570,9 +604,9 @@ class Runtime:
             unit.runtime = None
 
     def release(self) -> None:
-        """Reshard what is kept unsharded between passes (after `no_sync`, or without a backward)."""
+        """Free what is kept of parameters between passes, but for shards."""
         for unit in self.units:
-            unit.reshard()
+            unit.release()
         self._settle()
 
     def reset_iteration(self) -> None:
@@ -605,9 +639,9 @@ class Runtime:
         self._settle()
 
     def _settle(self) -> None:
-        kept = [handle.post_forward_shard for unit in self.units for handle in unit.handles]
+        kept = [handle.kept_shard for unit in self.units for handle in unit.handles]
         comms = {shard.comm for shard in kept if shard is not None}
-        for comm in comms.union([unit.comm for unit in self.units], [unit.replicas for unit in self.units]):
+        for comm in comms.union([unit.comm for unit in self.units], *(unit.axes for unit in self.units)):
             comm.settle()
         for device in {unit.device for unit in self.units}:
             copy_stream_of(device).settle()
@@ -635,6 +669,14 @@ def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParall
 def runtimes() -> list[Runtime]:
     """Return those of all models that have been used."""
     return [runtime for runtime in _all if runtime.root.runtime is runtime]
+
+
+def reduce_deferred(shards: Iterable[Any]) -> None:
+    """Collective. Reduce the gradients of the models that have some of these shards, if that was left to the step."""
+    wanted = {id(shard) for shard in shards}
+    for runtime in runtimes():
+        if any(id(handle.flat_param) in wanted for handle in runtime.handles):
+            runtime.reduce_deferred()
 
 
 def running() -> Runtime | None:

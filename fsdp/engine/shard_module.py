@@ -39,7 +39,6 @@ from fsdp.engine.module_states import take_states_of_first
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
-from fsdp.engine.policy import Policy
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
@@ -146,7 +145,8 @@ def _shard_params(
         new_storage = options.storage.storage_on(device)
 
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
-            ranks = {"rank": unit.comm.rank, "world_size": unit.comm.world_size, "replicas": groups.replicas}
+            comm, replicas = unit.everyone
+            ranks = {"rank": comm.rank, "world_size": comm.world_size, "replicas": replicas.world_size}
             return FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **{**ranks, **how})
 
         shards = form.shard(found, unit, make)
@@ -188,12 +188,16 @@ def _make_unit(
     predivide = options.predivide_factor(averaged)
     unit = Unit(
         module,
+        groups.placements,
         *groups.communicators(device),
+        groups.axes(device),
+        groups.near(device),
         groups.ranks,
         options.precision,
         device,
         ignored,
-        policy=Policy(options.reshard_after_forward, options.disable_reshard_on_root, form.keeps_without_backward),
+        keeps_as_root=options.disable_reshard_on_root,
+        keeps_without_backward=form.keeps_without_backward,
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,
