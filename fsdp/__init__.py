@@ -12,14 +12,16 @@ from fsdp.distributed.start import init_distributed
 from fsdp.distributed.watchdog import set_watchdog
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.engine.grad_clipping import reduce_gradients
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.module_overrides import register_fsdp_forward_method
 from fsdp.engine.nonfinite import detect_nonfinite
+from fsdp.engine.placements import Placed, Placement, Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.recovery import recover
 from fsdp.engine.same_bits import SameBits
 from fsdp.engine.shard_metadata import FlatParamShardMetadata
-from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
+from fsdp.engine.sharding_strategy import ProcessGroupName
 from fsdp.engine.standalone_handle import StandaloneHandle, flat_param_handles
 from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.engine.state_dict.materialize import materialize
@@ -81,6 +83,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OwnedOptimizer",
+    "Placed",
+    "Placement",
+    "Placements",
     "Plan",
     "PlannedPhase",
     "PlannedUnit",
@@ -125,6 +130,7 @@ __all__ = [
     "plan_wrapping",
     "record_fingerprints",
     "recover",
+    "reduce_gradients",
     "register_fsdp_forward_method",
     "save",
     "set_watchdog",

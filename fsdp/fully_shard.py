@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
-from fsdp.distributed.communicator import Group, behind
+from fsdp.distributed.communicator import behind
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
 from fsdp.distributed.devices import accelerator, current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
@@ -35,13 +35,14 @@ from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.options import Options
 from fsdp.engine.originals import lender_of, note_stale, take_over
 from fsdp.engine.placeholder import under_way
+from fsdp.engine.placements import Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
 from fsdp.engine.sharded_methods import explain_methods
-from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, mesh_of_all, post_forward_group
+from fsdp.engine.sharding_strategy import Groups, group_apart, mesh_of_all
 from fsdp.engine.shared_params import share, split_off, tie_assigned
 from fsdp.engine.state_dict.full import explain
 from fsdp.engine.summary import summary
@@ -130,6 +131,7 @@ class _Arguments(TypedDict, total=False):
     offload_policy: Any
     ignored_params: Iterable[nn.Parameter] | None
     dp_mesh_dims: Any
+    placements: Placements | None
 
 
 @overload
@@ -146,6 +148,7 @@ def fully_shard(
     offload_policy: Any = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    placements: Placements | None = None,
 ) -> Any:
     """Shard the parameters of a module that no module inside has sharded: each becomes a `DTensor`.
 
@@ -177,6 +180,8 @@ def fully_shard(
         ignored_params: are left as they are, and their gradients are not summed over the ranks.
         dp_mesh_dims: a `DataParallelMeshDims`, which names the dimensions of `mesh` to shard and to replicate over.
             Parameters that are `DTensor`s on all of `mesh` must be replicated along these; modules compute with such.
+        placements: `fsdp.Placements` of the module's parameters, gradients and optimizer state, instead of
+            `reshard_after_forward`.
 
     Returns:
         The module, or the list.
@@ -202,23 +207,20 @@ def fully_shard(
     teach_dtensor()
     spread = DataParallelSpread(mesh, dp_mesh_dims)
     mesh = spread.mesh
-    groups = Groups.resolve(mesh, None if spread.is_sharded else ShardingStrategy.NO_SHARD)
-    is_resharded, kept_by = _resharding(reshard_after_forward, groups)
+    groups = Groups.resolve(mesh, _placements(placements, reshard_after_forward, spread))
     device = current_device(mesh.device_type)
     options = Options(
-        reshard_after_forward=is_resharded,
         disable_reshard_on_root=reshard_after_forward is None,
         mixed_precision=_policy(mp_policy),
         offload="cpu" if _is_offloaded(offload_policy) else None,
         compute_device=device,
     )
-    post_forward = None if kept_by is None else communicator(kept_by, device)
-    form = DTensorForm(spread, groups.replicas, shard_placement_fn, post_forward, mp_policy)
+    form = DTensorForm(spread, groups.replicas, shard_placement_fn, mp_policy)
     ignored = Ignored.of(replicated_in(one), ignored_params)
     places = {} if shard_placement_fn is None else placed_elsewhere(one, mesh, shard_placement_fn, ignored)
     for inner, its_mesh in places.items():
         _check_inside(inner, modules, its_mesh, mesh)
-        alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+        alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy, "placements": placements}
         alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
         fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
@@ -254,7 +256,6 @@ class DTensorForm:
         spread: of parameters over the ranks.
         replicas: how many ranks hold the same shards.
         placement_of: says along which dimension a parameter is sharded; None is the first.
-        post_forward: the ranks that keep parameters unsharded between forward and backward.
         mp_policy: for the methods of parameters that say how they are all-gathered.
     """
 
@@ -266,11 +267,10 @@ class DTensorForm:
         spread: DataParallelSpread,
         replicas: int,
         placement_of: Callable[[nn.Parameter], Any] | None,
-        post_forward: Communicator | None,
         mp_policy: Any,
     ) -> None:
         self._spread, self._replicas = spread, replicas
-        self._placement_of, self._post_forward, self._mp_policy = placement_of, post_forward, mp_policy
+        self._placement_of, self._mp_policy = placement_of, mp_policy
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
@@ -305,11 +305,11 @@ class DTensorForm:
             flat_param = make(params, align=align, layout_type=RowsLayout, dims=dims, **ranks)
             flat_param.parts = tuple(part and self._spread.of_unsharded(part) for part in flat_param.parts)
             places = [found[param] for param in params]
-            shard = Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated=is_replicated)
+            shard = Shard(flat_param, places, (), new_orig_params, is_replicated=is_replicated)
             if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
                 given = {"module": places[0][0].module, "mesh": self._spread.mesh, "mp_policy": self._mp_policy}
                 new_unsharded = partial(ExtendedParameters, **given)
-                shard = replace(shard, post_forward_comm=None, new_unsharded=new_unsharded)
+                shard = replace(shard, is_kept=False, new_unsharded=new_unsharded)
             shards.append(shard)
         ordered = {param: found[param] for params in groups for param in params}
         take_over(ordered, [shard.flat_param for shard in shards], unit.name, unit)
@@ -335,13 +335,17 @@ def _kind_of(name: str, param: nn.Parameter) -> Hashable:
     return param.dim() == 0, param if holds_extended(param) else None
 
 
-def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
-    """Return whether to reshard after forward, and among which ranks to keep parameters unsharded then."""
-    if asked is None or isinstance(asked, bool):
-        return asked is not False, None
-    if not isinstance(asked, int):
-        raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
-    return asked > 1, post_forward_group(groups.shard, asked)
+def _placements(given: Placements | None, reshard_after_forward: Any, spread: DataParallelSpread) -> Placements:
+    """Return where the parameters are to be; the mesh decides whether they are sharded at all."""
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard_after_forward!r}"
+        )
+    reshards = True if reshard_after_forward is None else reshard_after_forward
+    if given is None:
+        strategy = ShardingStrategy.FULL_SHARD if spread.is_sharded else ShardingStrategy.NO_SHARD
+        return replace(Placements.from_strategy(strategy), reshard_after_forward=reshards)
+    return Placements.resolve(given, None, reshards).in_rows(is_sharded=spread.is_sharded)
 
 
 def _outermost(given: Any) -> list[Any]:

@@ -32,11 +32,12 @@ from fsdp.engine.managed_params import GroupKey, Ignored, ddp_message
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
+from fsdp.engine.placements import Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.report import Report, last_report
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
-from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
+from fsdp.engine.sharding_strategy import Groups, ProcessGroupName
 from fsdp.engine.shared_params import share
 from fsdp.engine.state_dict.full import (
     Loading,
@@ -93,8 +94,11 @@ class FullyShardedDataParallel(nn.Module):
         ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
             sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
         ignored_parameters: the same for single parameters.
+        reshard_after_forward: False keeps parameters unsharded until backward is done: more memory, and a third less
+            communication. A number shards them until then over that many neighbouring ranks.
         sharding_strategy: a `ShardingStrategy`, or torch's of the same name. None means what `process_group` and
             `reshard_after_forward` say. Making groups is collective over `process_group`.
+        placements: `fsdp.Placements`, instead of `sharding_strategy` and `reshard_after_forward`.
         param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
             to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
         others: the options of the unit, see `__init__`.
@@ -112,7 +116,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: Any = None,
         process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | int = True,
         disable_reshard_on_root: bool = True,
         mixed_precision: bool | MixedPrecision = False,
         fp32_reduce_scatter: bool = False,
@@ -141,11 +145,13 @@ class FullyShardedDataParallel(nn.Module):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         sharding_strategy: ShardingStrategy | None = None,
+        placements: Placements | None = None,
         sync_module_states: bool = False,
         param_init_fn: ParamInit | None = None,
     ) -> None:
+        strategy = ShardingStrategy.of(sharding_strategy)
+        placements = Placements.resolve(placements, strategy, reshard_after_forward)
         options = Options(
-            reshard_after_forward=reshards_after_forward(sharding_strategy, reshard_after_forward),
             disable_reshard_on_root=disable_reshard_on_root,
             mixed_precision=mixed_precision,
             fp32_reduce_scatter=fp32_reduce_scatter,
@@ -176,14 +182,13 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, ShardedParamsWrapper):
             module = module.module  # of an earlier wrapper, which this one takes over from
         refuse_unwrappable(module, FSDPModule)
-        groups = Groups.resolve(process_group, sharding_strategy, options.reshard_after_forward)
+        groups = Groups.resolve(process_group, placements, strategy)
         self._options = options
         self.process_group, self.replicate_group = groups.shard, groups.replicate
-        self.sharding_strategy = groups.strategy
+        self.sharding_strategy = strategy or placements.strategy(groups.replicate is not None)
         self._fsdp_wrapped_module = ShardedParamsWrapper(module)
-        form = WrapperForm(self._fsdp_wrapped_module, options, group_by)
-        reduce_over = process_group_reduce_scatter
-        unit, self.process_group_reduce_scatter = shard_module(module, options, groups, reduce_over, ignored, form)
+        form, over = WrapperForm(self._fsdp_wrapped_module, options, group_by), process_group_reduce_scatter
+        unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
         self._unit = unit
         self._forward_entries()
         self._loading = Loading(self, unit)
@@ -195,14 +200,11 @@ class FullyShardedDataParallel(nn.Module):
     module = property(lambda self: self._fsdp_wrapped_module, doc="The `FlattenParamsWrapper` around the module.")
     rank = property(lambda self: self._unit.comm.rank, doc="The number of this rank in `process_group`.")
     world_size = property(lambda self: self._unit.comm.world_size, doc="The number of ranks that share the parameters.")
+    placements = property(lambda self: self._unit.placements, doc="The unit's `Placements`.")
     training_state = property(lambda self: self._unit.state, doc="The `TrainingState` that the wrapper is in.")
     compute_device = property(lambda self: self._unit.device, doc="The device that the module computes on.")
-    gradient_predivide_factor = property(
-        lambda self: self._unit.predivide, doc="The factor that gradients are divided by before they are summed."
-    )
-    gradient_postdivide_factor = property(
-        lambda self: self._unit.postdivide, doc="The factor that gradients are divided by after they were summed."
-    )
+    gradient_predivide_factor = property(lambda self: self._unit.predivide, doc="The divisor before the sum.")
+    gradient_postdivide_factor = property(lambda self: self._unit.postdivide, doc="The divisor after the sum.")
     reshard_after_forward = property(
         lambda self: self._unit.frees_after_forward,
         doc="True if parameters are resharded after forward; the root's becomes False at its first use.",
@@ -418,7 +420,7 @@ class FullyShardedDataParallel(nn.Module):
         runtime = runtime_of_root(self._unit, "register_comm_hook")
         self._unit.require_idle("register a communication hook")
         for wrapper in get_fsdp_instances(self):
-            wrapper._options.require_no_other_division(wrapper._unit, wrapper.sharding_strategy.name)
+            wrapper._options.require_no_other_division(wrapper._unit)
         comm_hook = CommHook(hook, state)
         agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:

@@ -102,7 +102,8 @@ CONCERNS = {
     "engine/deferred_init": "engine/state_dict/meta* engine/state_dict/materialize* fully_shard/starts",
     "engine/extended_params": "fully_shard/subclasses",
     "engine/flatten_params_wrapper": "engine/flatten_params_wrapper",
-    "engine/post_forward_shard": "fully_shard/settings engine/sharding_strategy",
+    "engine/kept_shard distributed/nested": "fully_shard/settings engine/placements_bytes engine/placements_training",
+    "engine/placements": "engine/placements engine/placements_training",
     "engine/copying engine/merged_writes engine/names engine/state_requests": (
         "fully_sharded_data_parallel/copies engine/written_in_forward fully_sharded_data_parallel/pickle "
         "engine/state_dict/summon_forms engine/state_dict/state_dict engine/state_dict/state_dict_on_first"

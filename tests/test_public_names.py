@@ -41,4 +41,4 @@ def test_wrap_is_the_function_as_an_attribute_and_the_module_to_import_from() ->
 def test_the_options_are_explained_where_the_wrapper_is_made() -> None:
     for text in (fsdp.FullyShardedDataParallel.__init__.__doc__, fsdp.FullyShardedDataParallel.__doc__):
         assert text is not None
-    assert "reshard_after_forward: " in (fsdp.FullyShardedDataParallel.__init__.__doc__ or "")
+    assert "disable_reshard_on_root: " in (fsdp.FullyShardedDataParallel.__init__.__doc__ or "")

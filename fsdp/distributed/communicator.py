@@ -92,6 +92,11 @@ class Communicator(ABC):
         self.world_size = world_size
         self._tags = itertools.count()
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The numbers of the ranks, in order; of the user's own groups, those that are known."""
+        return ranks_of(self.group)
+
     def new_tag(self) -> int:
         """A tag for one handle. Every rank of the group must ask equally often."""
         return next(self._tags)
@@ -206,6 +211,10 @@ class LoneRank(Communicator):
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return [own_rank()]
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         if full.data_ptr() != shard.data_ptr():
@@ -582,3 +591,13 @@ def summed(
     pending = comm.all_gather(shard.new_empty(comm.world_size * shard.numel()), shard, what, tag)
     yield
     return pending.wait()[:numel]
+
+
+def reduced_scattered(
+    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
+) -> Generator[None, None, Tensor]:
+    """Collective, in stages. This rank's part ``[n / W]`` of the sum of all ranks' tensors ``[n]``; see `summed`."""
+    pending = comm.reduce_scatter(tensor.to(dtype), what, tag, tensor.dtype)
+    del tensor
+    yield
+    return pending.wait()

@@ -31,7 +31,7 @@ def is_missing(group: Any) -> bool:
 
 def is_connected(unit: Unit) -> bool:
     """Return whether a unit can reach its ranks; a pickled one cannot."""
-    return not any(isinstance(comm, MissingRanks) for comm in unit.everyone)
+    return not any(isinstance(comm, MissingRanks) for comm in unit.axes)
 
 
 def prepare_to_copy(unit: Unit) -> None:
@@ -63,7 +63,7 @@ def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]
 
 def require_same_place(unit: Unit, groups: Groups) -> None:
     """Raise ValueError if process groups give a unit another rank or size than its shards were made for."""
-    comm, group, replicas = unit.comm, groups.shard, unit.replicas.world_size
+    comm, group, replicas = unit.axes[0], groups.shard, unit.axes[1].world_size
     if (group.rank(), group.size()) != (comm.rank, comm.world_size):
         raise ValueError(
             f"{unit.name} holds the shards of rank {comm.rank} of {comm.world_size}, and this process group "
@@ -80,19 +80,18 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
 def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: Any) -> dict[str, Any]:
     """Have a wrapper's unit communicate over a group that was assigned, once there are all.
 
-    `groups_now` are the wrapper's groups and its sharding strategy, by the names of its attributes; their new values
-    are returned.
+    `groups_now` are the wrapper's groups, by the names of its attributes; their new values are returned.
     """
-    was_missing, strategy = is_missing(groups_now["process_group"]), groups_now["sharding_strategy"]
+    was_missing, placements = is_missing(groups_now["process_group"]), unit.placements
     if name == "process_group":
-        groups = Groups.resolve(given, strategy)
+        groups = Groups.resolve(given, placements, placements.strategy(groups_now["replicate_group"] is not None))
         require_same_place(unit, groups)
         reduce_over = groups_now["process_group_reduce_scatter"] if was_missing else None
         reduce_over = None if is_missing(reduce_over) else reduce_over
     elif was_missing:
         return {name: given}  # until there is a group to compare it with
     else:
-        groups = Groups(groups_now["process_group"], groups_now["replicate_group"], strategy, unit.ranks)
+        groups = Groups(groups_now["process_group"], groups_now["replicate_group"], unit.ranks, placements)
         reduce_over = given
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, unit.device)
     connect(unit, groups, reduce_group)
@@ -105,7 +104,11 @@ def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:
     if unit.runtime is not None:
         unit.runtime.forget()
     unit.comm, unit.replicas = groups.communicators(unit.device)
+    unit.axes = groups.axes(unit.device)
     unit.ranks = groups.ranks
     unit.is_agreed = False
     for handle in unit.handles:
-        handle.connect(unit.comm, communicator(reduce_group, unit.device), unit.replicas)
+        handle.connect(unit.comm, communicator(reduce_group, unit.device), unit.replicas, unit.axes[1])
+        if handle.kept_shard is not None:
+            near = groups.near(unit.device)
+            handle.kept_shard.comm = unit.axes[0] if handle.kept_shard.lasts or near is None else near

@@ -16,7 +16,7 @@ _SMALL_NUMEL = 1 << 18  # of more elements than this, a copy takes longer than i
 
 
 class GradientSync(Enum):
-    """The gradients of a backward go this far."""
+    """The stages of a reduction that a backward runs."""
 
     NONE = auto()  # they accumulate unsharded on each rank
     SHARDS = auto()  # they are reduce-scattered, and accumulate so, not summed over replicas of the shard
@@ -166,8 +166,8 @@ class GradientBuffer:
         """Drop the accumulated gradients of some parameters."""
         for slot in slots:
             self._filled[slot] = self._has_scattered[slot] = 0
-            if self._scattered:
-                self._scattered[slot].zero_()
+            for part in self._scattered[slot :: len(self._filled)]:
+                part.zero_()
 
     def expect(self, expected: Sequence[bool]) -> None:
         """Set which parameters require gradients from now on; accumulated gradients stay."""
@@ -222,7 +222,7 @@ class GradientBuffer:
         """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
 
         Args:
-            parts: this rank's shard of the sum, by parameters.
+            parts: this rank's shard of the sum by parameters, or several shards one after the other.
         """
         for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
             if held.numel():  # none, of what was thawed since

@@ -20,17 +20,36 @@ from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
-from fsdp.engine.runtime import Runtime
+from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.unit import Unit
+from fsdp.engine.verify import require_sharded
 
 # Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
 Owned = Sequence[tuple[Tensor, nn.Parameter]]
+
+
+@during("reduce_gradients()")
+def reduce_gradients(model: nn.Module) -> None:
+    """Collective. Reduce the gradients that have accumulated without communication, so that they can be read.
+
+    It is for placements with PARTIAL gradients, and for gradients that were accumulated under `no_sync`. Optimizer
+    steps, scalers and functions that clip gradients reduce PARTIAL gradients by themselves.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+
+    Raises:
+        RuntimeError: inside a forward or backward, and inside `fsdp.join`.
+        TypeError: for another model.
+    """
+    runtime_of(require_sharded(model, "reduce_gradients")).reduce_all()
 
 
 @during("clip_grad_norm_()")
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
+    runtime.reduce_deferred()
     if runtime.participation is not None:
         runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
     return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
@@ -39,6 +58,7 @@ def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_n
 def clip_by_value(runtime: Runtime, clip_value: float) -> None:
     """`clip_grad_value` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
+    runtime.reduce_deferred()
     if runtime.participation is not None:
         runtime.participation.announce_clip_value(clip_value)
     clip_grad_value(runtime.root, runtime.units, clip_value)

@@ -42,11 +42,12 @@ from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
 from fsdp.engine.gradient_hooks import GradientHooks
+from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.passes import Passes
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
+from fsdp.engine.placements import Collective
 from fsdp.engine.policy import Policy
-from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.presentation import Presentation
 from fsdp.engine.shard import Shard
@@ -91,7 +92,9 @@ class FlatParamHandle:
         flat_param, storage, gradients: see above. A flat parameter of one that keeps its shape has this shape.
         layout: where each parameter is in the unsharded buffer and in every rank's shard.
         comm, reduce_comm: the ranks to all-gather from, and to reduce over; the lone rank where there are no others.
-        replicas: the ranks that hold the same shard, over which what was reduced is summed.
+        replicas: the ranks that hold the same shard.
+        replica_axis, sums_replicas_by: the ranks along the replica axis, which hold the same shard or divide it again,
+            and the collective that reduces gradients over them.
         number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
             of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
         unit_name, name: the names of its unit and of itself in messages.
@@ -107,7 +110,7 @@ class FlatParamHandle:
         phase: what is true of the unsharded buffer.
         forms: the unsharded parameters for each dtype of computation, made when first needed.
         unsharded: the unsharded parameters of the present `dtype`.
-        post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
+        kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
         gradient_hooks: the hooks of users on `listed_params`.
         check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
         has_frozen: some of its parameters are not trained.
@@ -125,10 +128,14 @@ class FlatParamHandle:
         replicas: Communicator,
         precision: Precision,
         policy: Policy,
+        replica_axis: Communicator = LONE_RANK,
+        sums_replicas_by: Collective = Collective.ALL_REDUCE,
+        kept_shard: KeptShard | None = None,
     ) -> None:
         self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
-        self.connect(comm, reduce_comm, replicas)
+        self.sums_replicas_by = sums_replicas_by
+        self.connect(comm, reduce_comm, replicas, replica_axis)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.unit_name = self.name = ""
         self.policy, self.passes = policy, Passes()
@@ -143,9 +150,7 @@ class FlatParamHandle:
         self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self.presentation)
         self.precision = precision
         self.phase = Phase.SHARDED
-        self.post_forward_shard: PostForwardShard | None = None
-        if shard.post_forward_comm is not None and shard.post_forward_comm.world_size > 1:
-            self.post_forward_shard = PostForwardShard(shard.post_forward_comm)
+        self.kept_shard = kept_shard
         self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
         self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
         self._make_unsharded = shard.new_unsharded
@@ -217,7 +222,7 @@ class FlatParamHandle:
     def reduced_dtype(self) -> torch.dtype:
         """The shard's dtype, in which `reduce` sums; or a wider one if replicas are still to be added."""
         own = self.flat_param.dtype
-        return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
+        return torch.promote_types(own, self.gradients.dtype) if self.replica_axis.world_size > 1 else own
 
     @property
     def kept_grad_dtype(self) -> torch.dtype:
@@ -255,18 +260,20 @@ class FlatParamHandle:
         for unsharded in self.forms.values():
             unsharded.name_unit(self.unit_name)
 
-    def connect(self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator) -> None:
-        """All-gather from, reduce over, and then sum over these ranks."""
+    def connect(
+        self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator, replica_axis: Communicator
+    ) -> None:
+        """Use these communicators from now on."""
         if self.flat_param.make_layout().numel == 0:
-            comm = reduce_comm = replicas = LONE_RANK  # there is nothing to say to other ranks
-        self.comm, self.reduce_comm, self.replicas = comm, reduce_comm, replicas
+            comm = reduce_comm = replicas = replica_axis = LONE_RANK  # there is nothing to say to other ranks
+        self.comm, self.reduce_comm, self.replicas, self.replica_axis = comm, reduce_comm, replicas, replica_axis
 
     def number_as(self, number: int) -> None:
         """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
-        self.number, self.tag, self.replica_tag = number, self.comm.new_tag(), self.replicas.new_tag()
+        self.number, self.tag, self.replica_tag = number, self.comm.new_tag(), self.replica_axis.new_tag()
         self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
-        if self.post_forward_shard is not None:
-            self.post_forward_shard.tag = self.post_forward_shard.comm.new_tag()
+        if self.kept_shard is not None:
+            self.kept_shard.tag = self.kept_shard.comm.new_tag()
 
     def use_at(self, places: Sequence[ParamInfo]) -> None:
         """Show and list the only parameter in more places, which are empty now."""
@@ -326,8 +333,8 @@ class FlatParamHandle:
     def _new_unsharded(self) -> UnshardedParameters:
         shard, numel = self.flat_param, self.layout.unsharded_numel
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
-        if self.post_forward_shard is not None:
-            numel = self.post_forward_shard.padded(numel)
+        if self.kept_shard is not None:
+            numel = self.kept_shard.padded(numel)
         return self._make_unsharded(
             self.layout,
             shard.parts,
@@ -367,6 +374,25 @@ class FlatParamHandle:
             )
         if self.phase is Phase.UNSHARDING:
             return
+        state = self._state_to_gather()
+        if self.phase is Phase.UNSHARDED:
+            if state == self._gathered:
+                return
+            self.reshard()  # the shard was changed since: what is here is stale
+        self._gathered = self._ready_to_send(state)
+        if self.kept_shard is not None:
+            self.gather_kept()
+        if self.unsharded.is_shard:
+            self.storage.read_ahead()
+        elif self.kept_shard is not None and self.kept_shard.has((self.dtype, self._gathered)):
+            full = self.unsharded.begin_gather(directly=True)
+            self._pending = self.kept_shard.gather(full, self.name, self.passes.stage)
+        else:
+            self._pending = self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing)
+        self._enter(Phase.UNSHARDING)  # if that did not raise
+
+    def _state_to_gather(self) -> ShardState:
+        """Store what users have changed since the last all-gather, and return the state of the shard then."""
         if self.presentation.touched:
             self._absorb_places()
         if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
@@ -375,43 +401,56 @@ class FlatParamHandle:
         if self.orig_params is not None and state[:2] != self._looked_at:
             self._absorb_shards(self.orig_params)
             state = self.shard_state
-        if self.phase is Phase.UNSHARDED:
-            if state == self._gathered:
-                return
-            self.reshard()  # the shard was changed since: what is here is stale
+        return state
+
+    def renew_kept(self) -> None:
+        """Before a forward: forget parameters that were kept for a backward; gather those that last until a step."""
+        if self.kept_shard is not None and not self.kept_shard.lasts:
+            self.kept_shard.forget()
+        self.gather_kept()
+
+    def _ready_to_send(self, state: ShardState) -> ShardState:
         if state[-1] != self._built_for:
             self.follow_shard()
             state = self.shard_state
         if not self.storage.is_resident:
             self.storage.check(self.name)
-        self._gathered = state
-        if self.unsharded.is_shard:
-            self.storage.read_ahead()
-        elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
-            full = self.unsharded.begin_gather(directly=True)
-            self._pending = self.post_forward_shard.gather(full, self.name, self.passes.stage)
-        else:
-            self._pending = self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing)
-        self._enter(Phase.UNSHARDING)  # if that did not raise
+        return state
 
-    def _gather_into(self, full: Tensor, outgoing: Tensor | None = None) -> Pending:
-        """Start to all-gather the shard, or what is sent in its place."""
+    def gather_kept(self) -> None:
+        """Start to gather the parameters that are kept from step to step, unless they are of the shard as it is now."""
+        if self.kept_shard is None or not self.kept_shard.lasts or self.phase is not Phase.SHARDED:
+            return
+        state = self.dtype, self._ready_to_send(self._state_to_gather())
+        if not self.kept_shard.has(state):
+            numel = self.kept_shard.padded(self.layout.unsharded_numel) // self.kept_shard.comm.world_size
+            shard = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
+            self.kept_shard.fill(shard, state, self._gather_replicas_into)
+
+    def _gather_replicas_into(self, full: Tensor) -> Pending:
+        return self._gather_into(full, over=(self.replica_axis, self.replica_tag))
+
+    def _gather_into(
+        self, full: Tensor, outgoing: Tensor | None = None, over: tuple[Communicator, int] | None = None
+    ) -> Pending:
+        """Start to all-gather the shard, or what is sent in its place, over all ranks or others under their tag."""
+        over = over or (self.comm, self.tag)
         if outgoing is not None or not self.storage.is_elsewhere:
-            return self._exchange(full, outgoing)
+            return self._exchange(full, outgoing, *over)
         copy_stream = self.storage.copy_stream
         with copy_stream.fork():
-            pending = self._exchange(full)
+            pending = self._exchange(full, None, *over)
         return pending.after(copy_stream.arrival())
 
-    def _exchange(self, full: Tensor, outgoing: Tensor | None = None) -> Pending:
+    def _exchange(self, full: Tensor, outgoing: Tensor | None, comm: Communicator, number: int) -> Pending:
         shard = self.flat_param.vector if outgoing is None else outgoing  # in a world of one copied directly
         if outgoing is None and (full.dtype != shard.dtype or (self.storage.is_elsewhere and self.is_sharded)):
             shard = self.storage.staged(self.flat_param, full.dtype)
         what = f"all-gather of {self.name}"
-        tag: Tag = self.tag
-        if self.comm.sends_pieces:  # else no tag is sent
-            what, tag = in_stage(self.passes.stage, what, self.tag)
-        return labelled("all_gather", self.unit_name, self.comm.all_gather, full, shard, what, tag)
+        tag: Tag = number
+        if comm.sends_pieces:  # else no tag is sent
+            what, tag = in_stage(self.passes.stage, what, number)
+        return labelled("all_gather", self.unit_name, comm.all_gather, full, shard, what, tag)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and show the parameters to the modules (on CUDA: to work on the current stream)."""
@@ -442,19 +481,25 @@ class FlatParamHandle:
             "between steps, or change values inside `with model.summon_full_params():`."
         )
 
-    def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
+    def reshard(self, *, is_needed: bool = False) -> None:
         """Free the unsharded parameters.
 
         Args:
-            keeps_post_forward_shard: backward will need them: if there are ranks to keep them among, do so.
+            is_needed: backward needs them again: they are kept over fewer ranks, if there are such ranks.
         """
-        if self.post_forward_shard is not None:
-            if keeps_post_forward_shard and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
-                self.post_forward_shard.keep(self.unsharded.full, self._gathered)
+        if self.kept_shard is not None and not self.kept_shard.lasts:
+            if is_needed and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
+                self.kept_shard.keep(self.unsharded.full, (self.dtype, self._gathered))
             else:
-                self.post_forward_shard.forget()
+                self.kept_shard.forget()
         if self.phase is not Phase.SHARDED:
             labelled("reshard", self.unit_name, self._free)
+
+    def release(self) -> None:
+        """Free all parameters but the shard."""
+        self.reshard()
+        if self.kept_shard is not None:
+            self.kept_shard.forget()
 
     def _free(self) -> None:
         if self.phase is Phase.UNSHARDED:
@@ -733,9 +778,9 @@ class FlatParamHandle:
         device = self.storage.device
         if device != before[1]:
             self.comm, self.reduce_comm = self.comm.for_device(device), self.reduce_comm.for_device(device)
-            self.replicas = self.replicas.for_device(device)
-            if self.post_forward_shard is not None:
-                self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(device)
+            self.replicas, self.replica_axis = self.replicas.for_device(device), self.replica_axis.for_device(device)
+            if self.kept_shard is not None:
+                self.kept_shard.comm = self.kept_shard.comm.for_device(device)
         *_, now = self.shard_state
         if self.orig_params is not None:  # also at the same address, where memory that was freed may have come back
             self.orig_params.alias()

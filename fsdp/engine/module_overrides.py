@@ -204,6 +204,7 @@ def _follow(unit: Unit, device: torch.device) -> None:
     """Have a unit follow parameters that were cast or moved, and compute on `device`."""
     unit.device = device
     unit.comm, unit.replicas = unit.comm.for_device(device), unit.replicas.for_device(device)
+    unit.axes = unit.axes[0].for_device(device), unit.axes[1].for_device(device)
     for handle in unit.handles:
         handle.storage.device = device
         handle.follow_shard()

@@ -25,8 +25,7 @@ from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.originals import is_ours, taken_by
-from fsdp.engine.runtime import runtimes
-from fsdp.engine.steps import Steps
+from fsdp.engine.runtime import Runtime, reduce_deferred, runtimes
 
 
 @cache
@@ -60,6 +59,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
     params = _listed(optimizer)
     ours = _ours(params)
+    reduce_deferred(param.owner for param in ours)
     for param in ours:
         if param.owner._has_unreduced and param.grad is not None:
             raise RuntimeError(
@@ -91,16 +91,16 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.Adafactor):  # which divides by the number of elements on this rank
         for param in (param for param in ours if not param.numel()):
             param.grad = None
-    for steps, handles in _steps_of(ours):
-        steps.begin(optimizer, handles)
+    for runtime, handles in _stepped(ours):
+        runtime.steps.begin(optimizer, handles)
 
 
-def _steps_of(params: Iterable[Any]) -> Iterator[tuple[Steps, list[FlatParamHandle]]]:
-    """Yield those of all models that have some of the parameters, with the handles of these."""
+def _stepped(params: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamHandle]]]:
+    """Yield the runtimes of all models that have some of the parameters, with the handles of these."""
     owners = {id(param.owner) for param in params}
     for runtime in runtimes():
         if stepped := [handle for handle in runtime.handles if id(handle.flat_param) in owners]:
-            yield runtime.steps, stepped
+            yield runtime, stepped
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
@@ -134,8 +134,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.shard_storage.files for param in on_disk}:
         files.release()
-    for steps, handles in _steps_of(ours):
-        steps.end(optimizer, handles)
+    for runtime, handles in _stepped(ours):
+        runtime.steps.end(optimizer, handles)
+        runtime.end_step(handles)
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:

@@ -36,8 +36,6 @@ class Options:
     """The arguments of `FullyShardedDataParallel` that are options of one unit, and what they come to.
 
     Args:
-        reshard_after_forward: False keeps parameters unsharded until backward is done: more memory, and a third less
-            communication.
         disable_reshard_on_root: the outermost wrapper keeps its own parameters between forward and backward, which
             need them at once.
         flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
@@ -86,7 +84,6 @@ class Options:
         TypeError, ValueError: for a value out of range, or options that contradict each other.
     """
 
-    reshard_after_forward: bool = True
     disable_reshard_on_root: bool = True
     mixed_precision: bool | MixedPrecision = False
     fp32_reduce_scatter: bool = False
@@ -176,17 +173,17 @@ class Options:
             factor *= 2
         return float(factor)
 
-    def require_no_other_division(self, unit: Unit, strategy: str) -> None:
+    def require_no_other_division(self, unit: Unit) -> None:
         """Raise an error if a communication hook cannot replace what divides and sums the gradients of a unit."""
         if (hook := unit.policy.comm_hook) is not None:
             raise RuntimeError(
                 f"{unit.name}: a communication hook ({hook.name}) is registered already, and there can be "
                 "only one. Write one hook that does both, or change what is in its state."
             )
-        if unit.replicas.world_size > 1:
+        if unit.axes[1].world_size > 1:
             raise ValueError(
-                f"{unit.name}: gradients are summed over {unit.replicas.world_size} replicas besides "
-                f"({strategy}), and a communication hook does not see that. Wrap with one process_group to shard over; "
+                f"{unit.name}: gradients are summed over {unit.axes[1].world_size} replicas besides, along the replica "
+                "axis, and a communication hook does not see that. Wrap with one process_group to shard over; "
                 "or leave the hook out, and say in which dtype to send with MixedPrecision(reduce_dtype=...)."
             )
         world_size = unit.comm.world_size

@@ -184,7 +184,9 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
     return Placeholder(
         like.detach(),
         f"the gradients of {name} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
-        "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True).",
+        "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True). With placements whose "
+        "gradients are PARTIAL (SHARD_OPTIM), the step reduces them: call fsdp.reduce_gradients(model) to read them "
+        "before it.",
     )
 
 

@@ -1,8 +1,9 @@
 """Gradients on their way from flat buffers to shards: bounded in flight, small ones together.
 
-A reduction goes in stages. Plain sharding has one: a reduce-scatter. Where a shard has replicas, its gradient is summed
-over them afterwards, in one stage or two. Whenever a new reduction starts, each older one is awaited where it is and
-starts its next stage; so what travels within a machine, what travels across, and backward overlap.
+A reduction has a stage for each axis of the unit's mesh, see `fsdp.engine.placements`: a reduce-scatter along the shard
+axis, and then an all-reduce along the replica axis, or another reduce-scatter. Whenever a new reduction starts, each
+older one is awaited where it is and starts its next stage; so what travels within a machine, what travels across, and
+backward overlap.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Pending
-from fsdp.distributed.communicator import labelled, own_rank, summed
+from fsdp.distributed.communicator import labelled, own_rank, reduced_scattered, summed
 from fsdp.engine.grad_buffer import divided
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.placements import Collective
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
+
+# The stages along the replica axis, in steps.
+_STAGES = {Collective.ALL_REDUCE: summed, Collective.REDUCE_SCATTER: reduced_scattered}
 
 # Each step first waits for what the last one has started.
 Stages = Generator[None, None, None]
@@ -49,17 +54,18 @@ class Bucket:
             each = [handle.reduce() for handle in handles]
         else:
             each = [_reduce_together(handles, name)]
-        if first.reduce_comm.world_size > 1 or not first.is_replicated:
+        if first.reduce_comm.world_size > 1 or first.replica_axis.world_size == 1:
             yield
         # Unsharded gradients that were sent are let go.
         shards = [labelled("reduce_scatter_wait", name, each.pop(0).wait) for _ in list(each)]
-        if first.is_replicated:  # and has no hook, so that there is one
+        if first.replica_axis.world_size > 1:  # and there is no hook, so that there is one
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
             tag = tuple(handle.replica_tag for handle in handles)
             scattered = shards.pop()
             if not self.is_abandoned and _hold(handles, scattered):
                 return
-            summing = summed(first.replicas, scattered, first.gradients.dtype, what, tag)
+            along_replicas = _STAGES[first.sums_replicas_by]
+            summing = along_replicas(first.replica_axis, scattered, first.gradients.dtype, what, tag)
             del scattered
             shards = [(yield from _shown("all_reduce", name, summing)).to(first.flat_param.dtype)]
         if self.is_abandoned:
@@ -85,8 +91,13 @@ def _note(handles: Sequence[FlatParamHandle], event: str) -> None:
 
 def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
     """Add what the handles hold of earlier sums to these, one after the other; True if these are held as well."""
-    sums = scattered.split([handle.gradients.layout.shard_numel for handle in handles])
-    parts = [one.gradients.layout.local_shards(own, one.comm.rank) for one, own in zip(handles, sums, strict=True)]
+    sizes = [handle.gradients.layout.shard_numel for handle in handles]
+    parts: list[list[Tensor]] = [[] for _ in handles]
+    # The shards of this rank and of those that it divides them with along the replica axis, if they do.
+    first = handles[0].comm.rank - handles[0].comm.rank % (scattered.numel() // sum(sizes))
+    for rank, row in enumerate(scattered.view(-1, sum(sizes)), first):
+        for one, own, shard in zip(handles, parts, row.split(sizes), strict=True):
+            own += one.gradients.layout.local_shards(shard, rank)
     return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
@@ -105,7 +116,7 @@ def _reduce_together(handles: Sequence[FlatParamHandle], name: str) -> Pending:
     # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
     taken = [handle.gradients.take() for handle in handles]
     divisor = taken[0].divisor  # which nearly always is that of all
-    flats = [divided(one.flat, one.divisor / divisor).view(first.reduce_comm.world_size, -1) for one in taken]
+    flats = [divided(one.flat, one.divisor / divisor).view(first.comm.world_size, -1) for one in taken]
     together, dtype = divided(torch.cat(flats, dim=1).view(-1), divisor), first.reduced_dtype
     for handle, one in zip(handles, taken, strict=True):
         handle.gradients.reuse(one)
@@ -146,7 +157,8 @@ class Reductions:
             nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
-            way = (handle.reduce_comm, handle.replicas, handle.policy.comm_hook is None, handle.gradients.sync)
+            comms = handle.reduce_comm, handle.replica_axis, handle.replicas
+            way = (*comms, handle.policy.comm_hook is None, handle.gradients.sync)
             key = (*way, handle.gradients.dtype, handle.flat_param.dtype)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)

@@ -26,7 +26,7 @@ So at most the units in computation, one prefetched unit and two reductions are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -85,11 +85,11 @@ class Runtime:
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self.participation: Participation | None = None  # of ranks that do different things, if they may
-        self._post_forward_shards = [
-            one.post_forward_shard for one in self.handles if one.post_forward_shard is not None
-        ]
+        self._kept = [handle for handle in self.handles if handle.kept_shard is not None]
+        self._deferring = [unit for unit in self.units if unit.placements.defers_reduction]
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
+        self._defers = False  # a backward has left gradients unreduced whose placements are PARTIAL
         _all.add(self)
 
     # --- whose units and parameters are whose ---------------------------------------------------------------------
@@ -143,8 +143,9 @@ class Runtime:
             self.passes.begin_forward(unit.name, unit.ranks, unit.mode)
         if self.participation is not None:
             self.participation.enter(call, is_outermost=is_outermost)
-        if is_outermost and self._left:
+        if is_outermost and (self._left or self._kept) and not self.is_joining:
             self._reshard_overwritten()
+            self._renew_kept()
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
@@ -179,8 +180,6 @@ class Runtime:
         for handle in self.handles:
             handle.forget_zeroed()
         self.checks.before_forward(unit)
-        for shard in self._post_forward_shards:
-            shard.forget()
         self._forward_order.begin()
 
     def _reshard_overwritten(self) -> None:
@@ -189,8 +188,6 @@ class Runtime:
         Only the rank that wrote may notice, and all ranks must take part in the all-gather.
         """
         left, self._left = self._left, []
-        if self.is_joining:
-            return  # ranks without batches take part in all-gathers only
         by_ranks: dict[Communicator, list[FlatParamHandle]] = {}
         for handle in left:
             if handle.phase is Phase.UNSHARDED:
@@ -202,6 +199,11 @@ class Runtime:
             overwritten = comm.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.reshard()
+
+    def _renew_kept(self) -> None:
+        """Forget the parameters that the last forward left for its backward; gather those that last until a step."""
+        for handle in self._kept:
+            handle.renew_kept()
 
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
@@ -265,7 +267,7 @@ class Runtime:
         unit.yet_to_run.discard(module)
         is_done = unit.frees_after_forward and not unit.yet_to_run
         if call.order is None or (is_done and not needed_at_once and not may_leave):
-            unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
+            unit.reshard(is_needed=needs_backward and call.order is not None)
         else:
             self._list_shards(unit)
         if self.participation is not None:
@@ -509,9 +511,11 @@ class Runtime:
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
+            unit.is_spare |= unit.placements.keeps_unsharded
             if unit.is_in_use and (unit.frees_after_backward or unit.is_unsharding):
                 unit.reshard()
         self._settle()
+        self._defers = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
         if any(handle.is_reduced for handle in self.handles):
             self.steps.end_backward()
         with torch.no_grad():
@@ -573,6 +577,33 @@ class Runtime:
         self.follow_backward()
         self.finish_backward()
 
+    def reduce_deferred(self) -> None:
+        """Collective. Reduce the gradients whose placements leave that to the optimizer step, if there are any."""
+        if self._defers and not self.is_computing:
+            self.reduce_all()
+
+    def reduce_all(self) -> None:
+        """Collective. Reduce all gradients that have accumulated, whatever their placements are."""
+        outer = {unit: unit.policy.sync for unit in self.units if unit.placements.defers_reduction}
+        try:
+            for unit in outer:
+                unit.policy.sync = GradientSync.FULL
+            self.reduce_accumulated()
+        finally:
+            for unit, sync in outer.items():
+                unit.policy.sync = sync
+
+    def end_step(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Free the parameters that are kept from a step to the next: an optimizer has stepped these handles' shards.
+
+        All ranks step the same handles, so none of them has to be told that the parameters are gathered anew.
+        """
+        stepped = set() if self.is_computing else set(handles)
+        for unit in self.units:
+            if unit.placements.keeps_parameters or not unit.policy.reshard_after_backward:
+                for handle in stepped.intersection(unit.handles):
+                    handle.release()
+
     @property
     def is_uneven(self) -> bool:
         """Return whether ranks run different modules in the backward that runs."""
@@ -610,9 +641,9 @@ class Runtime:
             unit.runtime = None
 
     def release(self) -> None:
-        """Reshard what is kept unsharded between passes (after `no_sync`, or without a backward)."""
+        """Free what is kept of parameters between passes, but for shards."""
         for unit in self.units:
-            unit.reshard()
+            unit.release()
         self._settle()
 
     def reset_iteration(self) -> None:
@@ -652,9 +683,9 @@ class Runtime:
         self._settle()
 
     def _settle(self) -> None:
-        comms = {shard.comm for shard in self._post_forward_shards}
+        comms = {handle.kept_shard.comm for handle in self._kept if handle.kept_shard is not None}
         for unit in self.units:
-            comms.update((unit.comm, unit.replicas))
+            comms.update((unit.comm, *unit.axes))
         for comm in comms:
             comm.settle()
         if self._reads_ahead:
@@ -696,6 +727,14 @@ def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParall
 def runtimes() -> list[Runtime]:
     """Return the runtimes of all models that have been used."""
     return [runtime for runtime in _all if runtime.root.runtime is runtime]
+
+
+def reduce_deferred(shards: Iterable[Any]) -> None:
+    """Collective. Reduce the gradients of the models that have some of these shards, if that was left to the step."""
+    wanted = {id(shard) for shard in shards}
+    for runtime in runtimes():
+        if any(id(handle.flat_param) in wanted for handle in runtime.handles):
+            runtime.reduce_deferred()
 
 
 def running() -> Runtime | None:

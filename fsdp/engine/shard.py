@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp.distributed.collectives import Communicator
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.orig_params import NewOrigParams
 from fsdp.engine.unsharded_params import UnshardedParameters
@@ -21,6 +20,6 @@ class Shard:
     places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it
     listed_at: Sequence[tuple[nn.Module, str]] = ()  # the modules, and names there, that list the flat parameter itself
     new_orig_params: NewOrigParams | None = None  # makes what modules list in its place: local shards of the originals
-    post_forward_comm: Communicator | None = None  # the ranks that keep it unsharded until backward: `PostForwardShard`
+    is_kept: bool = True  # a few ranks may keep what was gathered, see `KeptShard`
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # makes its unsharded parameters
     is_replicated: bool = False  # every rank has all of it

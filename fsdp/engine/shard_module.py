@@ -32,7 +32,6 @@ from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
-from fsdp.engine.policy import Policy
 from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
@@ -138,9 +137,9 @@ def _shard_params(
         new_storage = options.storage.storage_on(device)
 
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
-            ranks = {"rank": unit.comm.rank, "world_size": unit.comm.world_size}
-            replicas = how.pop("replicas", groups.replicas)
-            how = {**ranks, **how}
+            comm, copies = unit.everyone
+            replicas = how.pop("replicas", copies.world_size)
+            how = {"rank": comm.rank, "world_size": comm.world_size, **how}
             made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
             take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
             return made
@@ -184,12 +183,16 @@ def _make_unit(
     predivide = options.predivide_factor(averaged)
     unit = Unit(
         module,
+        groups.placements,
         *groups.communicators(device),
+        groups.axes(device),
+        groups.near(device),
         groups.ranks,
         options.precision,
         device,
         ignored,
-        policy=Policy(options.reshard_after_forward, options.disable_reshard_on_root, form.keeps_without_backward),
+        keeps_as_root=options.disable_reshard_on_root,
+        keeps_without_backward=form.keeps_without_backward,
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,

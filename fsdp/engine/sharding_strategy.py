@@ -1,6 +1,6 @@
-"""`Groups` are the ranks that share a unit's parameters, and those that hold the same shards.
+"""`Groups` are the process groups along the axes of a unit's mesh, with the placements along these axes.
 
-Users give them as a group, a pair of groups, a mesh, or a strategy.
+Users pass a group, a pair of groups, or a mesh. The placements decide how a single group is used.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,59 +30,11 @@ from fsdp.distributed.communicator import (
 )
 from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.distributed.devices import HOST, has_streams
+from fsdp.distributed.nested import nested
+from fsdp.engine.placements import UNSHARDED, Placements, ShardingStrategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class ShardingStrategy(Enum):
-    """The way in which parameters are sharded over ranks; members of torch's enum of this name are taken as well.
-
-    Parameters are resharded after forward by those that do not say otherwise.
-
-    Members:
-        FULL_SHARD: over one group.
-        SHARD_GRAD_OP: the same, and parameters stay unsharded from forward to backward (`reshard_after_forward` False).
-        NO_SHARD: not; every rank has all of them, and gradients are averaged over the group.
-        HYBRID_SHARD: over the ranks of one group, and the same again in each of several such groups.
-        _HYBRID_SHARD_ZERO2: the same, and parameters stay unsharded from forward to backward.
-    """
-
-    FULL_SHARD = auto()
-    SHARD_GRAD_OP = auto()
-    NO_SHARD = auto()
-    HYBRID_SHARD = auto()
-    _HYBRID_SHARD_ZERO2 = auto()
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Return whether there are two groups."""
-        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
-    @classmethod
-    def of(cls, given: Any) -> ShardingStrategy | None:
-        """Return the strategy that a user gave, which may be torch's."""
-        if given is None or isinstance(given, cls):
-            return given
-        if isinstance(given, Enum) and given.name in cls.__members__:
-            return cls[given.name]
-        raise TypeError(
-            f"sharding_strategy must be a fsdp.ShardingStrategy ({', '.join(cls.__members__)}) or None, got {given!r}"
-        )
-
-
-def reshards_after_forward(given: Any, asked: bool) -> bool:
-    """Return what `reshard_after_forward` is under a strategy; ValueError if the two contradict each other."""
-    strategy = ShardingStrategy.of(given)
-    if strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        return False
-    if strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD) and not asked:
-        other = "SHARD_GRAD_OP" if strategy is ShardingStrategy.FULL_SHARD else "_HYBRID_SHARD_ZERO2"
-        raise ValueError(
-            f"sharding_strategy={strategy.name} reshards after forward, and "
-            f"reshard_after_forward=False does not: leave one of the two out, or ask for {other}"
-        )
-    return asked
 
 
 class ProcessGroupName(str, Enum):
@@ -121,26 +74,48 @@ class LoneGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of one wrapper."""
+    """The ranks of one wrapper, and where its parameters, gradients and optimizer state are."""
 
-    shard: Group  # those that share its parameters
-    replicate: Group | None  # those that hold the same shards; None without replicas
-    strategy: ShardingStrategy  # that was asked for, or that the rest amounts to
+    shard: Group  # along the shard axis
+    replicate: Group | None  # along the replica axis; None without one
     ranks: frozenset[int]  # the numbers of all of them; empty where torch does not know them
+    placements: Placements  # REPLICATED along an axis of one rank
 
     @property
     def replicas(self) -> int:
-        """Return how many ranks hold the same shard."""
+        """Return the number of ranks along the replica axis."""
         return 1 if self.replicate is None else self.replicate.size()
 
-    def communicators(self, device: torch.device) -> tuple[Communicator, Communicator]:
-        """Return communicators with the ranks that share parameters, and with those that hold the same shards."""
+    def axes(self, device: torch.device) -> tuple[Communicator, Communicator]:
+        """Return the communicators along the shard axis and the replica axis."""
         replicas = LONE_RANK if self.replicate is None else communicator(self.replicate, device)
         return communicator(self.shard, device), replicas
 
+    def communicators(self, device: torch.device) -> tuple[Communicator, Communicator]:
+        """Return communicators with the ranks that share what optimizers step, and with those that hold the same shard.
+
+        Collective the first time if both axes are sharded.
+        """
+        shard, replicas = self.axes(device)
+        if not self.placements.is_nested:
+            return shard, replicas
+        together, ranks = _together(self.shard, cast(Group, self.replicate))
+        all_ranks = None if together is None else communicator(together, device)
+        return nested(shard, replicas, all_ranks, ranks), LONE_RANK
+
+    def near(self, device: torch.device) -> Communicator | None:
+        """Collective the first time. Return the ranks that keep parameters together from forward to backward, if any.
+
+        Raises:
+            ValueError: if their number does not divide that of the shard axis.
+        """
+        size = self.placements.reshard_after_forward
+        group = None if isinstance(size, bool) else _post_forward_group(self.shard, size)
+        return None if group is None else communicator(group, device)
+
     @classmethod
-    def resolve(cls, given: Any, strategy: Any = None, reshards: bool = True) -> Groups:
-        """Return the groups that `process_group` and `sharding_strategy` ask for.
+    def resolve(cls, given: Any, placements: Placements, strategy: ShardingStrategy | None = None) -> Groups:
+        """Return the groups of `process_group` for these placements, which a strategy may have named.
 
         Collective over the ranks if two are given, or are to be made.
 
@@ -149,24 +124,30 @@ class Groups:
             TypeError: for what is no group that this rank is in.
             ValueError: for what fits neither the strategy nor itself.
         """
-        strategy = ShardingStrategy.of(strategy)
+        shard: Group
+        replicate: Group | None
         pair = _pair_of(given)
-        if pair is not None:
+        if pair is None:
+            group = _group_of(given)
+            ranks = ranks_of(group)
+            shard, replicate = (group, None) if placements.optimizer != UNSHARDED else (LoneGroup(), group)
+            if placements.is_nested or (strategy is not None and strategy.is_hybrid):
+                shard, replicate = _by_machine(group)
+        else:
             if strategy is not None and not strategy.is_hybrid:
                 raise ValueError(
                     f"process_group is a {_kind(given)}, which is hybrid sharding, and sharding_strategy is "
                     f"{strategy.name}. Give one group, or ask for HYBRID_SHARD (or leave the strategy out)."
                 )
-            hybrid = ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy._HYBRID_SHARD_ZERO2
-            return cls(*pair, strategy or hybrid, _all_ranks(*pair))
-        group = _group_of(given)
-        if strategy is None:
-            strategy = ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
-        if strategy is ShardingStrategy.NO_SHARD:
-            return cls(LoneGroup(), group, strategy, frozenset(ranks_of(group)))
-        if strategy.is_hybrid:
-            return cls(*_by_machine(group), strategy, frozenset(ranks_of(group)))
-        return cls(group, None, strategy, frozenset(ranks_of(group)))
+            if placements.optimizer == UNSHARDED:
+                raise ValueError(
+                    f"process_group is a {_kind(given)}, and the placements shard nothing along its axes: pass one "
+                    "group of all ranks, or shard the optimizer state"
+                )
+            shard, replicate = pair
+            ranks = [*chain(*_rows(*pair)), *ranks_of(replicate)]
+        has_one_axis = replicate is None or replicate.size() == 1
+        return cls(shard, replicate, frozenset(ranks), placements.on_one_axis() if has_one_axis else placements)
 
 
 def _is_mesh(given: Any) -> bool:
@@ -210,15 +191,16 @@ def _group_of(given: Any) -> Group:
 
 
 # What was checked, or made, before: every unit of a model asks for the same.
-_checked: dict[tuple[Any, Any], frozenset[int]] = made_once_for_groups()
+_checked: dict[tuple[Any, Any], tuple[tuple[int, ...], ...]] = made_once_for_groups()
 _made: dict[tuple[Any, int], tuple[Group, Group | None]] = made_once_for_groups()
 _post_forward_groups: dict[tuple[Any, int], Group] = made_once_for_groups()
 _groups_apart: dict[Any, Group] = made_once_for_groups()
+_groups_together: dict[tuple[Any, Any], Group] = made_once_for_groups()
 
 
 @during("FullyShardedDataParallel() or fully_shard()")
-def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
-    """Collective the first time. Return the ranks of the rectangle that two groups of this rank must be sides of."""
+def _rows(shard: Group, replicate: Group) -> tuple[tuple[int, ...], ...]:
+    """Collective the first time. Return the rows of the rectangle that two groups of this rank must be sides of."""
     key = (shard, replicate)
     if key not in _checked:
         rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
@@ -227,8 +209,24 @@ def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
             # Everybody asks before anybody raises an error.
             rows, columns = from_everyone([over_replicas], rows[0]), from_everyone([over_shard], columns[0])
             _check_rectangle(rows, columns, shard, replicate)
-        _checked[key] = frozenset(rank for side in (*rows, *columns) for rank in side)
+        _checked[key] = tuple(map(tuple, rows))
     return _checked[key]
+
+
+def _together(shard: Group, replicate: Group) -> tuple[Group | None, Sequence[int]]:
+    """Collective the first time. Return a group of the ranks of a rectangle, and their order in a `Nested`."""
+    rows = _rows(shard, replicate)
+    if len(rows) < replicate.size():
+        return None, ()  # the ranks are simulated
+    key = (shard, replicate)
+    if key not in _groups_together:
+        ranks = sorted(chain(*rows))
+        if len(ranks) == dist.get_world_size():
+            _groups_together[key] = default_group(None)
+        else:
+            _agree_on_number_of_groups([communicator(shard, HOST), communicator(replicate, HOST)])
+            _groups_together[key] = dist.new_group(ranks, use_local_synchronization=True)
+    return _groups_together[key], [rank for column in zip(*rows, strict=True) for rank in column]
 
 
 def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, replicate: Group) -> None:
@@ -280,7 +278,7 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     return _new_group(group, rows), _new_group(group, columns)
 
 
-def post_forward_group(group: Group, size: int) -> Group | None:
+def _post_forward_group(group: Group, size: int) -> Group | None:
     """Collective the first time. Return a group of this rank and ones beside it, so many together; None for one or all.
 
     Their number must divide that of the ranks.
@@ -312,12 +310,12 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
     if group.size() == dist.get_world_size():
         made = [dist.new_group(list(part)) for part in parts]
         return next(each for each, part in zip(made, parts, strict=True) if mine in part)
-    agree_on(
-        [communicator(group, HOST)],
-        "numbers of process groups, which torch names new ones by",
-        str(number_of_groups()),
-    )
+    _agree_on_number_of_groups([communicator(group, HOST)])
     return dist.new_group(next(list(part) for part in parts if mine in part), use_local_synchronization=True)
+
+
+def _agree_on_number_of_groups(ranks: Sequence[Communicator]) -> None:
+    agree_on(ranks, "numbers of process groups, which torch names new ones by", str(number_of_groups()))
 
 
 def mesh_of_all(module: nn.Module) -> DeviceMesh:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import MeshPart, is_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.managed_params import Places
 from fsdp.engine.names import paths_in
 from fsdp.engine.originals import follow_flat_param, lender_of, note_stale, taken_over
@@ -166,11 +167,13 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     flat_param.fingerprints = handle.values.fingerprints and handle.values.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
-    kept = handle.post_forward_shard
+    kept = handle.kept_shard
     places = [handle.places[slot] for slot in slots]
-    shard = Shard(flat_param, places, (), new_orig_params, post_forward_comm=None if kept is None else kept.comm)
+    shard = Shard(flat_param, places, (), new_orig_params)
     comms = handle.comm, handle.reduce_comm, handle.replicas
-    made = FlatParamHandle(shard, *comms, handle.precision, owner.policy)
+    alike = None if kept is None else KeptShard(kept.comm, kept.lasts)
+    along_replicas = handle.replica_axis, handle.sums_replicas_by
+    made = FlatParamHandle(shard, *comms, handle.precision, owner.policy, *along_replicas, alike)
     owner.attach(made)
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
     return made

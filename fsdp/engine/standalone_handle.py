@@ -22,6 +22,7 @@ from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
+from fsdp.engine.placements import Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.shard import Shard
@@ -86,7 +87,7 @@ class StandaloneHandle(FlatParamHandle):
         refuse_fake_tensors(module)
         found = _places_of(params, module)
         originals = list(found)
-        groups = Groups.resolve(process_group)
+        groups = Groups.resolve(process_group, Placements.from_strategy())
         if groups.replicate is not None:
             raise ValueError("StandaloneHandle shards over one process_group, without replicas: give one group")
         precision = Precision.of_policy(MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype))

@@ -26,7 +26,8 @@ def options_in_use(wrapper: Any, unit: Unit) -> str:
         "mixed_precision": bool(wrapper.mixed_precision),
     }
     if wrapper.replicate_group is not None:
-        shown |= {"sharding_strategy": wrapper.sharding_strategy.name, "replicas": unit.replicas.world_size}
+        strategy = wrapper.sharding_strategy
+        shown |= {"sharding_strategy": strategy and strategy.name, "replicas": unit.axes[1].world_size}
     if wrapper.verbose:
         more = "rank reshard_after_forward compute_dtype compute_device bucket_cap_mb gradient_predivide_factor"
         shown |= {name: getattr(wrapper, name) for name in more.split()}

@@ -44,7 +44,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.presentation import Listing, Look
-from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.runtime import Runtime, reduce_deferred, runtimes
 
 Tensors = Tensor | Iterable[Tensor]
 
@@ -82,7 +82,7 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    params = _listed(parameters)
+    params = _reduced(parameters)
     models = _models_of(params, "clip_grad_norm_", dtensors=_is_beyond_torch(params, norm_type))
     if models is None:
         return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -98,7 +98,7 @@ def _clip_grad_norm(
 def _clip_grad_value(
     torchs: Callable[..., None], parameters: Tensors, clip_value: float, foreach: bool | None = None
 ) -> None:
-    params = _listed(parameters)
+    params = _reduced(parameters)
     models = _models_of(params, "clip_grad_value_")
     if models is not None and models.whole is not None:
         return clip_by_value(models.whole, float(clip_value))
@@ -134,7 +134,7 @@ def _clip_grads_with_norm(
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    params = _listed(parameters)
+    params = _reduced(parameters)
     models = _models_of(params, "clip_grads_with_norm_")
     if models is None:
         torchs(params, max_norm, total_norm, foreach)
@@ -311,6 +311,13 @@ def _with_parameters(tensors: Sequence[Any]) -> Owned:
 
 def _listed(tensors: Tensors) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _reduced(parameters: Tensors) -> list[Any]:
+    """Collective. Return parameters whose gradients are about to be changed, and are reduced over the ranks."""
+    params = _listed(parameters)
+    reduce_deferred(param.owner for param in params if is_ours(param))
+    return params
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:

@@ -21,8 +21,10 @@ from fsdp.distributed.communicator import begin_range, own_rank
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
+from fsdp.engine.placements import Axis, Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.presentation import lenders
@@ -125,13 +127,16 @@ class Unit:
 
     Args:
         module: gets the hooks; of a `ModuleGroup`, each module in it.
+        placements: where its parameters, gradients and optimizer state are between uses.
         comm: the ranks that share the parameters.
         replicas: the ranks that hold the same shards as this one, and sum gradients with it.
+        axes: the ranks along the shard axis and the replica axis.
+        near: the ranks that keep its parameters from forward to backward; None if all ranks do, or none.
         ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
         precision: the dtypes that it computes in.
         device: where it computes.
         ignored: what in its module it leaves alone.
-        policy: the settings that users make for it.
+        keeps_as_root, keeps_without_backward: see `Policy`.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
@@ -144,20 +149,25 @@ class Unit:
     def __init__(
         self,
         module: nn.Module,
+        placements: Placements,
         comm: Communicator,
         replicas: Communicator,
+        axes: tuple[Communicator, Communicator],
+        near: Communicator | None,
         ranks: frozenset[int],
         precision: Precision,
         device: torch.device,
         ignored: Ignored,
         *,
-        policy: Policy,
+        keeps_as_root: bool,
+        keeps_without_backward: bool,
         predivide: float,
         postdivide: float,
         settings: Mapping[str, Any],
         new_runtime: Callable[[Unit], UnitRuntime],
     ) -> None:
         self.module = module
+        self.placements, self.axes, self.near = placements, axes, near
         self.comm, self.replicas, self.ranks = comm, replicas, ranks
         self.device = device
         self.ignored = ignored
@@ -178,7 +188,7 @@ class Unit:
         self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
-        self.policy = policy
+        self.policy = self._policy_of(placements, keeps_as_root, keeps_without_backward)
         self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
         self.name = type(module).__name__
@@ -197,6 +207,18 @@ class Unit:
             each.__dict__[_ATTRIBUTE] = self
         self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
         self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
+
+    @staticmethod
+    def _policy_of(placements: Placements, keeps_as_root: bool, keeps_without_backward: bool) -> Policy:
+        is_kept, reshards = placements.keeps_unsharded, placements.reshard_after_forward
+        deferred = GradientSync.SHARDS if placements.reduce else GradientSync.NONE
+        return Policy(
+            reshard_after_forward=not is_kept and (reshards is True or reshards > 1),
+            keeps_as_root=keeps_as_root,
+            keeps_without_backward=keeps_without_backward or is_kept,
+            reshard_after_backward=not is_kept,
+            sync=deferred if placements.defers_reduction else GradientSync.FULL,
+        )
 
     def transition_to(self, state: TrainingState) -> None:
         """Set the state. Profilers show forward and backward as ranges, and the debug log shows each transition."""
@@ -316,12 +338,23 @@ class Unit:
 
     def add_handle(self, shard: Shard, reduce_comm: Communicator) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
-        comms = (LONE_RANK, LONE_RANK, self.comm) if shard.is_replicated else (self.comm, reduce_comm, self.replicas)
-        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self.policy)
+        precision = self.precision_at(shard.places[0])
+        if shard.is_replicated:
+            handle = FlatParamHandle(shard, LONE_RANK, LONE_RANK, self.comm, precision, self.policy, self.comm)
+        else:
+            comms = self.comm, reduce_comm, self.replicas
+            kept = self._new_kept_shard() if shard.is_kept else None
+            along_replicas = self.axes[1], self.placements.collective_along(Axis.REPLICA)
+            handle = FlatParamHandle(shard, *comms, precision, self.policy, *along_replicas, kept)
         self.attach(handle)
         self.handles.append(handle)
         self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
+
+    def _new_kept_shard(self) -> KeptShard | None:
+        if self.placements.gather and self.placements.unshard:
+            return KeptShard(self.axes[0], lasts=True)
+        return None if self.near is None else KeptShard(self.near, lasts=False)
 
     def attach(self, handle: FlatParamHandle) -> None:
         """Give a handle what it needs of the unit that runs it."""
@@ -429,9 +462,14 @@ class Unit:
         for handle in self.handles:
             handle.settle()
 
-    def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
+    def reshard(self, *, is_needed: bool = False) -> None:
         for handle in self.handles:
-            handle.reshard(keeps_post_forward_shard=keeps_post_forward_shard)
+            handle.reshard(is_needed=is_needed)
+
+    def release(self) -> None:
+        """Free all parameters but the shards."""
+        for handle in self.handles:
+            handle.release()
 
     def read_ahead(self) -> None:
         """Begin to read shards from disk, which are unsharded after the next unit."""
@@ -459,7 +497,7 @@ class Unit:
     def begin_backward(self) -> None:
         self.backward.begin(self.trained_handles)
         sync = self.policy.sync
-        if sync is GradientSync.SHARDS and self.replicas.world_size == 1:
+        if sync is GradientSync.SHARDS and self.axes[1].world_size == 1:
             sync = GradientSync.FULL  # there is nothing to hold them for
         for handle in self.handles:
             handle.begin_backward(sync, self.policy.fills_unused)
@@ -495,7 +533,7 @@ class Unit:
         """
         for handle in self.handles:
             if handle.is_sharded:
-                handle.connect(*way(handle), handle.replicas)
+                handle.connect(*way(handle), handle.replicas, handle.replica_axis)
 
     @property
     def was_written(self) -> bool:

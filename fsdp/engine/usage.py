@@ -80,7 +80,7 @@ class Usage:
         by_ranks: dict[tuple[Communicator, Communicator], list[FlatParamHandle]] = {}
         for handle in handles:
             if not handle.is_local:
-                by_ranks.setdefault((handle.reduce_comm, handle.replicas), []).append(handle)
+                by_ranks.setdefault((handle.reduce_comm, handle.replica_axis), []).append(handle)
         self._among = [_Among(ranks, some) for ranks, some in by_ranks.items()]
         for among in self._among if ranks_begin_together else ():
             ages = bytes([min(handles[handle], 255) for handle in among.handles])

@@ -63,7 +63,7 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
         for handle in unit.handles:
             handle.comm.ensure_connected()
             handle.reduce_comm.ensure_connected()
-            handle.replicas.ensure_connected()
+            handle.replica_axis.ensure_connected()
     if peers_answer(ranks):
         outside = "none, outside of forward"
         plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
@@ -92,6 +92,7 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
     return {
         "parameters": list(map(describe_handle, unit.handles)),
         **unit.settings,
+        "placements": unit.placements,
         "reshard_after_forward": unit.policy.reshard_after_forward,
         "reshard_after_backward": unit.policy.reshard_after_backward,
         "unshard_in_backward": unit.policy.unshard_in_backward,
@@ -131,8 +132,8 @@ def describe_handle(handle: FlatParamHandle) -> str:
     ranks = f"over {layout.world_size} ranks by {type(handle.comm).__name__}"
     if handle.is_replicated:
         ranks += f" and {handle.replicas.world_size} replicas by {type(handle.replicas).__name__}"
-    if handle.post_forward_shard is not None:
-        ranks += f", kept among {handle.post_forward_shard.comm.world_size} of them"
+    if handle.kept_shard is not None:
+        ranks += f", kept among {handle.kept_shard.comm.world_size} of them"
     return f"{kind} {ranks}: {slots}"
 
 

@@ -14,7 +14,7 @@ from fsdp.distributed.communicator import Group, default_group
 from fsdp.distributed.devices import HOST, accelerator
 from fsdp.distributed.dtensor import missing_ranks
 from fsdp.engine.originals import is_ours
-from fsdp.engine.runtime import runtimes
+from fsdp.engine.runtime import reduce_deferred, runtimes
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -94,8 +94,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         # Private in torch, but the one place that both `unscale_` and the step of fused optimizers (which unscale by
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
         _refuse_joining()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        reduce_deferred(param.owner for param in params if is_ours(param))
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for param in params:
             if is_ours(param):
                 _refuse_unreduced(param)
                 self._refuse_part_of(param)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.collectives import LONE_RANK, Communicator, during
-from fsdp.distributed.communicator import OtherRankError, own_rank, ranks_of
+from fsdp.distributed.collectives import Communicator, during
+from fsdp.distributed.communicator import OtherRankError, own_rank
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.call_stack import is_called_from
@@ -550,7 +550,7 @@ class _Exchange:
         for handle in {one.listed.handle for one in self._taking_part}:
             if handle is not None:  # also where nothing of it was written, or ranks would not all-gather alike
                 handle.values.touch()
-        return [ranks_of(comm.group)[owner] for owner in failed]
+        return [comm.ranks[owner] for owner in failed]
 
     def _send(
         self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]
@@ -743,7 +743,7 @@ def _plan(given: Sequence[Mapping[str, Any]], places: Sequence[Sequence[Place]])
             held = tuple(0 if each is None else each.numel for each in intervals)
             item = OwnedItem(original.name, original.shape, costs, held, one.param.dtype.itemsize)
             by_comm.setdefault(one.comm, []).append(((one, original), item))
-    ranks = {comm: (own_rank(),) if comm is LONE_RANK else tuple(ranks_of(comm.group)) for comm in by_comm}
+    ranks = {comm: tuple(comm.ranks) for comm in by_comm}
     plan = Ownership.of({ranks[comm]: [item for _, item in each] for comm, each in by_comm.items()}, sharded)
     owners = {
         place: owner

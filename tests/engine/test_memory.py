@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
+from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.placeholder import Placeholder
@@ -51,7 +52,8 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder):
+        # The storage of a `DTensor` has the size of the whole parameter, and no memory.
+        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not is_dtensor(item):
             storage = item.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -40,7 +40,8 @@ def wrapped(**options: Any) -> Any:
 
 
 def test_the_names_are_those_of_torch() -> None:
-    assert list(ShardingStrategy.__members__) == list(TorchStrategy.__members__)
+    torchs = list(TorchStrategy.__members__)
+    assert list(ShardingStrategy.__members__)[: len(torchs)] == torchs
 
 
 @pytest.mark.parametrize("strategy", TorchStrategy, ids=lambda strategy: strategy.name)

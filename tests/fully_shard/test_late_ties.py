@@ -180,5 +180,5 @@ def _train_kept_by_two() -> None:
     unit = unit_of(model.body)
     assert unit is not None
     assert len(unit.handles) == 2
-    assert all(handle.post_forward_shard is not None for handle in unit.handles)
+    assert all(handle.kept_shard is not None for handle in unit.handles)
     assert_close_state(_full(model), _trained_plain(), 1e-10)

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp
 from fsdp import FSDPModule, UnshardHandle
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.unit import unit_of
 from tests.helpers.dtensor_twins import (
     Uneven,
@@ -228,13 +228,11 @@ def _spy_on_neighbours() -> None:
     once(model, INPUTS)
     near: list[tuple[str, int]] = []
 
-    def gather(
-        one: PostForwardShard, full: Tensor, name: str, stage: str, do: Callable[..., Any] = PostForwardShard.gather
-    ) -> Any:
+    def gather(one: KeptShard, full: Tensor, name: str, stage: str, do: Callable[..., Any] = KeptShard.gather) -> Any:
         near.append((name, one.comm.world_size))
         return do(one, full, name, stage)
 
-    with gathers() as seen, mock.patch.object(PostForwardShard, "gather", gather):
+    with gathers() as seen, mock.patch.object(KeptShard, "gather", gather):
         once(model, INPUTS)
     if dist.get_world_size() == 2:  # all are neighbours: there is nothing nearer
         assert (near, seen[-3:]) == ([], OUTER_FIRST)

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, join, paths_in
@@ -59,7 +58,7 @@ def members_in(wrapper: nn.Module) -> list[Member]:
         if unit is not None:
             root = found[0].unit if found else unit
             first = min(root.ranks, default=None)
-            ranks = ranks_of(module.process_group)
+            ranks = unit.comm.ranks
             is_counted = first is None or not ranks or first in ranks
             is_alone = unit.comm.world_size == 1 < root.comm.world_size
             found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))

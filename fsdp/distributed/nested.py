@@ -1,0 +1,150 @@
+"""`Nested` reaches the ranks of a rectangle of two groups: shards that are divided over replicas again.
+
+The rank at place `s` of its shard group, and at place `r` of its R replicas, has the number ``s * R + r``. The shards
+of the replicas of a rank are neighbours in the gathered tensor, so each collective is a collective along each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag, made_once_for_groups
+
+_LENGTH_BYTES = 8
+
+
+class Nested(Communicator):
+    """The ranks of a rectangle.
+
+    Args:
+        shard, replicas: this rank's row and column.
+        together: all ranks in a group of their own, for messages between two of them; None if there is none.
+        ranks: their numbers, in the order of this communicator; empty without `together`.
+    """
+
+    def __init__(
+        self, shard: Communicator, replicas: Communicator, together: Communicator | None, ranks: Sequence[int]
+    ) -> None:
+        super().__init__(shard.rank * replicas.world_size + replicas.rank, shard.world_size * replicas.world_size)
+        self._shard, self._replicas, self._together = shard, replicas, together
+        self._ranks = ranks
+        self.group = None if together is None else together.group
+        self.peers_answer = shard.peers_answer and replicas.peers_answer
+        self.sends_pieces = shard.sends_pieces or replicas.sends_pieces
+        # The numbers in `together`, which sorts ranks.
+        self._places = [sorted(ranks).index(rank) for rank in ranks]
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self._ranks
+
+    @property
+    def _parts(self) -> list[Communicator]:
+        return [each for each in (self._shard, self._replicas, self._together) if each is not None]
+
+    @property
+    def talk_device(self) -> torch.device:
+        return self._shard.talk_device if self._shard.world_size > 1 else self._replicas.talk_device
+
+    def for_device(self, device: torch.device) -> Communicator:
+        shard, replicas, *together = (each.for_device(device) for each in self._parts)
+        return nested(shard, replicas, next(iter(together), None), self.ranks)
+
+    def apart(self) -> Communicator:
+        shard, replicas, *together = (each.apart() for each in self._parts)
+        return nested(shard, replicas, next(iter(together), None), self.ranks)
+
+    def give_up(self) -> None:
+        for each in self._parts:
+            each.give_up()
+
+    def ensure_connected(self) -> None:
+        for each in self._parts:
+            each.ensure_connected()
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        part = full.view(self._shard.world_size, -1)[self._shard.rank]
+        first = self._replicas.all_gather(part, shard, what, _inside(tag))
+
+        def gathered() -> Tensor:
+            first.wait()
+            # Collectives of a backend may not read from where they write.
+            own = part if self._shard.sends_pieces or self._shard.world_size == 1 else part.clone()
+            return self._shard.all_gather(full, own, what, _inside(tag)).wait()
+
+        return Pending(what, (), gathered)
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        sent = full.dtype
+        wide = torch.promote_types(sent, dtype or sent)
+        first = self._shard.reduce_scatter(full, what, _inside(tag), wide)
+
+        def scattered() -> Tensor:
+            part = first.wait().to(sent)
+            return self._replicas.reduce_scatter(part, what, _inside(tag), dtype).wait()
+
+        return Pending(what, (), scattered)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
+        first = self._shard.all_reduce(tensor, op, what)
+        return Pending(what, (), lambda: self._replicas.all_reduce(first.wait(), op, what).wait())
+
+    def broadcast(self, tensor: Tensor) -> Pending:
+        def received() -> Tensor:
+            if self._shard.rank == 0:
+                self._replicas.broadcast(tensor).wait()
+            return self._shard.broadcast(tensor).wait()
+
+        return Pending("broadcast", (), received)
+
+    def meet(self, what: str, tag: Tag) -> None:
+        self._shard.meet(what, _inside(tag))
+        self._replicas.meet(what, _inside(tag))
+
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
+        if self._together is None:
+            raise RuntimeError(f"{what}: there is no process group of all ranks. Shard over a DeviceMesh of torch's.")
+
+        def placed(messages: Messages) -> Mapping[int, Sequence[Tensor]]:
+            return {self._places[peer]: tensors for peer, tensors in messages.items()}
+
+        return self._together.exchange(placed(incoming), placed(outgoing), what, _inside(tag))
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        column = self._replicas.all_gather_bytes(payload)
+        lengths = b"".join(len(each).to_bytes(_LENGTH_BYTES, "little") for each in column)
+        found: list[bytes] = []
+        for joined in self._shard.all_gather_bytes(lengths + b"".join(column)):
+            start = len(lengths)
+            for number in range(len(column)):
+                at = number * _LENGTH_BYTES
+                stop = start + int.from_bytes(joined[at : at + _LENGTH_BYTES], "little")
+                found.append(joined[start:stop])
+                start = stop
+        return found
+
+    def settle(self) -> None:
+        for each in self._parts:
+            each.settle()
+
+
+def _inside(tag: Tag) -> Tag:
+    """Return a tag that no handle has which communicates over one of the two groups alone."""
+    return ("nested", *(tag if isinstance(tag, tuple) else (tag,)))
+
+
+_nested: dict[tuple[Communicator, Communicator], Nested] = made_once_for_groups()
+
+
+def nested(
+    shard: Communicator, replicas: Communicator, together: Communicator | None, ranks: Sequence[int]
+) -> Communicator:
+    """Return the communicator of a rectangle; one object for two groups, so that its tags are unique."""
+    if replicas.world_size == 1:
+        return shard
+    if (shard, replicas) not in _nested:
+        _nested[shard, replicas] = Nested(shard, replicas, together, ranks)
+    return _nested[shard, replicas]
