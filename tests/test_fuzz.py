@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from tests.fuzzing import MISTAKES, Case, run_seeds, run_seeds_with
+from tests.fuzzing import MISTAKES, OPTIMIZERS, Case, plain_model, run_seeds, run_seeds_with
 from tests.helpers.ranks import RankError, RankPool
 
 CHUNK = 20  # cases in one run of ranks
@@ -38,6 +39,18 @@ def test_random_cases_equal_the_unsharded_model(ranks: RankPool, world_size: int
 def test_a_case_follows_from_its_seed() -> None:
     assert [Case.of_seed(seed, 2) for seed in range(20)] == [Case.of_seed(seed, 2) for seed in range(20)]
     assert len({str(Case.of_seed(seed, 2)) for seed in range(20)}) == 20
+
+
+@pytest.mark.parametrize("seed", [5054, 5187, 5249])
+def test_no_training_diverges(seed: int) -> None:
+    case, generator = Case.of_seed(seed, 2), torch.Generator().manual_seed(seed)
+    model = plain_model(case)
+    optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
+    for _ in range(9):
+        model(torch.randn(4, 2, 3, generator=generator), [True] * model.optional).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(param.detach().abs().max() < 10 for param in model.parameters())
 
 
 def is_rows(case: Case) -> bool:

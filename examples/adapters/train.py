@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/adapters/train.py
 
-The base is a small Llama with random weights, in bfloat16; yours comes from `AutoModelForCausalLM.from_pretrained`. It
-is to continue sequences that count upwards.
+The base is a small Llama with random weights, in bfloat16; yours comes from
+`AutoModelForCausalLM.from_pretrained`. It is to continue sequences that count upwards.
 """
 
 from __future__ import annotations
@@ -36,17 +36,24 @@ def configuration() -> LlamaConfig:
 
 
 def build(device: torch.device) -> FullyShardedDataParallel:
-    """Collective. The base is frozen, in bfloat16; the adapters are trained, in float32. Units have some of both."""
+    """Collective. Freeze the base, in bfloat16, and train the adapters, in float32.
+
+    Units have some of both.
+    """
     torch.manual_seed(0)  # the same weights on every rank
     base = LlamaForCausalLM(configuration()).bfloat16()
-    adapters = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = LoraConfig(
+        r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     plain = get_peft_model(base, adapters).to(device)
     return fsdp.shard(plain, units={LlamaDecoderLayer}, use_orig_params=True)
 
 
 def sequences(step: int, device: torch.device) -> Tensor:
-    """This rank's batch of a step: numbers that count up from anywhere, [BATCH, LENGTH]."""
-    generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+    """Return this rank's batch of a step, [BATCH, LENGTH]: numbers that count up."""
+    generator = torch.Generator().manual_seed(
+        step * dist.get_world_size() + dist.get_rank()
+    )
     first = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     return ((first + torch.arange(LENGTH)) % VOCABULARY).to(device)
 
@@ -70,7 +77,8 @@ def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
 
     state = model.state_dict(rank0_only=True)  # collective
     if dist.get_rank() == 0:
-        model.module.module.save_pretrained(folder, state_dict=state)  # for PeftModel.from_pretrained(base, folder)
+        # For PeftModel.from_pretrained(base, folder).
+        model.module.module.save_pretrained(folder, state_dict=state)
         print(f"saved {sorted(path.name for path in folder.iterdir())}")
     return losses
 

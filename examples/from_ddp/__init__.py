@@ -1,1 +1,1 @@
-"""A program that was written for torch's FSDP1."""
+"""A program that was written for torch's DistributedDataParallel."""

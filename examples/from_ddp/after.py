@@ -29,7 +29,10 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 64)
         self.blocks = nn.Sequential(
-            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+            *(
+                nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+                for _ in range(2)
+            )
         )
         self.head = nn.Linear(64, VOCABULARY)
 
@@ -39,7 +42,9 @@ class Model(nn.Module):
 
 def sequences(number: int, device: torch.device) -> Tensor:
     """This rank's part of a batch, [BATCH / ranks, LENGTH]."""
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number)
+    )
     return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
 
 
@@ -51,11 +56,13 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device(
+        "cpu"
+    )
 
 
 @torch.no_grad()
@@ -65,10 +72,14 @@ def evaluate(model: nn.Module, device: torch.device) -> float:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item()
 
 
-def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float = 1.0) -> list[float]:
-    """Collective. Train, going on from a checkpoint if there is one, and return the losses of the steps."""
+def train(
+    device: torch.device, folder: Path, steps: int = 100, max_norm: float = 1.0
+) -> list[float]:
+    """Collective. Train, from a checkpoint if there is one, and return the losses."""
     torch.manual_seed(dist.get_rank())
-    model = fsdp.shard(Model().to(device), units={nn.TransformerEncoderLayer}, sync_module_states=True)
+    model = fsdp.shard(
+        Model().to(device), units={nn.TransformerEncoderLayer}, sync_module_states=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     newest, first = fsdp.checkpoint.newest(folder), 0
     if newest:
@@ -76,7 +87,10 @@ def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float 
 
     if first >= steps:
         if dist.get_rank() == 0:
-            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+            print(
+                f"{folder} has all of {first} steps; to go on: --steps {first + 100}",
+                flush=True,
+            )
         return []
 
     losses = []
@@ -94,14 +108,19 @@ def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float 
         if step % 20 == 19:
             held_out = evaluate(model, device)  # on every rank
             if dist.get_rank() == 0:
-                print(f"step {step}: loss {losses[-1]:.3f}, on other data {held_out:.3f}", flush=True)
+                print(
+                    f"step {step}: loss {losses[-1]:.3f}, on other data {held_out:.3f}",
+                    flush=True,
+                )
     fsdp.save(folder, model, optimizer, step=steps - 1)  # on every rank
     return losses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="earlier runs included [%(default)s]"
+    )
     steps = parser.parse_args().steps
     train(join(), Path("runs/from_ddp/after"), steps)
     dist.destroy_process_group()

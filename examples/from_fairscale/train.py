@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/from_fairscale/train.py
 
-Before: `from fairscale.nn import ...`. All else, saving included, is as it was, and the files are FairScale's.
+Before: `from fairscale.nn import ...`. All else, saving included, is as it was, and the
+files are FairScale's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 64)
         self.blocks = nn.Sequential(
-            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+            *(
+                nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+                for _ in range(2)
+            )
         )
         self.head = nn.Linear(64, VOCABULARY)
 
@@ -39,7 +43,9 @@ class Model(nn.Module):
 
 def sequences(step: int, device: torch.device) -> Tensor:
     """This rank's part of a step's batch, [BATCH / ranks, LENGTH]."""
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
 
 
@@ -51,11 +57,13 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device(
+        "cpu"
+    )
 
 
 def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
@@ -66,11 +74,18 @@ def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
         "compute_device": device,
     }
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        plain.blocks = nn.Sequential(*(wrap(checkpoint_wrapper(block)) for block in plain.blocks))
+        plain.blocks = nn.Sequential(
+            *(wrap(checkpoint_wrapper(block)) for block in plain.blocks)
+        )
     return FullyShardedDataParallel(plain, **options)
 
 
-def save(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
+def save(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    path: Path,
+) -> None:
     """Collective: gathering needs every rank, writing only the first."""
     weights, state = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
     if dist.get_rank() == 0:
@@ -80,7 +95,7 @@ def save(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, step
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, going on from a checkpoint if there is one, and return the losses of the steps."""
+    """Collective. Train, from a checkpoint if there is one, and return the losses."""
     torch.manual_seed(0)  # the same weights on every rank
     model = shard(Model().to(device), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -88,12 +103,17 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
     if path.exists():
         saved = torch.load(path, map_location="cpu")
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(model.get_shard_from_optim_state_dict(saved["optimizer"]))
+        optimizer.load_state_dict(
+            model.get_shard_from_optim_state_dict(saved["optimizer"])
+        )
         first = saved["step"] + 1
 
     if first >= steps:
         if dist.get_rank() == 0:
-            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+            print(
+                f"{folder} has all of {first} steps; to go on: --steps {first + 100}",
+                flush=True,
+            )
         return []
 
     losses = []
@@ -113,7 +133,9 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="earlier runs included [%(default)s]"
+    )
     steps = parser.parse_args().steps
     train(join(), Path("runs/from_fairscale"), steps)
     dist.destroy_process_group()

@@ -30,7 +30,10 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 64)
         self.blocks = nn.Sequential(
-            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+            *(
+                nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+                for _ in range(2)
+            )
         )
         self.head = nn.Linear(64, VOCABULARY)
 
@@ -40,7 +43,9 @@ class Model(nn.Module):
 
 def sequences(step: int, device: torch.device) -> Tensor:
     """This rank's part of a step's batch, [BATCH / ranks, LENGTH]."""
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
 
 
@@ -52,25 +57,29 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device(
+        "cpu"
+    )
 
 
 def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
     return fsdp.shard(
         plain,
         units={nn.TransformerEncoderLayer},
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
         compute_device=device,
         use_orig_params=True,
     )
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, going on from the newest checkpoint if there is one, and return the losses of the steps."""
+    """Collective. Train, from the newest checkpoint if any, and return the losses."""
     torch.manual_seed(0)  # the same weights on every rank
     model = shard(Model(), device)
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
@@ -82,7 +91,10 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
     if first >= steps:
         if dist.get_rank() == 0:
-            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+            print(
+                f"{folder} has all of {first} steps; to go on: --steps {first + 100}",
+                flush=True,
+            )
         return []
 
     losses = []
@@ -102,7 +114,9 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="earlier runs included [%(default)s]"
+    )
     steps = parser.parse_args().steps
     train(join(), Path("runs/from_fsdp1"), steps)
     dist.destroy_process_group()

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/from_fsdp2/train.py
 
-Before: `from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard`. Parameters are `DTensor`s as before, and
-checkpoints go through `torch.distributed.checkpoint` as before.
+Before: `from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard`.
+Parameters are `DTensor`s as before, and checkpoints go through
+`torch.distributed.checkpoint` as before.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 64)
         self.blocks = nn.Sequential(
-            *(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2))
+            *(
+                nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+                for _ in range(2)
+            )
         )
         self.head = nn.Linear(64, VOCABULARY)
 
@@ -42,7 +46,9 @@ class Model(nn.Module):
 
 def sequences(step: int, device: torch.device) -> Tensor:
     """This rank's part of a step's batch, [BATCH / ranks, LENGTH]."""
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
 
 
@@ -54,22 +60,26 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device(
+        "cpu"
+    )
 
 
 def shard(plain: Model) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     for block in plain.blocks:
         fully_shard(block, mp_policy=policy)
     return fully_shard(plain, mp_policy=policy)
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, going on from a checkpoint if there is one, and return the losses of the steps."""
+    """Collective. Train, from a checkpoint if there is one, and return the losses."""
     torch.manual_seed(0)  # the same weights on every rank
     model = shard(Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -78,12 +88,20 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
         weights, state = get_state_dict(model, optimizer)
         saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
         dcp.load(saved, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
         first = saved["step"] + 1
 
     if first >= steps:
         if dist.get_rank() == 0:
-            print(f"{folder} has all of {first} steps; to go on: --steps {first + 100}", flush=True)
+            print(
+                f"{folder} has all of {first} steps; to go on: --steps {first + 100}",
+                flush=True,
+            )
         return []
 
     losses = []
@@ -98,13 +116,17 @@ def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
         if step % 20 == 19 and dist.get_rank() == 0:
             print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": steps - 1}, checkpoint_id=folder)
+    dcp.save(
+        {"model": weights, "optimizer": state, "step": steps - 1}, checkpoint_id=folder
+    )
     return losses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100, help="earlier runs included [%(default)s]")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="earlier runs included [%(default)s]"
+    )
     steps = parser.parse_args().steps
     train(join(), Path("runs/from_fsdp2"), steps)
     dist.destroy_process_group()

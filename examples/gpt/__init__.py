@@ -1,1 +1,1 @@
-"""The training job of `make train`: `launch` starts `train` on every rank and then `verify`."""
+"""The training job of `make train`: `launch` starts `train` on ranks, then `verify`."""

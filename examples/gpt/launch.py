@@ -1,6 +1,7 @@
-"""The front door of the training job (`make train`): train on all ranks, then check in a process of its own.
+"""The front door of the training job (`make train`): train on all ranks, then verify.
 
-What is wrong with the arguments is said here, once and in one line, before any rank starts.
+What is wrong with the arguments is said here, once and in one line, before any rank
+starts.
 """
 
 from __future__ import annotations
@@ -33,33 +34,44 @@ def resolve(options: Options) -> Options:
     """Decide what was left open, for this machine.
 
     Raises:
-        OptionError: more ranks than the machine has GPUs, no GPU at all, or an output folder that cannot
-            be made.
+        OptionError: more ranks than the machine has GPUs, no GPU at all, or an output
+            folder that cannot be made.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = options.device or ("cuda" if num_gpus else "cpu")
     if device == "cuda" and not num_gpus:
-        raise OptionError("--device cuda: torch finds no GPU on this machine. Leave the argument out.")
+        raise OptionError(
+            "--device cuda: torch finds no GPU on this machine. Leave the argument out."
+        )
     most = num_gpus if device == "cuda" else max(8, os.cpu_count() or 1)
     ranks = options.ranks or (num_gpus if device == "cuda" else CPU_RANKS)
     if ranks > most:
         what = "one rank for each GPU" if device == "cuda" else "on this machine's CPU"
         raise OptionError(f"--ranks {ranks} are too many: at most {most}, {what}.")
     # Both absolute, since the ranks run in the repository and not where the user is.
-    data = None if options.data is None else str(Path(options.data).expanduser().absolute())
+    data = (
+        None
+        if options.data is None
+        else str(Path(options.data).expanduser().absolute())
+    )
     out = options.out.expanduser().absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"--out {options.out} cannot be made: {error.strerror}.") from error
+        raise OptionError(
+            f"--out {options.out} cannot be made: {error.strerror}."
+        ) from error
     return replace(options, data=data, out=out, ranks=ranks, device=device)
 
 
 def run_module(arguments: Sequence[str]) -> int:
     """Run `python -m ...` in the repository and return its exit status."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=environment)
-    # torchrun's ranks are in sessions of their own: only it can end them, so it must never be left or killed.
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=environment
+    )
+    # torchrun's ranks are in sessions of their own: only it can end them, so it must
+    # never be left or killed.
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -75,13 +87,20 @@ def main() -> int:
     start = time.perf_counter()
     try:
         options = resolve(parse_options())
-        corpus = load_corpus(options.data, context=SIZES[options.size].context, max_bytes=options.max_bytes)
+        corpus = load_corpus(
+            options.data,
+            context=SIZES[options.size].context,
+            max_bytes=options.max_bytes,
+        )
     except (OptionError, TextError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     backend = "NCCL" if options.device == "cuda" else "gloo"
     num_bytes, num_held_out = len(corpus.train), len(corpus.validation)
-    print(f"text: {corpus.origin}, {num_bytes:,} bytes to train on and {num_held_out:,} held out")
+    print(
+        f"text: {corpus.origin}, {num_bytes:,} bytes to train on "
+        f"and {num_held_out:,} held out"
+    )
     print(f"ranks: {options.ranks} on {options.device} with {backend}", flush=True)
 
     # What an earlier run left must not be taken for this one's.
@@ -89,13 +108,24 @@ def main() -> int:
         (options.out / name).unlink(missing_ok=True)
     if not options.resume:
         shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.ranks),
+    ]
     status = run_module([*torchrun, "-m", "examples.gpt.train", *to_arguments(options)])
     if status:
-        print(f"error: training ended with status {status}; the messages above say why.", file=sys.stderr)
+        print(
+            f"error: training ended with status {status}; the messages above say why.",
+            file=sys.stderr,
+        )
         return status
     status = run_module(["examples.gpt.verify", str(options.out)])
-    print(f"{'done' if status == 0 else 'FAILED'} after {time.perf_counter() - start:.0f} s")
+    print(
+        f"{'done' if status == 0 else 'FAILED'} "
+        f"after {time.perf_counter() - start:.0f} s"
+    )
     return status
 
 

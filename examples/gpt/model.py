@@ -1,8 +1,9 @@
-"""The one GPT of this project: what the training job, the benchmarks and some tests run.
+"""The GPT of this project, in the training job, the benchmarks and some tests.
 
-Byte-level, so that any text is data and no tokenizer is needed. No dropout: two runs from one seed are equal,
-and so are a sharded and an unsharded model. Imports torch only, so that the same file loads consolidated
-weights in a process that knows nothing of `fsdp`.
+Byte-level, so that any text is data and no tokenizer is needed. No dropout: two runs
+from one seed are equal, and so are a sharded and an unsharded model. Imports torch
+only, so that the same file loads consolidated weights in a process that knows nothing
+of `fsdp`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "width", "context", "vocab"):
             if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(
+                    f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}."
+                )
         if self.width % self.num_heads:
             raise ValueError(
-                f"GPTConfig.width {self.width} is not a multiple of num_heads {self.num_heads}: "
+                f"GPTConfig.width {self.width} is not a multiple of num_heads "
+                f"{self.num_heads}: "
                 "every head needs the same number of channels."
             )
 
@@ -58,7 +62,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, time, channels]
+        # Each [batch, heads, time, channels].
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
 
@@ -76,7 +81,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: the natural unit to shard, since all blocks are alike and run one after another."""
+    """One pre-norm layer: the natural unit to shard.
+
+    All blocks are alike and run one after another.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -91,7 +99,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes: `[batch, time]` int64 tokens in, `[batch, time, vocab]` logits out.
+    """A decoder over bytes: tokens `[batch, time]` to logits `[batch, time, vocab]`.
 
     Args:
         config: the sizes; kept as `self.config`.
@@ -113,7 +121,10 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         time = tokens.shape[1]
         if time > self.config.context:
-            raise ValueError(f"A sequence of {time} tokens is longer than the context {self.config.context}.")
+            raise ValueError(
+                f"A sequence of {time} tokens is longer than the context "
+                f"{self.config.context}."
+            )
         positions = torch.arange(time, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
@@ -123,8 +134,8 @@ class GPT(nn.Module):
 
 def init_weights(part: nn.Module, config: GPTConfig) -> None:
     """Draw the weights of a GPT, or of a part of one, anew."""
-    # What is added to the residual stream is scaled down by the number of additions, so that the
-    # variance at the last block does not depend on the depth.
+    # What is added to the residual stream is scaled down by the number of additions, so
+    # that the variance at the last block does not depend on the depth.
     residual_std = 0.02 / (2 * config.num_layers) ** 0.5
     for name, module in part.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -137,14 +148,18 @@ def init_weights(part: nn.Module, config: GPTConfig) -> None:
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each byte of `windows` `[batch, time + 1]` after those before it."""
-    logits = model(windows[:, :-1]).float()  # whatever was computed in: 16 bits hold no more than two digits of a loss
+    """Return the mean cross-entropy, in nats, of bytes after those before them.
+
+    `windows` is `[batch, time + 1]`.
+    """
+    # Whatever was computed in: 16 bits hold no more than two digits of a loss.
+    logits = model(windows[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 SIZES: dict[str, GPTConfig] = {
-    # For tests, 44,925 parameters: neither 2, 3 nor 4 divides those of a block, or those outside the blocks,
-    # so that every world size beyond one has to pad.
+    # For tests, 44,925 parameters: neither 2, 3 nor 4 divides those of a block, or
+    # those outside the blocks, so that every world size beyond one has to pad.
     "tiny": GPTConfig(num_layers=4, num_heads=5, width=25, context=31),
     "small": GPTConfig(num_layers=4, num_heads=4, width=128, context=128),
     "17M": GPTConfig(num_layers=8, num_heads=8, width=416),

@@ -1,4 +1,4 @@
-"""The training job's arguments, which the launcher checks once and then hands on to every rank."""
+"""The training job's arguments: checked by the launcher, handed on to every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Without the usage text in front of it: what is wrong is then the only thing to read.
+        # Without the usage text in front of it: what is wrong is then the only thing to
+        # read.
         self.exit(2, f"error: {message}\n")
 
 
@@ -54,14 +55,25 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; an error is one line on stderr and ends the process with status 2."""
+    """Read the command line; an error is one line on stderr, with status 2."""
     description = "Train a small byte-level GPT, sharded, and check it."
     parser = _Parser(prog="python -m examples.gpt.launch", description=description)
     count, amount = _positive(int), _positive(float)
     add = parser.add_argument
-    add("--data", help="a file or a folder of text; default: the source of Python's standard library")
-    add("--out", type=Path, default=Path("runs/gpt"), help="folder for weights and report [%(default)s]")
-    add("--size", choices=SIZES, default="small", help="size of the model [%(default)s]")
+    add(
+        "--data",
+        help="a file or a folder of text; "
+        "default: the source of Python's standard library",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/gpt"),
+        help="folder for weights and report [%(default)s]",
+    )
+    add(
+        "--size", choices=SIZES, default="small", help="size of the model [%(default)s]"
+    )
     add("--steps", type=count, default=700, help="optimizer steps [%(default)s]")
     add(
         "--max-seconds",
@@ -69,19 +81,58 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         default=120.0,
         help="fewer steps where they would take longer [%(default)s]",
     )
-    add("--save-every", type=count, default=100, help="steps between two checkpoints, in OUT/checkpoints [%(default)s]")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, on any number of ranks")
-    add("--batch", type=count, default=8, help="sequences per rank and step [%(default)s]")
-    add("--learning-rate", type=amount, default=3e-3, help="at its highest [%(default)s]")
-    add("--max-bytes", type=count, default=16_000_000, help="how much text to read [%(default)s]")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the text [%(default)s]")
-    add("--ranks", type=count, help="processes; default: one for each GPU, or 2 on a machine without")
+    add(
+        "--save-every",
+        type=count,
+        default=100,
+        help="steps between two checkpoints, in OUT/checkpoints [%(default)s]",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint, on any number of ranks",
+    )
+    add(
+        "--batch",
+        type=count,
+        default=8,
+        help="sequences per rank and step [%(default)s]",
+    )
+    add(
+        "--learning-rate",
+        type=amount,
+        default=3e-3,
+        help="at its highest [%(default)s]",
+    )
+    add(
+        "--max-bytes",
+        type=count,
+        default=16_000_000,
+        help="how much text to read [%(default)s]",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the weights and of the order of the text [%(default)s]",
+    )
+    add(
+        "--ranks",
+        type=count,
+        help="processes; default: one for each GPU, or 2 on a machine without",
+    )
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     return Options(**vars(parser.parse_args(arguments)))
 
 
 def to_arguments(options: Options) -> list[str]:
     """The command line that `parse_options` reads back as `options`."""
-    given = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items()}
+    given = {
+        f"--{name.replace('_', '-')}": value for name, value in vars(options).items()
+    }
     flags = [name for name, value in given.items() if value is True]
-    return flags + [f"{name}={value}" for name, value in given.items() if not isinstance(value, bool | None)]
+    return flags + [
+        f"{name}={value}"
+        for name, value in given.items()
+        if not isinstance(value, bool | None)
+    ]

@@ -1,4 +1,4 @@
-"""What a training run says about itself, and what its tensors hold; written by train, read by verify."""
+"""What a run reports, and what its tensors hold: train writes, verify reads."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ class HeldBytes:
 
 
 def measure_held_bytes(model: nn.Module, optimizer: optim.Optimizer) -> HeldBytes:
-    """Count what the live tensors hold; call it after `step()` and before `zero_grad()`."""
+    """Count what live tensors hold; call it after `step()` and before `zero_grad()`."""
     parameters = list(model.parameters())
     states = (value for state in optimizer.state.values() for value in state.values())
     return HeldBytes(
         parameters=_storage_bytes(parameters),
         gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
-        optimizer_state=_storage_bytes(value for value in states if isinstance(value, Tensor)),
+        optimizer_state=_storage_bytes(
+            value for value in states if isinstance(value, Tensor)
+        ),
     )
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    # Storages, each once: a small view keeps the whole of a large buffer alive, and two views share one.
-    # Of a DTensor (known by its method, so that nobody pays for importing it) what this rank has.
+    # Storages, each once: a small view keeps the whole of a large buffer alive, and two
+    # views share one. Of a DTensor (known by its method, so that nobody pays for
+    # importing it) what this rank has.
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in local)}
+    storages = {
+        storage.data_ptr(): storage for storage in (t.untyped_storage() for t in local)
+    }
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -53,7 +58,8 @@ class Report:
         config: sizes of the model.
         unit_numels: elements of the parameters of each unit, counted before wrapping.
         held_bytes: of each rank.
-        first_loss, last_loss: validation loss of the sharded model before and after training.
+        first_loss, last_loss: validation loss of the sharded model before and after
+            training.
         digest: of the text; data and max_bytes say how to read it again.
         batch, max_batches: how the validation windows are put together.
         steps, seconds: of this run; those before it was resumed are not counted.
@@ -89,7 +95,7 @@ class Report:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there completely or not at all, even if the process is stopped."""
+    """Write a file completely or not at all, even if the process is stopped."""
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)

@@ -1,7 +1,8 @@
-"""Text as bytes for the training job: where it comes from, how it is split, and which windows are seen.
+"""Text as bytes for the training job: its source, its split, and its windows.
 
-Knows nothing of ranks beyond a seed, and nothing of sharding: the process that checks the saved weights
-reads the same text and the same validation batches through the same functions.
+Knows nothing of ranks beyond a seed, and nothing of sharding: the process that checks
+the saved weights reads the same text and the same validation batches through the same
+functions.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The standard library's tests, its generated tables and what was installed beside it are not what to learn.
-_SKIPPED_FOLDERS = frozenset({"__pycache__", "encodings", "idle_test", "pydoc_data", "test", "tests"})
+# The standard library's tests, its generated tables and what was installed beside it
+# are not what to learn.
+_SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "encodings", "idle_test", "pydoc_data", "test", "tests"}
+)
 _SKIPPED_PREFIXES = (".", "site-packages", "dist-packages")
 _VALIDATION_FRACTION = 0.1
 
@@ -34,7 +38,8 @@ class Corpus:
     Args:
         train: `[num_bytes]` uint8, the beginning of the text.
         validation: `[num_bytes]` uint8, its last tenth: never trained on.
-        digest: of all the bytes, so that another process can tell that it reads the same text.
+        digest: of all the bytes, so that another process can tell that it reads the
+            same text.
         origin: what the text is, for the reader of the output.
     """
 
@@ -48,15 +53,21 @@ def load_corpus(data: str | None, *, context: int, max_bytes: int) -> Corpus:
     """Read the text and hold out its last tenth.
 
     Args:
-        data: a file or a folder of text files; None for the source of Python's standard library.
-        context: the window that is trained on; there must be enough text for some of them.
+        data: a file or a folder of text files; None for the source of Python's standard
+            library.
+        context: the window that is trained on; there must be enough text for some of
+            them.
         max_bytes: how much to read at most, in the sorted order of the paths.
 
     Raises:
         TextError: the path does not exist, cannot be read, or holds too little text.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = _standard_library(folder) if data is None else _user_files(Path(data).expanduser())
+    files = (
+        _standard_library(folder)
+        if data is None
+        else _user_files(Path(data).expanduser())
+    )
     text = _concatenate(files, max_bytes)
     origin = "the source of Python's standard library" if data is None else data
     split = len(text) - int(len(text) * _VALIDATION_FRACTION)
@@ -64,11 +75,14 @@ def load_corpus(data: str | None, *, context: int, max_bytes: int) -> Corpus:
     if len(text) - split < needed:
         found = f"{len(text):,} bytes of text in {folder if data is None else data}"
         raise TextError(
-            f"{found} are too few: at least {int(needed / _VALIDATION_FRACTION):,} are needed. "
+            f"{found} are too few: at least "
+            f"{int(needed / _VALIDATION_FRACTION):,} are needed. "
             "Give a longer file or a folder with DATA=path."
         )
     tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
-    return Corpus(tokens[:split], tokens[split:], hashlib.sha256(text).hexdigest(), origin)
+    return Corpus(
+        tokens[:split], tokens[split:], hashlib.sha256(text).hexdigest(), origin
+    )
 
 
 def _standard_library(folder: Path) -> Iterator[Path]:
@@ -81,14 +95,20 @@ def _user_files(path: Path) -> Iterator[Path]:
     if path.is_file():
         return iter([path])
     found = "neither a file nor a folder" if path.exists() else "not there"
-    raise TextError(f"The data {path} is {found}. Give a file or a folder of text with DATA=path.")
+    raise TextError(
+        f"The data {path} is {found}. Give a file or a folder of text with DATA=path."
+    )
 
 
 def _walk(folder: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Regular files below `folder`, in an order that does not depend on the file system."""
+    """Regular files below `folder`, in an order that every file system gives."""
     for parent, folders, names in os.walk(folder):
         # In place: that is how `os.walk` is told where to go.
-        folders[:] = sorted(f for f in folders if f not in skipped and not f.startswith(_SKIPPED_PREFIXES))
+        folders[:] = sorted(
+            f
+            for f in folders
+            if f not in skipped and not f.startswith(_SKIPPED_PREFIXES)
+        )
         for name in sorted(names):
             path = Path(parent, name)
             if not name.startswith(".") and path.is_file():
@@ -113,18 +133,24 @@ def _concatenate(files: Iterator[Path], max_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def training_batches(text: Tensor, *, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-    """Endless random windows, `[batch, context + 1]` int64; every rank takes another seed."""
+def training_batches(
+    text: Tensor, *, batch: int, context: int, seed: int
+) -> Iterator[Tensor]:
+    """Endless random windows, `[batch, context + 1]` int64; each seed has others."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - context, (batch,), generator=generator)
         yield _windows(text, starts, context)
 
 
-def validation_batches(text: Tensor, *, batch: int, context: int, max_batches: int) -> list[Tensor]:
-    """The same windows for everybody, evenly spread over the text; all but the last hold `batch` of them."""
+def validation_batches(
+    text: Tensor, *, batch: int, context: int, max_batches: int
+) -> list[Tensor]:
+    """The same windows for all ranks, evenly spread over the text, in batches."""
     num_windows = min(batch * max_batches, (len(text) - 1) // context)
-    starts = torch.linspace(0, len(text) - context - 1, num_windows, dtype=torch.float64).long()
+    starts = torch.linspace(
+        0, len(text) - context - 1, num_windows, dtype=torch.float64
+    ).long()
     return [_windows(text, piece, context) for piece in starts.split(batch)]
 
 

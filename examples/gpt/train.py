@@ -1,7 +1,8 @@
 """One rank of the training job: sharded training of the byte-level GPT on real text.
 
-`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun, and afterwards has
-`examples.gpt.verify` compare what it leaves behind with a plain, unsharded model:
+`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun,
+and afterwards has `examples.gpt.verify` compare what it leaves behind with a plain,
+unsharded model:
 
     OUT/model.pt     the consolidated weights under the plain model's names
     OUT/report.json  what was trained and measured (`Report`)
@@ -58,17 +59,21 @@ class Place:
         return reduced.item()
 
     def peak_bytes(self) -> int:
-        """This process's memory at its highest: the GPU's, or else the whole process's."""
+        """This process's peak of memory: the GPU's, or else the whole process's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # in bytes there, in KiB elsewhere
+        # In bytes there, in KiB elsewhere.
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def join_group(options: Options) -> Place:
-    """Collective. Set up the process group that torchrun described in the environment."""
+    """Collective. Set up the process group that torchrun's environment describes."""
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("error: this is one rank of many. Start it with: python -m examples.gpt.launch")
+        raise SystemExit(
+            "error: this is one rank of many. Start it with: "
+            "python -m examples.gpt.launch"
+        )
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -96,10 +101,16 @@ def validation_loss(model: nn.Module, batches: list[Tensor], place: Place) -> fl
     model.eval()
     loss = 0.0
     for first in range(0, len(batches), place.world_size):
-        # Every rank has to call the model equally often; beyond the end, a batch counts for nothing.
+        # Every rank has to call the model equally often; beyond the end, a batch counts
+        # for nothing.
         index = first + place.rank
         weight = index < len(batches)
-        loss += weight * next_byte_loss(model, batches[min(index, len(batches) - 1)].to(place.device)).item()
+        loss += (
+            weight
+            * next_byte_loss(
+                model, batches[min(index, len(batches) - 1)].to(place.device)
+            ).item()
+        )
     model.train()
     return place.mean(loss) * place.world_size / len(batches)
 
@@ -113,32 +124,51 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
 
 
 class Trainer:
-    """The model, its optimizer and the bar; `run` is the training loop. Collective, as all of it trains."""
+    """The model, its optimizer and the bar; `run` is the training loop. Collective."""
 
-    def __init__(self, model: FullyShardedDataParallel, options: Options, place: Place) -> None:
+    def __init__(
+        self, model: FullyShardedDataParallel, options: Options, place: Place
+    ) -> None:
         self.model = model
         self.options = options
         self.place = place
-        self.steps = options.steps  # fewer when they would take too long, see `_affordable_steps`
+        # Fewer when they would take too long, see `_affordable_steps`.
+        self.steps = options.steps
         # Made after wrapping: what it sees is one flat shard per unit.
-        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95), weight_decay=0.1
+        )
         self.held_bytes: HeldBytes | None = None  # known after the first step
         self.first = 0  # the step to begin with
         self.first_loss = 0.0  # on other data, before anything was trained
 
     @property
     def tokens_per_step(self) -> int:
-        return self.place.world_size * self.options.batch * SIZES[self.options.size].context
+        return (
+            self.place.world_size
+            * self.options.batch
+            * SIZES[self.options.size].context
+        )
 
     def resume(self) -> bool:
-        """Take model, optimizer and step of the newest checkpoint, if there is one and it is asked for."""
-        newest = fsdp.checkpoint.newest(self.options.out / "checkpoints") if self.options.resume else None
+        """Load the newest checkpoint, if there is one and it is asked for."""
+        newest = (
+            fsdp.checkpoint.newest(self.options.out / "checkpoints")
+            if self.options.resume
+            else None
+        )
         if newest is None:
             return False
         loaded = fsdp.load(newest, self.model, self.optimizer)
-        self.first, self.first_loss = 1 + (loaded.step or 0), loaded.values["first loss"]
+        self.first, self.first_loss = (
+            1 + (loaded.step or 0),
+            loaded.values["first loss"],
+        )
         if self.place.rank == 0:
-            print(f"resumed after step {loaded.step}, on {self.place.world_size} ranks", flush=True)
+            print(
+                f"resumed after step {loaded.step}, on {self.place.world_size} ranks",
+                flush=True,
+            )
         return True
 
     def run(self, batches: Iterator[Tensor]) -> float:
@@ -147,7 +177,12 @@ class Trainer:
         # Into a file rather than onto a terminal, a line now and then is enough.
         quiet = self.place.rank != 0
         interval = 0.5 if sys.stderr.isatty() else 15.0
-        shown = {"desc": "training", "unit": "step", "disable": quiet, "mininterval": interval}
+        shown = {
+            "desc": "training",
+            "unit": "step",
+            "disable": quiet,
+            "mininterval": interval,
+        }
         with tqdm(initial=self.first, total=self.steps, **shown) as bar:
             step = self.first
             while step < self.steps:
@@ -159,7 +194,10 @@ class Trainer:
                     seconds = self.place.max(time.perf_counter() - start)
                     self.steps = self._affordable_steps(step, seconds)
                     bar.total = self.steps
-                    bar.set_postfix(self._figures(loss, (step - self.first) / seconds), refresh=False)
+                    bar.set_postfix(
+                        self._figures(loss, (step - self.first) / seconds),
+                        refresh=False,
+                    )
                 bar.update()
         return time.perf_counter() - start
 
@@ -177,12 +215,22 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         values = {"first loss": self.first_loss}
-        fsdp.save(self.options.out / "checkpoints", self.model, self.optimizer, step=step, values=values, keep=2)
+        fsdp.save(
+            self.options.out / "checkpoints",
+            self.model,
+            self.optimizer,
+            step=step,
+            values=values,
+            keep=2,
+        )
 
     def _affordable_steps(self, step: int, seconds: float) -> int:
-        # A slow machine gets a shorter run with the whole schedule in it, not a broken one; where there is
-        # time enough the run depends on nothing but its options. All ranks see the same seconds.
-        affordable = self.first + int(self.options.max_seconds * (step - self.first) / seconds)
+        # A slow machine gets a shorter run with the whole schedule in it, not a broken
+        # one; where there is time enough the run depends on nothing but its options.
+        # All ranks see the same seconds.
+        affordable = self.first + int(
+            self.options.max_seconds * (step - self.first) / seconds
+        )
         return max(step, min(self.options.steps, affordable))
 
     def _figures(self, loss: Tensor, steps_per_second: float) -> dict[str, str]:
@@ -200,7 +248,9 @@ def gather_held_bytes(held: HeldBytes | None, world_size: int) -> list[HeldBytes
     return gathered
 
 
-def save_weights(model: FullyShardedDataParallel, options: Options, place: Place) -> None:
+def save_weights(
+    model: FullyShardedDataParallel, options: Options, place: Place
+) -> None:
     """Collective: consolidating needs every rank, writing only the first."""
     state = model.state_dict()
     if place.rank == 0:
@@ -212,12 +262,15 @@ def save_weights(model: FullyShardedDataParallel, options: Options, place: Place
 def train(options: Options, place: Place, corpus: Corpus) -> Report:
     """Collective. Train and save; the report is the same on all ranks."""
     config = SIZES[options.size]
-    torch.manual_seed(options.seed)  # the same on all ranks: sharding does not broadcast the weights
+    # The same on all ranks: sharding does not broadcast the weights.
+    torch.manual_seed(options.seed)
     plain = GPT(config).to(place.device)
     unit_numels = count_units(plain)
     trainer = Trainer(shard(plain), options, place)
     windows = {"batch": options.batch, "context": config.context}
-    held_out = validation_batches(corpus.validation, **windows, max_batches=MAX_VALIDATION_BATCHES)
+    held_out = validation_batches(
+        corpus.validation, **windows, max_batches=MAX_VALIDATION_BATCHES
+    )
 
     if not trainer.resume():
         trainer.first_loss = validation_loss(trainer.model, held_out, place)
@@ -240,7 +293,9 @@ def train(options: Options, place: Place, corpus: Corpus) -> Report:
         device=place.device.type,
         steps=trainer.steps - trainer.first,
         seconds=seconds,
-        tokens_per_second=(trainer.steps - trainer.first) * trainer.tokens_per_step / seconds,
+        tokens_per_second=(trainer.steps - trainer.first)
+        * trainer.tokens_per_step
+        / seconds,
         learning_rate=options.learning_rate,
         seed=options.seed,
         torch=torch.__version__,
@@ -250,12 +305,14 @@ def train(options: Options, place: Place, corpus: Corpus) -> Report:
 def main() -> None:
     options = parse_options()
     place = join_group(options)
-    corpus = load_corpus(options.data, context=SIZES[options.size].context, max_bytes=options.max_bytes)
+    corpus = load_corpus(
+        options.data, context=SIZES[options.size].context, max_bytes=options.max_bytes
+    )
     report = train(options, place, corpus)
     if place.rank == 0:
         report.write(options.out / "report.json")
-    # Not in a `finally`: after an error on one rank the others still wait in a collective, and leaving
-    # without a word is what lets torchrun end them.
+    # Not in a `finally`: after an error on one rank the others still wait in a
+    # collective, and leaving without a word is what lets torchrun end them.
     dist.destroy_process_group()
 
 

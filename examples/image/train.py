@@ -1,8 +1,12 @@
-"""A sharded image classifier: batch norms, an average of the weights, accumulation, a cosine schedule, evaluation.
+"""A sharded image classifier, with batch norms and an average of the weights.
+
+Gradients are accumulated, the learning rate follows a cosine, and each epoch is
+evaluated.
 
     torchrun --nproc-per-node 2 examples/image/train.py
 
-The images are made here: noise with a brighter square in one of four corners, which is the class.
+The images are made here: noise with a brighter square in one of four corners, which is
+the class.
 """
 
 from __future__ import annotations
@@ -67,22 +71,28 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
     """Collective. The part of the images of all ranks that is classified right."""
     model.eval()
     right = torch.zeros(2, device=device)
-    for batch, classes in DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False)):
+    for batch, classes in DataLoader(
+        data, BATCH, sampler=DistributedSampler(data, shuffle=False)
+    ):
         found = model(batch.to(device)).argmax(1).cpu()
         right += torch.tensor([(found == classes).sum(), len(classes)], device=device)
     dist.all_reduce(right)
     return (right[0] / right[1]).item()
 
 
-def train(device: torch.device, folder: Path, epochs: int = 4, count: int = 512) -> float:
-    """Collective. Train, save the averaged weights, and return their accuracy on other images."""
+def train(
+    device: torch.device, folder: Path, epochs: int = 4, count: int = 512
+) -> float:
+    """Collective. Train, save the averaged weights, and return their accuracy."""
     torch.manual_seed(0)  # the same weights on every rank
     model = fsdp.shard(Classifier().to(device), units={Block})
     ema = EMA(model, decay=0.9)
 
     data, held_out = images(count, seed=1), images(256, seed=2)
     # As many batches for each rank, since they run the model together.
-    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, drop_last=True)
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
+        data, drop_last=True
+    )
     batches = DataLoader(data, BATCH, sampler=sampler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     steps = epochs * len(batches) // ACCUMULATE
@@ -93,7 +103,8 @@ def train(device: torch.device, folder: Path, epochs: int = 4, count: int = 512)
         sampler.set_epoch(epoch)
         for number, (batch, classes) in enumerate(batches, start=1):
             is_last = number % ACCUMULATE == 0
-            with nullcontext() if is_last else model.no_sync():  # gradients travel with the last batch only
+            # Gradients travel with the last batch only.
+            with nullcontext() if is_last else model.no_sync():
                 loss = F.cross_entropy(model(batch.to(device)), classes.to(device))
                 (loss / ACCUMULATE).backward()
             if is_last:
@@ -104,7 +115,11 @@ def train(device: torch.device, folder: Path, epochs: int = 4, count: int = 512)
                 ema.update_parameters(model)
         found = accuracy(ema, held_out, device)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy of the average {found:.3f}", flush=True)
+            print(
+                f"epoch {epoch}: loss {loss.item():.3f}, "
+                f"accuracy of the average {found:.3f}",
+                flush=True,
+            )
     fsdp.save(folder, ema.module)  # for anybody: folder/model.safetensors
     return found
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=fsdp
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1        # one torchrun on each machine, which starts the ranks
+#SBATCH --ntasks-per-node=1        # a torchrun on each machine starts the ranks
 #SBATCH --gpus-per-node=8          # leave it out on machines without
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:TERM@120        # two minutes before the time is over
-#SBATCH --requeue                  # then, and when a machine fails, the job begins again, from its newest checkpoint
+#SBATCH --requeue                  # then, or when a machine fails, the job starts again
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
 

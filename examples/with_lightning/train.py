@@ -1,4 +1,4 @@
-"""Lightning's Trainer on a sharded model, with checkpoints that any number of ranks resumes from.
+"""Lightning's Trainer on a sharded model, resumed by any number of ranks.
 
     python examples/with_lightning/train.py
 
@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +26,9 @@ WIDTH = 32
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.layers = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.layers(inputs)
@@ -45,7 +48,8 @@ class Model(pl.LightningModule):
         loss = nn.functional.mse_loss(self.blocks(batch[0]).squeeze(-1), batch[1])
         self.log("val_loss", loss, sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # when the model is sharded
+    # When the model is sharded.
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
@@ -54,11 +58,15 @@ def data(count: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(inputs, (inputs.sum(1) / 4).sin()), batch_size=16)
 
 
-def train(folder: Path, epochs: int = 4, resume: str | None = None, **options: object) -> float:
-    """Train for so many epochs, those before `resume` included, and return the last loss on other data."""
+def train(
+    folder: Path, epochs: int = 4, resume: str | None = None, **options: object
+) -> float:
+    """Train up to this epoch, from `resume` if given; return the loss on other data."""
     pl.seed_everything(0, verbose=False)
-    settings: dict[str, object] = {
-        "strategy": FullyShardedStrategy(auto_wrap_policy={Block}, state_dict_type="sharded"),
+    settings: dict[str, Any] = {
+        "strategy": FullyShardedStrategy(
+            auto_wrap_policy={Block}, state_dict_type="sharded"
+        ),
         "accelerator": "auto",
         "devices": 2,
         "gradient_clip_val": 1.0,
@@ -66,14 +74,20 @@ def train(folder: Path, epochs: int = 4, resume: str | None = None, **options: o
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "logger": False,
+        **options,
     }
-    trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, **(settings | options))  # type: ignore[arg-type]
+    trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, **settings)
     trainer.fit(Model(), data(512, seed=1), data(128, seed=2), ckpt_path=resume)
     if "val_loss" not in trainer.callback_metrics:
-        trainer.print(f"{resume} has all of {trainer.current_epoch} epochs; to go on: --epochs {epochs + 4} --resume")
+        trainer.print(
+            f"{resume} has all of {trainer.current_epoch} epochs; "
+            f"to go on: --epochs {epochs + 4} --resume"
+        )
         return math.nan
     loss = trainer.callback_metrics["val_loss"].item()
-    trainer.print(f"loss on other data after {trainer.current_epoch} epochs: {loss:.4f}")
+    trainer.print(
+        f"loss on other data after {trainer.current_epoch} epochs: {loss:.4f}"
+    )
     return loss
 
 
@@ -85,12 +99,21 @@ def newest(folder: Path) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=4, help="earlier runs included [%(default)s]")
+    parser.add_argument(
+        "--epochs", type=int, default=4, help="earlier runs included [%(default)s]"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="[%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint"
+    )
     arguments = parser.parse_args()
     folder = Path("runs/lightning")
-    train(folder, arguments.epochs, newest(folder) if arguments.resume else None, devices=arguments.ranks)
+    train(
+        folder,
+        arguments.epochs,
+        newest(folder) if arguments.resume else None,
+        devices=arguments.ranks,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A sharded model on two workers of Ray Train, one of which is killed; Ray starts them again and training goes on.
+"""A sharded model on two workers of Ray Train, one of which is killed.
+
+Ray starts them again and training goes on.
 
     python examples/with_ray/train.py
 
-Ray sets up the process group, so the function that it runs on each worker begins where others are after
-`init_process_group`. The model learns to repeat what it reads.
+Ray sets up the process group, so the function that it runs on each worker begins where
+others are after `init_process_group`. The model learns to repeat what it reads.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ def build() -> FullyShardedDataParallel:
     torch.manual_seed(0)  # the same weights on every worker
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     plain = nn.Sequential(
-        nn.Embedding(VOCABULARY, 64), nn.TransformerEncoder(layer, num_layers=2), nn.Linear(64, VOCABULARY)
+        nn.Embedding(VOCABULARY, 64),
+        nn.TransformerEncoder(layer, num_layers=2),
+        nn.Linear(64, VOCABULARY),
     ).to(get_device())
     return fsdp.shard(plain, units={nn.TransformerEncoderLayer})
 
 
 def sequences(step: int) -> Tensor:
     """This worker's part of a step's batch, [BATCH / workers, LENGTH]."""
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(get_device())
 
 
@@ -63,25 +69,45 @@ def train_on_worker(config: dict[str, Any]) -> None:
         if step == config["killed_at"] and first == 0 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # as where a machine fails
         if step % 10 == 9:
-            saved = fsdp.save(Path(config["folder"], "newest"), model, optimizer, values={"step": step})
+            saved = fsdp.save(
+                Path(config["folder"], "newest"),
+                model,
+                optimizer,
+                values={"step": step},
+            )
             report(saved.path, {"step": step, "first": first, "loss": loss.item()})
 
 
 def report(path: Path, metrics: dict[str, Any]) -> None:
-    """Collective. Hand Ray a checkpoint, which it copies to its storage before this returns.
+    """Collective. Hand Ray a checkpoint, which it copies before this returns.
 
-    Every worker has written its part of the folder, so one of them reports it. Where workers have no file system in
-    common, `fsdp.save` has sent all parts to the first one.
+    Every worker has written its part of the folder, so one of them reports it. Where
+    workers have no file system in common, `fsdp.save` has sent all parts to the first
+    one.
     """
-    ray.train.report(metrics, checkpoint=Checkpoint.from_directory(path) if dist.get_rank() == 0 else None)
+    ray.train.report(
+        metrics,
+        checkpoint=Checkpoint.from_directory(path) if dist.get_rank() == 0 else None,
+    )
 
 
-def train(folder: Path, steps: int = 100, killed_at: int | None = 55, workers: int = 2) -> ray.train.Result:
+def train(
+    folder: Path, steps: int = 100, killed_at: int | None = 55, workers: int = 2
+) -> ray.train.Result:
     trainer = TorchTrainer(
         train_on_worker,
-        train_loop_config={"steps": steps, "killed_at": killed_at, "folder": str(folder.absolute())},
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
-        run_config=RunConfig(storage_path=str(folder.absolute()), failure_config=FailureConfig(max_failures=1)),
+        train_loop_config={
+            "steps": steps,
+            "killed_at": killed_at,
+            "folder": str(folder.absolute()),
+        },
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=torch.cuda.is_available()
+        ),
+        run_config=RunConfig(
+            storage_path=str(folder.absolute()),
+            failure_config=FailureConfig(max_failures=1),
+        ),
     )
     return trainer.fit()
 
@@ -90,7 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100, help="[%(default)s]")
     found = train(Path("runs/with_ray"), parser.parse_args().steps).metrics
-    print(f"step {found['step']}: loss {found['loss']:.3f}; the last start was at step {found['first']}")
+    print(
+        f"step {found['step']}: loss {found['loss']:.3f}; "
+        f"the last start was at step {found['first']}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Adapters of peft on a sharded transformers model, trained by the Trainer, which resumes on any number of ranks.
+"""Adapters of peft on a sharded transformers model, trained by the Trainer.
+
+The Trainer resumes on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/with_trainer/train.py
 
-The base is a small Llama with random weights; yours comes from `AutoModelForCausalLM.from_pretrained`. The task is to
-continue sequences that count upwards. With `--resume` it goes on from the newest checkpoint.
+The base is a small Llama with random weights; yours comes from
+`AutoModelForCausalLM.from_pretrained`. The task is to continue sequences that count
+upwards. With `--resume` it goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 48  # of all ranks together
 
 
 def build(device: torch.device) -> FullyShardedDataParallel:
-    """Collective. The base is frozen; only the adapters are trained, and have gradients and optimizer state."""
+    """Collective. Freeze the base: only adapters have gradients and optimizer state."""
     torch.manual_seed(0)  # the same weights on every rank
     base = LlamaForCausalLM(
         LlamaConfig(
@@ -38,19 +41,32 @@ def build(device: torch.device) -> FullyShardedDataParallel:
             num_attention_heads=4,
         )
     )
-    adapters = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = LoraConfig(
+        r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     plain = get_peft_model(base, adapters).to(device)
     return fsdp.shard(plain, units={LlamaDecoderLayer}, use_orig_params=True)
 
 
 def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
     """Numbers that count up from anywhere."""
-    first = torch.randint(VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": row, "labels": row} for row in (first + torch.arange(LENGTH)) % VOCABULARY]
+    first = torch.randint(
+        VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return [
+        {"input_ids": row, "labels": row}
+        for row in (first + torch.arange(LENGTH)) % VOCABULARY
+    ]
 
 
-def train(device: torch.device, folder: Path, steps: int = 60, resume: bool = False, **options: Any) -> list[float]:
-    """Collective. Train, going on from the newest checkpoint if asked to, and return the losses on other data."""
+def train(
+    device: torch.device,
+    folder: Path,
+    steps: int = 60,
+    resume: bool = False,
+    **options: Any,
+) -> list[float]:
+    """Collective. Train, from the newest checkpoint if asked to; return the losses."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -67,19 +83,36 @@ def train(device: torch.device, folder: Path, steps: int = 60, resume: bool = Fa
         **options,
     )
     trainer = Trainer(
-        build(device), arguments, train_dataset=sequences(960, seed=1), eval_dataset=sequences(96, seed=2)
+        build(device),
+        arguments,
+        train_dataset=sequences(960, seed=1),
+        eval_dataset=sequences(96, seed=2),
     )
     trainer.train(resume_from_checkpoint=resume or None)
-    trainer.save_model(str(folder / "adapters"))  # for PeftModel.from_pretrained(base, folder / "adapters")
-    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    # For PeftModel.from_pretrained(base, folder / "adapters").
+    trainer.save_model(str(folder / "adapters"))
+    return [
+        entry["eval_loss"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60, help="earlier runs included [%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="earlier runs included [%(default)s]"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint"
+    )
     arguments = parser.parse_args()
-    losses = train(fsdp.init_distributed(), Path("runs/with_trainer"), arguments.steps, arguments.resume)
+    losses = train(
+        fsdp.init_distributed(),
+        Path("runs/with_trainer"),
+        arguments.steps,
+        arguments.resume,
+    )
     if dist.get_rank() == 0:
         print("losses on other data:", ", ".join(f"{loss:.3f}" for loss in losses))
     dist.destroy_process_group()

@@ -223,7 +223,7 @@ class FlattenParamsWrapper(nn.Module):
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Have the module list ordinary parameters inside; changes are kept, unless `flat_params` gave the values."""
-        self._refuse_managed("unflatten_params")
+        self._refuse_managed("unflatten_params", "summon_full_params")
         if self._unflattened or not self.flat_params:
             yield
             return
@@ -235,10 +235,10 @@ class FlattenParamsWrapper(nn.Module):
         finally:
             self._flatten_again(keep_changes=is_unflattened and flat_params is None)
 
-    def _refuse_managed(self, what: str) -> None:
+    def _refuse_managed(self, what: str, instead: str) -> None:
         if self._is_managed:
             raise RuntimeError(
-                f"{what}: these parameters are sharded; use the method of the FullyShardedDataParallel around it, on "
+                f"{what}: these parameters are sharded; use {instead}() of the FullyShardedDataParallel around it, on "
                 "every rank"
             )
 
@@ -252,7 +252,6 @@ class FlattenParamsWrapper(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the wrapped module's state under its plain names."""
-        self._refuse_managed("state_dict")
         if not self.is_flattened:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         try:
@@ -263,7 +262,7 @@ class FlattenParamsWrapper(nn.Module):
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state with flat parameters under their own names."""
-        self._refuse_managed("flat_state_dict")
+        self._refuse_managed("flat_state_dict", "local_state_dict")
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
             state[clean_name(key)] = state.pop(key)
@@ -335,6 +334,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, [])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the wrapped module returns by itself, or raise its error."""
+        return self._fpw_module.state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit

@@ -39,8 +39,8 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
     is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
-        if module in taken_from and not (lists_parts or names_shards or is_bare):
-            unit.hooks.append(module.register_state_dict_pre_hook(partial(_refuse_partial_state, unit)))
+        if module in taken_from and not (lists_parts or is_bare):
+            unit.hooks.append(module.register_state_dict_pre_hook(partial(_check_partial_state, unit, names_shards)))
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:
@@ -74,12 +74,23 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(module.named_modules(remove_duplicate=False))
 
 
-def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and unit.request(LocalState) is None:
+def _check_partial_state(unit: Unit, names_shards: bool, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if unit.state is TrainingState.SUMMON_FULL_PARAMS or unit.request(LocalState) is not None:
+        return
+    remedy = (
+        "Call state_dict() of the wrapper on every rank, or enter summon_full_params() on every rank and call it "
+        "there: both are collective, so one rank alone would wait. local_state_dict() of the wrapper returns shards."
+    )
+    if not names_shards:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
-            "this rank's shards, or nothing. Call state_dict() of the wrapper on every rank, or enter "
-            "summon_full_params() on every rank and call it there: both are collective, so one rank alone would wait."
+            f"this rank's shards, or nothing. {remedy}"
+        )
+    if any(handle.is_sharded for handle in unit.visible_handles):
+        warnings.warn(
+            f"{unit.name}: state_dict() of a module inside a FullyShardedDataParallel(flatten_parameters=False) holds "
+            f"this rank's shards, as FairScale's does. For unsharded values: {remedy}",
+            stacklevel=3,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import random
 import re
@@ -75,7 +76,10 @@ def _disturb() -> tuple[Any, ...]:
         (torch.rand(1).item(), random.random(), np.random.rand()),
         (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()),
         os.environ.get("LEFT_BEHIND"),
+        (logging.root.hasHandlers(), logging.getLogger("fsdp.engine").level, logging.root.level),
     )
+    logging.basicConfig(level=logging.ERROR)
+    logging.getLogger("fsdp.engine").setLevel(logging.WARNING)  # as a page shows it
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.set_num_threads(2)

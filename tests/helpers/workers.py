@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import random
@@ -276,13 +277,17 @@ def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    environment = dict(os.environ)
+    environment, loggers = dict(os.environ), _loggers()
     with warnings.catch_warnings():
         _apply_filters(filters)
         try:
             yield
         finally:
             _restore(environment)
+            for logger, level, handlers in loggers:
+                if logger.level != level:
+                    logger.setLevel(level)
+                logger.handlers[:] = handlers
             # Inside the run and not after it, so that a hang in here is reported against the right test.
             gc.collect()
             if torch.cuda.is_initialized():
@@ -301,6 +306,13 @@ def _set_aside_modules() -> None:
             gc.collect()  # what the last run left behind must not live as long too
         _set_aside = len(sys.modules)
         gc.freeze()
+
+
+def _loggers() -> list[tuple[logging.Logger, int, list[logging.Handler]]]:
+    """Return every logger, with its level and handlers. Those that a run creates by imports are left as they are."""
+    # A name that has only children is not a logger yet.
+    known = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    return [(logger, logger.level, [*logger.handlers]) for logger in known]
 
 
 def _restore(environment: Mapping[str, str]) -> None:

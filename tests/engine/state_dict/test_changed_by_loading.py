@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
+from tests.helpers.equality import assert_same
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer
+from tests.helpers.parity import MakeOptimizer, fully_sharded
 from tests.helpers.ranks import RankPool
 
 PARTS = {
@@ -283,7 +286,12 @@ def _save_listed(path: str) -> None:
     twins = Twins("unflattened")
     twins.step()
     module, plain = find(twins.sharded, path), find(twins.plain, path)
-    state, listed = module.state_dict(), dict(module.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        state = module.state_dict()
+    told = {str(each.message) for each in caught if "holds this rank's shards" in str(each.message)}
+    assert bool(told) is (dist.get_world_size() > 1)
+    assert all("Call state_dict() of the wrapper on every rank" in message for message in told)
+    listed = dict(module.named_parameters())
     assert list(state) == list(plain.state_dict())
     inside = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel))
     own = [name for name in state if not name.startswith(inside)]
@@ -318,3 +326,22 @@ def _load_in_backward(layout: str) -> None:
     for optimizer in twins.optimizers:
         optimizer.zero_grad()
     twins.train(lambda: None)
+
+
+@parametrize_pairs(world_size=[2, 3], layout=list(LAYOUTS))
+def test_the_module_of_a_wrapper_answers_as_the_users_own(ranks: RankPool, world_size: int, layout: str) -> None:
+    ranks(world_size).run(_save_module, layout)
+
+
+def _save_module(layout: str) -> None:
+    model: Any = fully_sharded(**LAYOUTS[layout])(nested_mlp(keep))
+    if layout == "unflattened":  # as FairScale's, for example when `local_state_dict()` is compared with it
+        with pytest.warns(UserWarning, match=r"holds this rank's shards, as FairScale's does.*local_state_dict\(\)"):
+            state = model.module.state_dict()
+        assert_same(state, model.local_state_dict())
+        return
+    remedy = r"Call state_dict\(\) of the wrapper on every rank.*local_state_dict\(\) of the wrapper returns shards"
+    with pytest.raises(RuntimeError, match=f"would hold this rank's shards.*{remedy}"):
+        model.module.state_dict()
+    with model.summon_full_params():
+        assert_same(model.module.state_dict(), nested_mlp(keep).state_dict())
