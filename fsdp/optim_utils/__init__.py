@@ -1,5 +1,4 @@
-"""Functions that gather optimizer state of a wrapped model under plain names, shard it for any number of ranks, or
-rekey it.
+"""Functions that gather, shard and rekey the optimizer state of a wrapped model.
 
 A *full* optimizer state is the state of an optimizer of the unsharded model: ``state`` by parameter and
 ``param_groups``, with tensors in the parameters' shapes. Keys are the parameters' names in the module before wrapping,

@@ -160,7 +160,7 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     two, use names. If the state contains ``param_names``, these are used instead of the model's numbers.
 
     Args:
-        full: the state. It is not changed; the result shares its tensors.
+        full: the state, which is not changed; the result shares its tensors.
         model: the model of the state: the outermost wrapper, or a plain module.
         to: "names" or "numbers".
         optim: for a plain module, the optimizer that defines the numbers; None uses the order of

@@ -68,7 +68,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Step with unscaled gradients, unless a rank has an infinite or NaN gradient; see torch's class."""
+        """Collective. Step with unscaled gradients, unless a rank has an infinite or NaN gradient."""
         if not self._fuses_across_devices(optimizer):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]

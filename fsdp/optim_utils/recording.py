@@ -212,10 +212,10 @@ def record_fingerprints(model: nn.Module, path: str | os.PathLike[str], first_st
     Without, they should have the same number of ranks, because otherwise reduced gradients differ in rounding.
 
     For each micro-batch (forward and backward), the recording contains the inputs of the model, the weights, buffers
-    and outputs of each unit in its forward, and each parameter's gradient before reduction. For each optimizer step,
-    it contains the reduced gradients, the optimizer's options, new weights, and optimizer state. The cost is that of
-    reading all these values a few times. Passes without gradients are not recorded. A step ends with an optimizer's
-    step, which is collective during the recording.
+    and outputs of each unit, and each parameter's gradient before reduction. For each optimizer step, it contains the
+    reduced gradients, the optimizer's options, new weights, and optimizer state. The cost is equal to reading all
+    these values a few times. Passes without gradients are not recorded. A step ends with an optimizer's step, which is
+    collective during the recording.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.

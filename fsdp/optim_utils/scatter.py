@@ -92,7 +92,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
     Args:
         model: the outermost wrapper.
         optim: an optimizer of its parameters.
-        full: the state, by names, or by FairScale's numbers. It is not changed.
+        full: the state, by names or by FairScale's numbers; not changed.
         rank0_only: If True, use rank 0's state; other ranks pass None and receive their shards. Existing state of the
             optimizer is written in place, so these ranks need memory only for new state. With tensor parallelism, the
             first rank of every data-parallel group passes the state.
