@@ -17,7 +17,7 @@ author = "fsdp contributors"
 copyright = "fsdp contributors, BSD 3-Clause"
 version = release = fsdp.__version__
 
-# Libraries that the integrations import say on their way what this machine has not.
+# Libraries that the integrations import warn about missing features of this machine.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -42,12 +42,14 @@ napoleon_use_ivar = True
 
 
 def mark_code(app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
-    """Turn `code` of a docstring into what Sphinx takes for code, letters that follow it, as in `Tensor`s, included."""
+    """Convert `code` in a docstring to Sphinx's markup, including letters directly after it, as in `Tensor`s."""
     lines[:] = re.sub(r"(`{1,2})([^`]+)\1", r"``\2``\\ ", "\n".join(lines)).split("\n")
 
 
 def index_words(app: Sphinx, page: str, source: list[str]) -> None:
-    """Turn `<!-- search: words -->` into index entries of that place, which a search for one of them shows first."""
+    """Convert `<!-- search: words -->` to index entries of that place, which a search for any of the words shows
+    first.
+    """
 
     def entries(comment: re.Match[str]) -> str:
         return "```{index} " + ", ".join(f"! {word}" for word in re.split(r",\s*", comment[1])) + "\n```\n"

@@ -1,4 +1,4 @@
-"""Sharded data parallel training for PyTorch: `FullyShardedDataParallel`, `fully_shard`, and what goes with them."""
+"""Sharded data parallel training for PyTorch: `FullyShardedDataParallel`, `fully_shard`, and related functions."""
 
 __version__ = "0.1.0"
 

@@ -24,10 +24,10 @@ except ImportError as error:
 
 
 def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModule | None:
-    """Return the model if it is a wrapper or a module under `fully_shard`; None if nothing in it is sharded.
+    """Return the model if it is a wrapper or a module under `fully_shard`; None if it is not sharded.
 
     Raises:
-        ValueError: for a plain module with sharded ones inside, in which nobody would clip and accumulate for all.
+        ValueError: for a plain module with sharded modules inside, which have no common root to clip and accumulate.
     """
     if isinstance(model, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
         return model
@@ -41,16 +41,16 @@ def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModu
 class Accelerator(_PlainAccelerator):
     """`accelerate.Accelerator`, for models in a `FullyShardedDataParallel` or under `fully_shard`.
 
-    Shard the model first, make the optimizer from its parameters, and `prepare` both. All else is as with
-    `accelerate`'s own: what is sharded is not put into `DistributedDataParallel`, gradients are clipped by the norm
-    over all ranks, `save_state` writes the files of `fsdp.save`, and `unwrap_model` and `get_state_dict` give what is
-    to be saved. Models that are not sharded are treated as ever.
+    Shard the model first, create the optimizer from its parameters, and `prepare` both. Sharded models are not wrapped
+    in `DistributedDataParallel`, and gradients are clipped by the norm over all ranks. `save_state` writes the files
+    of `fsdp.save`, and `unwrap_model` and `get_state_dict` return the objects to save. In all other respects, and for
+    models that are not sharded, the class behaves like `accelerate.Accelerator`.
 
-    ``mixed_precision`` ("bf16", "fp16") computes under autocast; a wrapper's own mixed precision halves communication
-    as well, and needs none here. With "fp16" the scaler is a `ShardedGradScaler`.
+    ``mixed_precision`` ("bf16", "fp16") computes under autocast. The wrapper's own mixed precision also halves
+    communication, and does not need this argument. With "fp16" the scaler is a `ShardedGradScaler`.
 
     Args:
-        args, kwargs: those of `accelerate.Accelerator`.
+        args, kwargs: arguments of `accelerate.Accelerator`.
 
     Raises:
         ValueError: if `accelerate` is configured to shard models itself (FSDP, DeepSpeed, Megatron-LM).
@@ -65,7 +65,7 @@ class Accelerator(_PlainAccelerator):
 
     @classmethod
     def adopt(cls, accelerator: _PlainAccelerator) -> Accelerator:
-        """Make an accelerator one of these that somebody else has made (a Trainer, say), before it prepares models.
+        """Convert an accelerator that other code (such as a Trainer) has created, before it prepares models.
 
         Raises:
             ValueError: as the constructor.
@@ -91,14 +91,14 @@ class Accelerator(_PlainAccelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model as `accelerate` does; one that is sharded stays where it is and what it is, but for autocast.
+        """Prepare a model as `accelerate` does; a sharded model is not moved or wrapped, except for autocast.
 
         Raises:
-            ValueError: for a plain module with sharded ones inside.
+            ValueError: for a plain module with sharded modules inside.
         """
         if outermost(model) is None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        # That is how accelerate prepares what it need not distribute.
+        # accelerate prepares models in this way if it need not distribute them.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -154,8 +154,8 @@ class Accelerator(_PlainAccelerator):
     ) -> Any:
         """Collective. Save as `accelerate` does; a sharded model and its optimizer are saved by `fsdp.save`.
 
-        So any number of ranks can load them, and `from_pretrained` reads the model if there is a configuration beside
-        it. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files.
+        Any number of ranks can load these files, and `from_pretrained` can read the model if the folder contains a
+        configuration. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files.
 
         Args:
             output_dir: the folder, or None for automatic names.
@@ -163,7 +163,7 @@ class Accelerator(_PlainAccelerator):
             options: for `fsdp.save`, such as ``max_file_bytes``.
 
         Raises:
-            NotImplementedError: for a sharded model and another one besides.
+            NotImplementedError: for a sharded model together with another model.
         """
         model, optimizers = self._model_and_optimizers("save_state")
         if model is None:
@@ -184,15 +184,15 @@ class Accelerator(_PlainAccelerator):
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Collective. Load as `accelerate` does; what `save_state` saved of a sharded model, at any number of ranks.
+        """Collective. Load as `accelerate` does; a sharded model is loaded by any number of ranks.
 
         Args:
             input_dir: the folder, or None for the newest of automatic names.
-            load_kwargs: as for `accelerate`'s.
+            load_kwargs: as in `accelerate`.
             options: for `fsdp.load`, such as ``strict``.
 
         Raises:
-            NotImplementedError: for a sharded model and another one besides.
+            NotImplementedError: for a sharded model together with another model.
         """
         model, optimizers = self._model_and_optimizers("load_state")
         if model is None:
@@ -220,7 +220,7 @@ class Accelerator(_PlainAccelerator):
     @contextmanager
     def _aside(self, handle: Any, hooks: Any, to_end: bool) -> Iterator[None]:
         """Keep the sharded model and its optimizer from `accelerate`'s own files; the hook is for this call only."""
-        # Ours saves before others put files into the folder, and loads when others have seen the models.
+        # This hook saves before other hooks add files to the folder, and loads after other hooks have seen the models.
         hooks.move_to_end(handle.id, last=to_end)
         optimizers, self._optimizers, self._is_saving = self._optimizers, [], True
         try:

@@ -1,26 +1,29 @@
 """A strategy for Lightning's Trainer. Importing this registers ``Trainer(strategy="fsdp_flat")``.
 
-For ``import lightning.pytorch`` (2.6.4 or newer); the classes of the package ``pytorch_lightning`` are others.
+This module requires ``import lightning.pytorch`` (2.6.4 or newer); the package ``pytorch_lightning`` has different
+classes.
 
-The LightningModule becomes the module of an outermost wrapper, inside of which are the units that `configure_model`
-wraps and those that the policy finds. The Trainer calls its steps through that wrapper's forward. Its checkpoints are
-one file with unsharded tensors, or a folder to which every rank writes its shards.
+The LightningModule becomes the module of an outermost wrapper. Inside this wrapper are the units that
+`configure_model` wraps and the units that the policy selects. The Trainer calls its steps through the wrapper's
+forward. Checkpoints are either a single file with unsharded tensors, or a folder to which every rank writes its
+shards.
 
-[Note: restored early, loaded late] The Trainer restores either before `setup`, when the model is not wrapped, or after
-it, when it forgets the user's ``weights_only``. So it restores before, and what it hands over for the model is kept
-until `setup` has wrapped it.
+[Note: restored early, loaded late] The Trainer restores a checkpoint either before `setup`, when the model is not
+wrapped, or after it, but then without the user's ``weights_only``. The strategy therefore restores before `setup`, and
+keeps the model's state until `setup` has wrapped the model.
 
-[Note: manual optimization] There, backward and optimizer steps are in the middle of `training_step`, where gradients of
-a unit that is still in its forward cannot be clipped. So the step is called outside of the outermost wrapper's forward.
-Then that one must have no parameters of its own: each module that the step calls is a unit.
+[Note: manual optimization] In manual optimization, backward and optimizer steps are in the middle of `training_step`,
+where gradients of a unit that is still in its forward cannot be clipped. The step is therefore called outside the
+outermost wrapper's forward. The outermost wrapper must then have no parameters of its own: each module that the step
+calls is a unit.
 
-[Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` while training goes on.
-Callbacks take a checkpoint for granted when `save` has returned, and remove the one that was there before. So removals
-wait until a checkpoint that was begun before them is there.
+[Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` during training.
+Callbacks assume that a checkpoint exists when `save` has returned, and remove the previous checkpoint. Removals
+therefore wait until all checkpoints that were begun earlier are complete.
 
-[Note: numbers and names] In files, optimizers are unsharded, and numbered as that of the unsharded model, so that files
-go from this strategy to others and back. Names are stored beside the numbers, in torch's own ``param_names``, and count
-before them.
+[Note: numbers and names] In files, optimizer state is unsharded and uses the numbers of the unsharded model's
+optimizer, so that files can be exchanged with other strategies. Names are also stored, in torch's ``param_names``, and
+take precedence over numbers.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ except ImportError as error:
 
 _Result = TypeVar("_Result")
 AutoWrapPolicy = Callable[..., bool | Mapping[str, Any]]
-# What refuses float32 inputs with 16-bit parameters there; on CUDA, autocast casts them.
+# Modules that reject float32 inputs with 16-bit parameters on CPU; on CUDA, autocast casts them.
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NOT_MIXED_ON_CPU = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_INSTANCE_NORMS, nn.Bilinear)
 _AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -76,7 +79,7 @@ _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# By an argument of the wrapper, what says it instead.
+# By an argument of the wrapper, the strategy's replacement.
 _OURS = {
     "module": "the LightningModule is wrapped",
     "compute_device": "it is the Trainer's device",
@@ -94,35 +97,36 @@ class FullyShardedStrategy(DDPStrategy):
 
     ``Trainer(strategy="fsdp_flat")`` after ``import fsdp.lightning``, or an instance for other arguments. Lightning's
     strategy for FairScale (up to 1.9) had the same arguments; its name ``"ddp_fully_sharded"`` is registered as well.
-    What `fsdp.wrap` wraps in `configure_model` becomes units; then `auto_wrap_policy` wraps what is left, and the
-    LightningModule as a whole is the outermost one. `configure_optimizers` is called after that, with the parameters
-    that are to be optimized.
+    Modules that `fsdp.wrap` wraps in `configure_model` become units. Then `auto_wrap_policy` wraps the remaining
+    modules, and the whole LightningModule becomes the outermost unit. `configure_optimizers` is called afterwards, and
+    sees the parameters to optimize.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io: as for Lightning's `DDPStrategy`.
         precision_plugin, process_group_backend, timeout: the same.
-        cpu_offload: shards live in host memory, and the optimizer steps there.
+        cpu_offload: keep shards in host memory, and run the optimizer there.
         flatten_parameters, reshard_after_forward, move_grads_to_cpu, bucket_cap_mb: see `FullyShardedDataParallel`.
         fp32_reduce_scatter: with ``precision="bf16-mixed"`` or ``"16-mixed"``, sum gradients over the ranks in float32.
-        compute_dtype: with those, the dtype of all-gathers and computation; otherwise that which parameters must have.
-        min_num_params: without `auto_wrap_policy`, modules with so many parameters become units. Default: 100 million.
+        compute_dtype: with these precisions, the dtype of all-gathers and computation; otherwise the required dtype of
+            parameters.
+        min_num_params: without `auto_wrap_policy`, the minimum number of parameters of a unit. Default: 100 million.
         state_dict_to_cpu: gather full states on the host; False: on the device.
-        auto_wrap_policy: which modules become units: a policy as for `fsdp.auto_wrap`, or a set of classes of modules.
-        state_dict_type: "full" writes checkpoints as one file with unsharded tensors, gathered on the first rank, which
-            other strategies read, too. "sharded" writes folders of `fsdp.save`, to which every rank writes its part,
-            in the background with the plugin `AsyncCheckpointIO`. Both are read whichever is chosen.
-        options: further arguments of `FullyShardedDataParallel`. Unless they say otherwise, optimizers see the original
-            parameters (``use_orig_params``), so that ``self.parameters()`` is what it was, and all ranks begin with the
-            first one's values (``sync_module_states``).
+        auto_wrap_policy: a policy for `fsdp.auto_wrap`, or a set of module classes that become units.
+        state_dict_type: "full" writes checkpoints as a single file with unsharded tensors, gathered on rank 0, which
+            other strategies can also read. "sharded" writes folders of `fsdp.save`, to which every rank writes its
+            part, in the background with the plugin `AsyncCheckpointIO`. Both types can always be read.
+        options: further arguments of `FullyShardedDataParallel`. By default, optimizers see the original parameters
+            (``use_orig_params``), so that ``self.parameters()`` does not change, and all ranks start with rank 0's
+            values (``sync_module_states``).
 
     Attributes:
-        options: the further arguments. Every other setting is an attribute of the argument's name, which may be
+        options: the further arguments. Every other setting is an attribute with the name of its argument, which may be
             assigned before the Trainer runs; `state_dict_to_cpu` becomes `state_dict_device`.
         process_group: the ranks that the model is sharded over.
 
     Raises:
-        TypeError: for arguments that there are not.
-        ValueError: for those that contradict each other, or that the strategy sets itself.
+        TypeError: for unknown arguments.
+        ValueError: for arguments that contradict each other, or that the strategy sets itself.
     """
 
     strategy_name = "fsdp_flat"
@@ -220,11 +224,11 @@ class FullyShardedStrategy(DDPStrategy):
             self.model = model.__dict__[_WRAPPED].wrapper
 
     def model_to_device(self) -> None:
-        """Do nothing: the wrappers move the model, unit by unit."""
+        """Not needed: the wrappers move the model, unit by unit."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Have tensors made on the host, or without values (on the meta device) with ``empty_init=True``."""
+        """Create tensors on the host, or on the meta device with ``empty_init=True``."""
         place: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -242,7 +246,7 @@ class FullyShardedStrategy(DDPStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the model unless it is, make optimizers of it, and load what was restored."""
+        """Wrap the model if needed, create its optimizers, and load the restored state."""
         if self.accelerator is None or self.lightning_module is None:
             raise RuntimeError("FullyShardedStrategy.setup() is for the Trainer to call")
         self.accelerator.setup(trainer)
@@ -284,19 +288,19 @@ class FullyShardedStrategy(DDPStrategy):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. Return the full state on the first rank; an empty one elsewhere, or where it is not gathered."""
+        """Collective. Return the full state on rank 0; an empty dict on other ranks, or if it is not gathered."""
         return self._checkpoints.model_state()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Collective. Return the same for an optimizer, numbered as that of the unsharded model."""
+        """Collective. Return an optimizer's full state on rank 0, with the unsharded model's numbers."""
         return self._checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective. Write a checkpoint. All ranks raise an error if one cannot write."""
+        """Collective. Write a checkpoint. All ranks raise an error if any rank cannot write."""
         self._checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove it on the first rank: at once, or when the one that is being written is there."""
+        """Remove a checkpoint on rank 0, after a checkpoint that is being written is complete."""
         self._checkpoints.remove(functools.partial(super().remove_checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -311,7 +315,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._checkpoints.load_model(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Have each rank's optimizers go on with their shards."""
+        """Collective. Load each rank's shards into its optimizers."""
         self._checkpoints.load_optimizers(checkpoint)
 
     @classmethod
@@ -363,7 +367,7 @@ class FullyShardedStrategy(DDPStrategy):
         _check_precision(self)
         if not isinstance(self.precision_plugin, MixedPrecision):
             return {"compute_dtype": self.compute_dtype}
-        # What a step is given is left alone: autocast casts it where it is multiplied, and targets keep their digits.
+        # Inputs of a step are not cast: autocast casts them where necessary, and targets keep their precision.
         policy = fsdp.MixedPrecision(
             param_dtype=self.compute_dtype or _AUTOCAST_DTYPES[self.precision_plugin.precision],
             reduce_dtype=torch.float32 if self.fp32_reduce_scatter else None,
@@ -460,7 +464,7 @@ def _check_precision(strategy: FullyShardedStrategy) -> None:
 
 
 def _check_trainer(trainer: Any, module: LightningModule) -> None:
-    """Refuse what the Trainer would do to a sharded model."""
+    """Raise an error for Trainer features that do not support a sharded model."""
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         raise ValueError(
             "StochasticWeightAveraging copies the whole model, and this one is sharded: take the callback out, and "
@@ -480,9 +484,9 @@ def _check_trainer(trainer: Any, module: LightningModule) -> None:
 
 
 def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
-    """Wrap the modules that a step with manual optimization calls, each as a whole and in it what the policy picks.
+    """Wrap the modules that a manual optimization step calls, and the modules in them that the policy picks.
 
-    No parameter may be the outermost wrapper's own.
+    The outermost wrapper must have no parameters of its own.
     """
     for name, param in module.named_parameters(recurse=False):
         raise ValueError(
@@ -544,7 +548,7 @@ def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
 
 
 def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
-    """Have `make` make the strategy's optimizers, and make sure that they step what will have gradients."""
+    """Create the strategy's optimizers with `make`, and check that they contain all trainable parameters."""
     hint = (
         "Make optimizers in configure_optimizers, which is called when the model is wrapped, of self.trainer.model."
         "parameters(). With use_orig_params=True, the default, self.parameters() and that of its parts do as well."
@@ -575,7 +579,7 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
 
 
 class Checkpoints:
-    """The checkpoints of a strategy, which save the "full" or "sharded" state; `wrapper` returns the outermost one."""
+    """The checkpoints of a strategy, with "full" or "sharded" state; `wrapper` returns the outermost wrapper."""
 
     def __init__(self, strategy: DDPStrategy, wrapper: Callable[[], Any], kind: str) -> None:
         if kind not in ("full", "sharded"):
@@ -588,7 +592,7 @@ class Checkpoints:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        """Collective. Return the full state on the first rank; an empty one elsewhere, and where shards are saved."""
+        """Collective. Return the full state on rank 0; an empty dict on other ranks, and if shards are saved."""
         if not self._is_full:
             return {}
         return self._wrapper().state_dict(rank0_only=True)
@@ -598,7 +602,7 @@ class Checkpoints:
         return _numbered_state(self._wrapper(), _plain(optimizer)) if self._is_full else {}
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, write: Callable[..., None]) -> None:
-        """Collective. Write what the Trainer has put together, with `write` if it is one file."""
+        """Collective. Write the Trainer's checkpoint, with `write` if it is a single file."""
         path = self._strategy.broadcast(filepath)
         if self._is_full:
             self._together(f"write {path}", lambda: write(checkpoint, _no_folder(path), storage_options))
@@ -606,14 +610,14 @@ class Checkpoints:
             self._save_folder(checkpoint, path, storage_options)
 
     def remove(self, remove: Callable[[], None]) -> None:
-        """Remove a checkpoint: now, or when the one that is being written is there."""
+        """Remove a checkpoint, after a checkpoint that is being written is complete."""
         if self._saver is None:
             remove()
         else:
             self._removals.append(remove)
 
     def close(self) -> None:
-        """Wait for what this rank is writing. If that fails, it raises an error, or prints it beside one on its way."""
+        """Wait for this rank's writes. On failure, raise the error, or print it during another exception."""
         if self._saver is None:
             return
         try:
@@ -647,7 +651,7 @@ class Checkpoints:
         self._together("save the last checkpoint", self._finish)
         save: Callable[..., Any] = fsdp.save
         module = self._strategy.lightning_module
-        # Only then will the Trainer wait in its end for what is being written.
+        # Only then will the Trainer wait for pending writes at its end.
         is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
         if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and is_running:
             self._saver = self._saver or fsdp.checkpoint.Saver()
@@ -668,7 +672,7 @@ class Checkpoints:
             if os.path.isdir(path):
                 return _open_folder(path, weights_only)
             if self._is_stock() and zipfile.is_zipfile(path):
-                # Mapped: a machine's ranks share its pages, and each touches those of its part.
+                # Memory-mapped: ranks of a machine share the file's pages, and each reads only the pages of its part.
                 return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return read(path, weights_only=weights_only)
 
@@ -686,7 +690,7 @@ class Checkpoints:
         fsdp.load(folder, wrapper, optimizers, strict=strict, generators=False)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Load the optimizers from one file; from a folder they were loaded with the model."""
+        """Collective. Load the optimizers from a single file; from a folder they were loaded with the model."""
         if _FOLDER in checkpoint:
             return
         saved, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
@@ -704,12 +708,12 @@ class Checkpoints:
         return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
 
     def _optimizers(self) -> Any:
-        """Return the optimizers as `fsdp.save` and `fsdp.load` take them: one, or several, or None."""
+        """Return the optimizers for `fsdp.save` and `fsdp.load`: a single optimizer, a list, or None."""
         found = [_plain(each) for each in self._strategy.optimizers]
         return found[0] if len(found) == 1 else found or None
 
     def _together(self, what: str, do: Callable[[], _Result]) -> _Result:
-        """Collective. Do it on each rank; if one fails all raise an error, instead of waiting for it."""
+        """Collective. Call a function on each rank; if it fails on any rank, all ranks raise an error."""
         try:
             result = do()
         except Exception:
@@ -737,7 +741,7 @@ def _no_folder(path: Any) -> Path:
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return an optimizer without the one that Lightning has around it."""
+    """Return an optimizer without Lightning's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -760,7 +764,7 @@ def _numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dic
 
 
 def _load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Collective. Have each rank's optimizer go on with its shards of a full state, from this strategy or another."""
+    """Collective. Load each rank's shards of a full state, from this strategy or another, into its optimizer."""
     if all(_NAMES in group for group in saved["param_groups"]):
         names = [name for group in saved["param_groups"] for name in group[_NAMES]]
     else:

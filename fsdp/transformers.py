@@ -29,12 +29,12 @@ from fsdp.accelerate import Accelerator, outermost
 class Trainer(_PlainTrainer):
     """`transformers.Trainer`, for a model in a `FullyShardedDataParallel` or under `fully_shard`.
 
-    Shard the model first and hand it over as `model`; all other arguments are those of `transformers.Trainer`, whose
-    subclasses it can be mixed into (``class Mine(fsdp.transformers.Trainer, transformers.Seq2SeqTrainer)``). Inside,
-    ``trainer.model`` is the module that was wrapped and ``trainer.model_wrapped`` the wrapper.
+    Shard the model first and pass it as `model`; all other arguments are the same as in `transformers.Trainer`. The
+    class can be combined with subclasses of `transformers.Trainer` (``class Mine(fsdp.transformers.Trainer,
+    transformers.Seq2SeqTrainer)``). ``trainer.model`` is the wrapped module and ``trainer.model_wrapped`` the wrapper.
 
-    Checkpoints are those of `fsdp.save`: every rank writes its part, any number of ranks resumes from them, and
-    `from_pretrained` reads them. `save_model`, when you call it, writes the gathered model from the first rank.
+    Checkpoints are written by `fsdp.save`: every rank writes its part, any number of ranks can resume from them, and
+    `from_pretrained` can read them. A user's call of `save_model` writes the gathered model from rank 0.
 
     Raises:
         TypeError: without a model, or with a `model_init`.
@@ -57,7 +57,7 @@ class Trainer(_PlainTrainer):
         plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
         super().__init__(plain, args, *others, **options)
         self.model_wrapped = model
-        # What the environment says is overruled by some arguments, and all ranks would get the same batches.
+        # Some arguments take precedence over the environment, and all ranks would then use the same batches.
         if dist.is_initialized() and self.args.world_size != dist.get_world_size():
             raise ValueError(
                 f"TrainingArguments knows of {self.args.world_size} rank(s), and there are {dist.get_world_size()}: "
@@ -69,7 +69,7 @@ class Trainer(_PlainTrainer):
         Accelerator.adopt(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: shards are where they belong."""
+        """Not needed: shards are already on their device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.accelerator.prepare_model(self.model_wrapped)
@@ -81,19 +81,19 @@ class Trainer(_PlainTrainer):
             return super().get_num_trainable_parameters()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that decay as the model lists them, without what leads through wrappers.
+        """Return the names of the decayed parameters as the model lists them, without the wrappers' prefixes.
 
-        `transformers.Trainer` puts them together from the names of children.
+        `transformers.Trainer` builds the names from the names of children.
         """
         names = super().get_decay_parameter_names(model)
         return [name.replace("_fsdp_wrapped_module._fpw_module.", "") for name in names]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer as `transformers.Trainer` does.
+        """Create the optimizer as `transformers.Trainer` does.
 
         Raises:
-            ValueError: for a weight decay, which biases and norms are spared, where they are in one flat parameter with
-                what is to decay.
+            ValueError: for a weight decay if a flat parameter contains both biases or norms, which must not decay, and
+                decayed parameters.
         """
         is_flat = any("flat_param_" in name for name, _ in self.model.named_parameters())
         if self.optimizer is None and self.args.weight_decay and is_flat:
@@ -109,8 +109,8 @@ class Trainer(_PlainTrainer):
         """Collective. Save the model so that `from_pretrained` loads it: gathered, from the first rank's host memory.
 
         Args:
-            output_dir: the folder; None means that of the arguments.
-            _internal_call: for a checkpoint, which `fsdp.save` writes, with the optimizer.
+            output_dir: the folder; None means the `output_dir` of the arguments.
+            _internal_call: True for a checkpoint, which `fsdp.save` writes together with the optimizer.
         """
         folder = self.args.output_dir if output_dir is None else output_dir
         if _internal_call:
@@ -124,7 +124,7 @@ class Trainer(_PlainTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_beside(self, folder: str) -> None:
-        """Save what `transformers.Trainer` has in a checkpoint besides weights."""
+        """Save the parts of a `transformers.Trainer` checkpoint other than weights."""
         if not self.args.should_save:
             return
         for part in ("config", "generation_config"):
@@ -140,7 +140,7 @@ class Trainer(_PlainTrainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Do nothing: the model is loaded with the optimizer, when there is one."""
+        """Not needed: the model is loaded together with the optimizer."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -156,7 +156,7 @@ class Trainer(_PlainTrainer):
 
 
 def _refuse(args: Any) -> None:
-    """Raise for arguments by which the Trainer would do to the model what is done already."""
+    """Raise an error for arguments that would make the Trainer shard, wrap or compile the model again."""
     wanted = [name for name in ("fsdp", "deepspeed", "auto_find_batch_size", "torch_compile") if getattr(args, name)]
     if wanted:
         raise ValueError(

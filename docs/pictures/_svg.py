@@ -7,7 +7,7 @@ from pathlib import Path
 
 SHARD, UNSHARDED, GRADIENT, STEP, WAIT, PEER = "#9ecae9", "#4c78a8", "#54a24b", "#b279a2", "#e45756", "#bab0ac"
 
-# In a viewer with a dark theme; the ground is that of the site.
+# In a viewer with a dark theme; the background has the site's colour.
 DARK = "<style>@media (prefers-color-scheme: dark) { svg { color: #cfd0d0 } .ground { fill: #131416 } }</style>"
 
 

@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def divided(path: Path) -> None:
-    """A unit whose weights are their own numbers, and what each rank has of it."""
+    """Draw a unit whose weights have their own indices as values, and each rank's shard of it."""
     layer = nn.Linear(4, 3)
     for parameter, first in ((layer.weight, 0), (layer.bias, 12)):
         parameter.data = torch.arange(first, first + parameter.numel(), dtype=torch.float32).view_as(parameter)
@@ -72,7 +72,7 @@ def divided(path: Path) -> None:
 
 
 def phases(path: Path) -> None:
-    """What of each unit is in memory on this rank, in the middle of each layer's computation."""
+    """Draw the tensors of each unit in memory on this rank, in the middle of each layer's computation."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)  # in which the order of units is learned
@@ -111,7 +111,7 @@ def phases(path: Path) -> None:
 
 
 def step_in_time(path: Path) -> None:
-    """One step of the first rank, from a trace: what it computes, what it waits for, and how many bytes it holds."""
+    """Draw a step of rank 0 from a trace: its computations, its waits, and the bytes that it holds."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
@@ -151,7 +151,7 @@ def step_in_time(path: Path) -> None:
 
 
 def strategies(path: Path) -> None:
-    """What each strategy holds between steps and at most, and what a rank sends in a step."""
+    """Draw the bytes that each strategy holds between steps and at most, and the bytes that a rank sends in a step."""
     rows = []
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
         options: dict[str, object] = {"sharding_strategy": ShardingStrategy[strategy]}

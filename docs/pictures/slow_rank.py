@@ -1,4 +1,4 @@
-"""Draws docs/pictures/slow_rank.svg: three ranks, one of which computes each layer 20 ms longer.
+"""Draw docs/pictures/slow_rank.svg: three ranks, where a single rank computes each layer 20 ms longer.
 
 torchrun --nproc-per-node 3 docs/pictures/slow_rank.py
 """

@@ -1,10 +1,10 @@
 """Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather.
 
-`writer` writes them, while training goes on if it should, and `loader` loads them. Both know from
-`model_tensors` and `optim` which ranges a rank has of which tensors. Of a folder, `manifest` has the description,
-`safetensors` the files, `checksums` those of their blocks, `json_values` and `generators` what is no tensor; `folder`
-brings it to its place. `formats` has readers and writers of other libraries' checkpoints, for which ours are one more
-`Source`. Whatever reads a file keeps to the rules of `untrusted`.
+`writer` writes checkpoints, optionally in the background, and `loader` loads them. Both use `model_tensors` and
+`optim` to find the ranges that a rank holds of each tensor. `manifest` contains the description of a folder,
+`safetensors` its files, `checksums` the checksums of their blocks, and `json_values` and `generators` all data other
+than tensors. `folder` moves a folder to its path. `formats` contains readers and writers of other libraries'
+checkpoints, which treat checkpoints of this library as another `Source`. All readers follow the rules of `untrusted`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fsdp.checkpoint.writer import save as save
 
 
 def values(path: str | os.PathLike[str]) -> Any:
-    """Return the `values` that a checkpoint was saved with. In one process, and without reading a tensor.
+    """Return the `values` that a checkpoint was saved with, in a single process and without reading a tensor.
 
     Args:
         path: its folder.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if what describes it is damaged.
+        ValueError: if its manifest is damaged.
     """
     return decoded(Manifest.read(complete(path)).values)
 
 
 def verify(path: str | os.PathLike[str]) -> int:
-    """Read a checkpoint from end to end and compare its checksums. In one process, which needs 4 MiB of memory.
+    """Read a whole checkpoint and compare its checksums, in a single process with 4 MiB of memory.
 
     Args:
         path: its folder.
@@ -47,7 +47,7 @@ def verify(path: str | os.PathLike[str]) -> int:
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if it is damaged; it names all files and tensors that are.
+        ValueError: if the checkpoint is damaged; the message names all damaged files and tensors.
     """
     problems: list[str] = []
     nbytes, _ = examine_ours(path, lambda nbytes: lambda done: None, problems)

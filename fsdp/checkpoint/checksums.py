@@ -1,11 +1,10 @@
-"""CRC-32 of tensors in blocks of 4 MiB, put together from what several ranks have seen.
+"""CRC-32 of tensors in blocks of 4 MiB, combined from the parts that multiple ranks have read or written.
 
-Blocks are counted from a tensor's first byte, whoever writes or reads it, so that every number of ranks finds the same
-checksums. A rank whose part begins or ends within a block knows the checksum of a *fragment* of it; those of fragments
-that follow each other make that of the block (`joined`), and nobody reads another rank's bytes. A fragment may have
-gaps, where the rank has columns of a matrix; then fragments of other ranks fill them.
-
-The checksum is that of zlib, gzip and PNG (ISO 3309).
+Blocks are counted from a tensor's first byte, so the checksums are the same for any number of ranks. A rank whose part
+begins or ends within a block computes the checksum of a *fragment* of the block. Checksums of consecutive fragments
+are combined into the checksum of the block (`joined`), so no rank reads another rank's bytes. A fragment has gaps if
+the rank holds columns of a matrix; fragments of other ranks fill these gaps. The checksum is the CRC-32 of zlib, gzip
+and PNG (ISO 3309).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DIGITS = re.compile(r"[0-9a-f]*")
 
 
 class Fragment(NamedTuple):
-    """Some bytes of one block of a tensor, counted from the tensor's first; as many as lie in between, or fewer."""
+    """Bytes of a block of a tensor; positions are counted from the tensor's first byte, and there may be gaps."""
 
     name: str
     begin: int
@@ -41,12 +40,12 @@ class Fragment(NamedTuple):
 
 
 def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
-    """Return the fragment that some bytes make, which must lie in one block."""
+    """Return the fragment of some bytes, which must belong to a single block."""
     return Fragment(name, begin, begin + len(memory), len(memory), zlib.crc32(memory))
 
 
 def merged(fragments: Iterable[Fragment]) -> list[Fragment]:
-    """Return one fragment for each block of which there are several, one behind the other, with or without gaps."""
+    """Merge the consecutive fragments of each block into a single fragment, with or without gaps."""
     found: list[Fragment] = []
     last: dict[tuple[str, int], int] = {}
     for each in fragments:
@@ -70,15 +69,15 @@ def spans(begin: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[int
 
 
 def block_span(number: int, nbytes: int) -> tuple[int, int]:
-    """Return where one of the blocks of a tensor of so many bytes begins and ends."""
+    """Return the begin and end of a block of a tensor with `nbytes` bytes."""
     return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, nbytes)
 
 
 def joined(first: int, second: int, second_nbytes: int) -> int:
-    """Return the checksum of bytes that follow each other, from the checksums of both.
+    """Return the checksum of two consecutive byte ranges from the checksums of both.
 
-    To append n bytes is to multiply by x to the power of 8n, modulo the polynomial: as in zlib's ``crc32_combine``. So
-    a checksum is the sum of what its bytes contribute, in any order, and gaps may be filled later.
+    Appending n bytes multiplies by x to the power of 8n, modulo the polynomial, as in zlib's ``crc32_combine``. A
+    checksum is therefore the sum of the contributions of its bytes, in any order, and gaps may be filled later.
     """
     if not first:  # as of no bytes: most blocks are one fragment
         return second
@@ -121,7 +120,7 @@ class HoleError(Exception):
 
 
 def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
-    """Return the checksum of bytes ``begin:end``, which are one block."""
+    """Return the checksum of bytes ``begin:end``, which form a block."""
     found, reached = 0, begin
     known = set(fragments)
     for each in sorted(known, key=lambda one: (one.begin, -one.end)):

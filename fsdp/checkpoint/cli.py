@@ -82,7 +82,7 @@ _PERIOD = 0.1  # seconds between two lines of progress
 
 
 class UsageError(Exception):
-    """The command was given what makes no sense."""
+    """The command received invalid arguments."""
 
 
 def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], None] | None = None) -> int:
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Any], N
 
 @contextmanager
 def _terminated_tidily() -> Iterator[None]:
-    """Have a SIGTERM tidy up as an interrupt does."""
+    """Make SIGTERM clean up in the same way as an interrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -127,7 +127,7 @@ def _said(message: str, code: int) -> int:
 
 
 class _Removed(argparse.Action):
-    """An option of earlier versions; `const` says what to do instead."""
+    """An option of earlier versions; `const` names the replacement."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         parser.error(f"{option}: {self.const}")
@@ -273,7 +273,7 @@ def _opened(args: argparse.Namespace, choices: Choices) -> Source:
 
 
 def described(source: Source) -> dict[str, Any]:
-    """Return all that is in a checkpoint, as `json.dumps` can write it."""
+    """Return the contents of a checkpoint in a form that `json.dumps` supports."""
     found: dict[str, Any] = {
         "path": source.path,
         "format": source.format,
@@ -439,7 +439,7 @@ def _require_sense(args: argparse.Namespace, word: str) -> None:
 
 
 def _lost(source: Source, word: str) -> Iterator[str]:
-    """Yield notes on what the format has no place for."""
+    """Yield notes on data that the format does not support."""
     if word == "safetensors":
         has = {"the optimizer": source.optimizer is not None, "extra state of modules": bool(source.extra)}
         has |= {"values": source.values is not None}
@@ -450,12 +450,12 @@ def _lost(source: Source, word: str) -> Iterator[str]:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print one line. Text from files is shortened, and what a terminal would obey escaped."""
+    """Print a line. Text from files is shortened, and control characters are escaped."""
     print(readable(text.replace(":\n\t", ": ").replace("\n\t", "; ").replace("\n", " ")), file=file or sys.stdout)
 
 
 class Progress:
-    """A bar on a terminal, by tqdm if that is installed, and nothing elsewhere. A context manager."""
+    """A progress bar on a terminal if tqdm is installed, otherwise without effect. A context manager."""
 
     def __init__(self, what: str) -> None:
         self._what, self._total, self._done, self._shown = what, 0, 0, 0.0
@@ -463,7 +463,7 @@ class Progress:
         self._is_seen = sys.stderr.isatty()
 
     def start(self, total: int) -> Progress:
-        """Say how many bytes there are."""
+        """Set the total number of bytes."""
         self._total = total
         if self._is_seen:
             try:

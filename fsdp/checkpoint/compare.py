@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A `Recorded` training is what a file has of it.
+    """A training as it was recorded in a file.
 
     Attributes:
         about: where it was recorded, such as the number of ranks.
@@ -47,7 +47,7 @@ class Recorded:
         """Read a file.
 
         Raises:
-            ValueError: if it is damaged or no recording, with its path and the line.
+            ValueError: if the file is damaged or not a recording, with its path and the line.
             OSError: if it cannot be read.
         """
         keys: list[list[Key]] = []
@@ -82,7 +82,7 @@ class Recorded:
 
 
 class Difference(NamedTuple):
-    """A `Difference` is something that two recordings do not have alike, with what they have; None for nothing."""
+    """A difference between two recordings, with both values; None for a missing value."""
 
     place: Place
     key: Key
@@ -98,7 +98,7 @@ class Difference(NamedTuple):
 
 
 def differences(one: Recorded, other: Recorded) -> Iterator[Difference]:
-    """Yield what differs in the steps that both have, in the order of the first one's training."""
+    """Yield the differences in the steps that both recordings contain, in the order of the first recording."""
     last = min(one.last_step, other.last_step)
     for place in sorted({*one.entries, *other.entries}, key=_in_time):
         mine, others = one.entries.get(place, {}), other.entries.get(place, {})
@@ -108,7 +108,7 @@ def differences(one: Recorded, other: Recorded) -> Iterator[Difference]:
 
 
 def add_compare(commands: Any) -> None:
-    """Add the command to those of a parser."""
+    """Add the command to a parser."""
     command = commands.add_parser("compare", help=_COMPARE.splitlines()[0], description=_COMPARE)
     command.add_argument("one", metavar="A", help="a recording")
     command.add_argument("other", metavar="B", help="another one")

@@ -1,14 +1,14 @@
-"""The life of a checkpoint's folder: written beside its place, moved there, found again, and removed in order.
+"""Checkpoint folders: written under a temporary name, renamed, found, and removed safely.
 
-While ``run`` is saved, files are in ``run.saving``. What makes a folder a checkpoint is its manifest,
-``checkpoint.json``, which is written when everything else is on disk. Then ``run``, if it was there, becomes
-``run.replaced``, ``run.saving`` becomes ``run``, and ``run.replaced`` is removed. A process may be killed between any
-two of these steps: then at least one of the three is complete, and `found` says which.
+While ``run`` is saved, its files are in ``run.saving``. A folder is a checkpoint if it contains the manifest
+``checkpoint.json``, which is written after all other files are on disk. Then an existing ``run`` is renamed to
+``run.replaced``, ``run.saving`` to ``run``, and ``run.replaced`` is removed. If a process is killed between any two of
+these steps, at least one of the three folders is complete, and `found` returns it.
 
-Meanwhile the first rank holds a lock on ``run.saving.lock``, which the system drops when that process ends, however it
-ends. So a save that runs is told from a killed one: nobody touches the folders of the one, and the next save puts
-in order what the other one has left. On a file system without locks (NFS without its lock service) the last save that
-begins takes the folder over, and the one before is told when it is to complete it.
+During a save, rank 0 holds a lock on ``run.saving.lock``, which the system releases when the process exits for any
+reason. The lock distinguishes a running save from a killed save: the folders of a running save are not changed, and
+the next save cleans up the files of a killed save. On a file system without locks (NFS without its lock service), the
+save that begins last uses the folder, and the earlier save raises an error before it completes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED,
 
 
 def found(path: str | os.PathLike[str]) -> str | None:
-    """Return the complete checkpoint at a path: the folder, or one that a killed save has left beside it, or None."""
+    """Return the complete checkpoint at a path: the folder, or a folder that a killed save has left there, or None."""
     place = os.path.realpath(path)
     return next((folder for folder in (place, place + SAVING, place + REPLACED) if _is_complete(folder)), None)
 
@@ -47,15 +47,15 @@ def numbered(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
-    """Return the step that a checkpoint was saved with, from its folder's name; None for one by itself."""
+    """Return the step of a checkpoint from its folder's name; None for a checkpoint without a step."""
     match = _NUMBERED.fullmatch(os.path.basename(os.path.realpath(folder)))
     return None if match is None else int(match[1])
 
 
 def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the complete checkpoints in a folder of numbered ones, by their steps, the lowest first.
+    """Return the complete checkpoints in a folder of numbered checkpoints, by their steps, the lowest first.
 
-    What a save that was killed has left is none.
+    Files of a killed save are ignored.
     """
     places = {step: numbered(folder, step) for step in sorted(_steps_named_in(folder))}
     return {step: Path(place) for step, place in places.items() if found(place) is not None}
@@ -76,9 +76,9 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
-    """Remove all checkpoints in a folder but those of the `keep` highest steps, and of `step`.
+    """Remove all checkpoints in a folder except the `keep` highest steps and `step`.
 
-    What is left of lower ones whose save or removal was killed goes as well; what is being saved stays.
+    Files of lower steps whose save or removal was killed are removed too; a checkpoint that is being saved is kept.
     """
     kept = {*sorted(steps(folder))[-keep:], step}
     for number in _steps_named_in(folder) - kept:
@@ -95,14 +95,14 @@ def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
 
 
 class _Lock:
-    """A lock on the place of a checkpoint, for the one process that saves there, or tidies up; the file names it."""
+    """A lock on the path of a checkpoint for the process that saves or cleans up; the lock file names the process."""
 
     def __init__(self, place: str) -> None:
         self._path = place + _LOCK
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Return whether nobody else holds it; it is held then, as far as the file system knows locks."""
+        """Acquire the lock if the file system supports locks; return False if another process holds it."""
         while self._fd is None:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -130,7 +130,7 @@ class _Lock:
         return "another process"
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._fd is None:
             return
         with suppress(OSError):
@@ -142,7 +142,7 @@ class _Lock:
 
 
 class Destination:
-    """A checkpoint is being saved to its place, if nothing else than a checkpoint is there, by one process."""
+    """The destination of a save by a single process. An existing path must be a checkpoint."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
@@ -151,10 +151,10 @@ class Destination:
         self._lock = _Lock(self.path)
 
     def begin(self) -> None:
-        """Make the folder to write to. What killed saves have left is put in order first.
+        """Create the folder to write to, after cleaning up the files of killed saves.
 
         Raises:
-            FileExistsError, NotADirectoryError: if something else is there.
+            FileExistsError, NotADirectoryError: if the path exists and is not a checkpoint.
             RuntimeError: if another save is running there.
             OSError: if it cannot be written to.
         """
@@ -177,7 +177,7 @@ class Destination:
 
     @property
     def token(self) -> bytes:
-        """Return what all processes read that see the folder which one of them has made; empty if there is nothing."""
+        """Return a token that is equal for all processes with access to the folder; empty without a folder."""
         try:
             return Path(self.folder, _MARKER).read_bytes()
         except OSError:
@@ -195,11 +195,11 @@ class Destination:
                 remove(folder)
 
     def commit(self, manifest: bytes) -> None:
-        """Move the checkpoint to its place, when everything else is on disk.
+        """Rename the folder to its final path, after all files are on disk.
 
         Raises:
             RuntimeError: if another process has begun to save there since.
-            OSError: if it cannot be done. The old one is in its place then, once `abandon` was called.
+            OSError: if renaming fails. The old checkpoint is restored when `abandon` is called.
         """
         if not self._token or self.token != self._token:
             self._token = b""
@@ -225,7 +225,7 @@ class Destination:
         self._lock.release()
 
     def abandon(self) -> None:
-        """Put the old one back and remove what was written, as far as can be, after a save that has failed."""
+        """Restore the old checkpoint and remove the written files as far as possible, after a failed save."""
         try:
             with suppress(OSError):
                 if self._token and not os.path.lexists(self.path) and _is_complete(self.path + REPLACED):
@@ -238,7 +238,7 @@ class Destination:
 
 
 def remove(folder: str) -> None:
-    """Remove a checkpoint, or what is left of one: it is none from the first moment on, and ours to the last."""
+    """Remove a checkpoint, or its remaining files. The manifest is first renamed to a marker, which is removed last."""
     with suppress(FileNotFoundError):
         os.rename(os.path.join(folder, MANIFEST), os.path.join(folder, _MARKER))
     with suppress(FileNotFoundError):
@@ -262,12 +262,12 @@ def _is_ours(folder: str) -> bool:
 
 
 def _has_ours_alone(folder: str) -> bool:
-    """Return whether a folder has no files but such as we make: of a save whose marker another one has removed."""
+    """Return whether a folder has only files of this library: another save may have removed the marker."""
     return os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
 
 
 def write_synced(path: str, content: bytes) -> None:
-    """Write a file, and have the disk keep it."""
+    """Write a file and sync it to the disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -275,7 +275,7 @@ def write_synced(path: str, content: bytes) -> None:
 
 
 def _copy_synced(source: str, target: str) -> None:
-    """Copy a file, a link, or a folder with all that is in it, and have the disk keep it."""
+    """Copy a file, a link, or a folder with its contents, and sync the copy to the disk."""
     if os.path.isdir(source) and not os.path.islink(source):
         os.mkdir(target)
         for entry in os.scandir(source):
@@ -294,7 +294,7 @@ def _sync_folder(path: str) -> None:
 
 
 def sync(path: str) -> None:
-    """Have the disk keep a file, or the names in a folder."""
+    """Sync a file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

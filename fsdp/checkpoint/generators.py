@@ -53,7 +53,7 @@ class GeneratorStates:
                 )
 
     def set(self) -> None:
-        """Have the generators go on from there; one that has no state among them is left alone."""
+        """Set the states of the generators; a generator without a saved state does not change."""
         random.setstate(self.states["python"])
         kind, keys, *rest = self.states["numpy"]
         np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))

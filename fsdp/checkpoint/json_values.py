@@ -1,7 +1,7 @@
-"""Values beside the tensors of a checkpoint are JSON: numbers, texts, containers and small tensors, nothing else.
+"""Values in a checkpoint other than its tensors are JSON: only numbers, strings, containers and small tensors.
 
-What JSON cannot tell apart is written as an object with one key that begins with ``~``. Nothing is executed when it is
-read, unlike a pickle.
+Types that JSON cannot distinguish are written as an object with a single key that begins with ``~``. Reading executes
+no code, unlike a pickle.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_TENSOR_BYTES = 1 << 20
 
 
 def encoded(value: Any, where: str) -> Any:
-    """Return a value as `json.dumps` can write it.
+    """Return a value in a form that `json.dumps` supports.
 
     Args:
-        value: None, a bool, an integer, a float, a string, bytes, a list, tuple or dict of such, or a tensor of at most
-            1 MiB, which comes back on the CPU. Subclasses come back as what they are subclasses of.
-        where: what messages call it.
+        value: None, a bool, number, string, bytes, a list, tuple or dict of such values, or a tensor of at most 1 MiB.
+            Tensors are restored on the CPU. Instances of subclasses are restored as instances of the base class.
+        where: its name in messages.
 
     Raises:
-        TypeError: for anything else; it says where.
+        TypeError: for any other object; the message names its position.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -70,10 +70,10 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Return what `encoded` was given.
+    """Return the value that `encoded` has converted.
 
     Raises:
-        ValueError: for what it never returns.
+        ValueError: for a form that `encoded` never returns.
     """
     try:
         return _decoded(value)

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, or plain safetensors files: each rank reads the ranges that it keeps, straight into its shards.
+"""Loading a checkpoint, or plain safetensors files: each rank reads its own ranges directly into its shards.
 
 Any number of ranks can load a checkpoint, and together they compare its checksums.
 """
@@ -56,11 +56,11 @@ class Loaded:
     """A checkpoint that was loaded.
 
     Attributes:
-        path: the folder it was read from.
-        values: what `save` was given.
+        path: the folder that was read.
+        values: the `values` argument of `save`.
         missing_keys, unexpected_keys: of the model, in plain names.
-        has_generators: whether this rank's random number generators go on from where they were saved.
-        world_size: the number of ranks that saved it; None if it does not say.
+        has_generators: whether the states of this rank's random number generators were restored.
+        world_size: the number of ranks that saved the checkpoint; None if it is unknown.
     """
 
     path: Path
@@ -72,35 +72,35 @@ class Loaded:
 
     @property
     def step(self) -> int | None:
-        """Return the step that it was saved with; None if it was saved without one."""
+        """Return the step of the checkpoint; None if it was saved without a step."""
         return step_of(self.path)
 
 
 @during("fsdp.load_safetensors()")
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
-    """Collective. Load unsharded values from safetensors files, each rank reading only what it keeps.
+    """Collective. Load unsharded values from safetensors files. Each rank reads only its own ranges.
 
-    The bytes go from the file into the shard's memory; a shard on an accelerator, and values of another dtype, go
-    through 4 MiB of host memory. There is never an unsharded parameter on a rank of several. Buffers and parameters
-    that are not sharded are read as a whole on every rank; of `DTensor`s, what the local part needs.
+    Bytes are read directly into the shard's memory. For a shard on an accelerator, or values of a different dtype, 4
+    MiB of host memory are used. With multiple ranks, no rank allocates an unsharded parameter. Buffers and parameters
+    that are not sharded are read completely on every rank; for `DTensor`s, the local part is read.
 
-    Stored values are cast to the dtype of the parameter or buffer as `Tensor.copy_` does. Tied parameters are loaded
-    from the first of their names that is there. Hooks of state dicts, and extra state, have no part in it.
+    Stored values are cast to the dtype of the parameter or buffer, as in `Tensor.copy_`. Tied parameters are loaded
+    from the first of their names that the files contain. State dict hooks and extra state are not used.
 
     Args:
         model: with wrapped modules, or without; not a part of a wrapped module.
-        path: a ``.safetensors`` file, an index of several (``model.safetensors.index.json``), or a folder that has one
-            of these. Every rank needs the same files, which need not lie in the same place.
+        path: a ``.safetensors`` file, an index of multiple files (``model.safetensors.index.json``), or a folder that
+            contains either. Every rank needs the same files, but paths may differ.
         strict: raise for missing and unexpected keys.
 
     Returns:
         torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
 
     Raises:
-        RuntimeError: for all missing and unexpected keys (if `strict`) and other shapes together, before anything is
-            changed; in a forward or backward, or inside `summon_full_params`; if ranks have different files, or another
-            rank could not read them.
-        FileNotFoundError, ValueError, OSError: if this rank has no such file, or a file is not what it should be.
+        RuntimeError: for all missing and unexpected keys (if `strict`) and different shapes together, before any
+            tensor is changed; in a forward or backward, or inside `summon_full_params`; if ranks have different files,
+            or another rank could not read them.
+        FileNotFoundError, ValueError, OSError: if this rank has no such file, or a file is invalid.
         NotImplementedError: for a `DTensor` that is `Partial`.
     """
     units, everyone = prepared(model, "load safetensors files")
@@ -125,31 +125,31 @@ def load(
     strict: bool = True,
     generators: bool = True,
 ) -> Loaded:
-    """Collective. Load a checkpoint, saved by any number of ranks, each rank reading only what it keeps.
+    """Collective. Load a checkpoint that any number of ranks has saved. Each rank reads only its own ranges.
 
-    As `fsdp.load_safetensors`; besides, every byte that is read is compared with the checksums of the checkpoint.
+    Like `fsdp.load_safetensors`, but every byte that is read is also compared with the checksums of the checkpoint.
 
-    Folders of ``torch.distributed.checkpoint`` are loaded as well, by ranges, but they have no such checksums: a model
-    under ``model`` or by itself, and an optimizer under ``optimizer`` (docs/command_line.md has the rules).
+    Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but have no checksums. The model must be the
+    value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/command_line.md has the
+    rules).
 
     Args:
-        path: its folder. What a save that was killed has left beside it is found, too.
+        path: its folder. A complete checkpoint that a killed save has left there is also found.
         model: with units, or without; not a part of a wrapped module.
-        optimizer: of the model's parameters, or a list of several, in groups as they were when it was saved; they get
-            the saved settings. None leaves out what the checkpoint has of one.
-        strict: raise for missing and unexpected keys of the model. An optimizer fits or does not.
-        generators: have this rank's random number generators go on from where they were saved, if there are as many
-            ranks now.
+        optimizer: an optimizer of the model's parameters, or a list of optimizers, with the same groups as in the
+            checkpoint; they receive the saved settings. None skips the optimizer state of the checkpoint.
+        strict: raise for missing and unexpected keys of the model. For optimizers, mismatches always raise.
+        generators: restore the states of this rank's random number generators, if the number of ranks is the same.
 
     Returns:
-        The values that were saved with it, its step, and what was missing.
+        The values that were saved with the checkpoint, its step, and the missing keys.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint at `path`.
-        RuntimeError: for all that does not fit, together, before anything is changed; in a forward or backward, or
-            inside `summon_full_params`; on every rank, naming the reason, if another one fails.
-        ValueError: if a file is damaged; it names the file and the tensor. Parameters and state may have been read by
-            then: load another checkpoint. If an optimizer is given, and the checkpoint has none.
+        RuntimeError: for all mismatches together, before any tensor is changed; in a forward or backward, or inside
+            `summon_full_params`; on every rank, with the reason, if another rank fails.
+        ValueError: if a file is damaged; the message names the file and the tensor. Parameters and state may already
+            have been changed: load another checkpoint. Also if an optimizer is given, and the checkpoint has none.
         OSError: if a file cannot be read.
     """
     units, everyone = prepared(model, "load a checkpoint")
@@ -273,13 +273,13 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     if stored.dtype.is_complex and not target.dtype.is_complex:
         found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")
     if isinstance(target, UnshardedTensor) and target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
-        # Others may hold it, and would not see it replaced.
+        # Other objects may refer to this tensor, and would not see a replacement.
         found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
     return found
 
 
 def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) -> None:
-    """Fill what is in the files."""
+    """Fill the targets that the files contain."""
     with stored_buffers(units), torch.no_grad():
         for target in targets:
             key = _key(target, files.tensors)

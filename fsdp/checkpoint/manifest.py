@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, ``checkpoint.json``: its files, their checksums, and all that is no tensor."""
+"""The manifest of a checkpoint, ``checkpoint.json``: its files, their checksums, and all data other than tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """One or several safetensors files that hold one set of tensors."""
+    """A set of tensors in a single safetensors file or in multiple files."""
 
     stem: str  # the first part of their names
     files: Mapping[str, Sequence[int]]  # by name: the file's size, that of what is before its data, its checksum
     checksums: Mapping[str, str]  # by a tensor's name, those of its blocks
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
-        """Yield what is wrong with the files, but for their tensors."""
+        """Yield the errors of the files outside their tensors."""
         for name, (nbytes, head_nbytes, checksum) in self.files.items():
             path = beside(os.path.join(folder, MANIFEST), name)
             try:
@@ -79,7 +79,7 @@ class TensorSet:
             create(folder, file)
 
     def written(self, fragments: Iterable[Fragment]) -> TensorFiles:
-        """Return the files with the checksums of what all ranks have written."""
+        """Return the files with the checksums of the data that all ranks have written."""
         known, checksums = by_name(fragments), {}
         for entry in self.entries:
             try:
@@ -159,9 +159,9 @@ def _text(content: Any) -> str:
 
 
 def _check(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless all is as `Manifest.to_bytes` writes it.
+    """Raise ValueError unless the contents have the form that `Manifest.to_bytes` writes.
 
-    Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
+    An attacker who can write a file can also write its checksum, so all contents are validated before loading.
     """
     world_size, generators, extra = content.get("world_size"), content.get("generators"), content.get("extra")
     if not _is_count(world_size) or world_size == 0:
@@ -203,7 +203,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> Source:
-    """Open a folder that `fsdp.save` has written. What is read of it is compared with its checksums."""
+    """Open a folder that `fsdp.save` has written. Data is compared with its checksums while it is read."""
     folder = complete(path)
     manifest = Manifest.read(folder)
     model = manifest.model.opened_in(folder)
@@ -225,10 +225,11 @@ def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> S
 def examine_ours(
     path: str | os.PathLike[str], start: Callable[[int], Callable[[int], object]], problems: list[str]
 ) -> tuple[int, str]:
-    """Read a folder of `fsdp.save` from end to end, and add all that is wrong to `problems`.
+    """Read a whole folder of `fsdp.save`, and append all errors to `problems`.
 
     Returns:
-        The number of bytes of its tensors, of which `start` is told before they are read, and what is known then.
+        The number of bytes of its tensors, which is also passed to `start` before they are read, and a description of
+        the check.
     """
     folder = complete(path)
     manifest, opened = Manifest.read(folder), []

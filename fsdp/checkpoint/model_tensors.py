@@ -1,4 +1,4 @@
-"""A model's tensors as files have them, each once, under one FQN: which ranges of it each rank writes and reads."""
+"""A model's tensors in files, each once under a single FQN, with the ranges that each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fsdp.engine.unit import Unit, own_modules, unit_of
 class Held:
     """The elements that this rank holds of a tensor: numbers ``start:stop`` of a box of it, in row-major order.
 
-    They lie one after the other in the rank's `vector`, from `offset` on.
+    They are consecutive in the rank's `vector`, from `offset` on.
     """
 
     box: Box
@@ -76,7 +76,7 @@ class SlotTensor:
 
     @property
     def param(self) -> nn.Parameter:
-        """Return what an optimizer sees of it."""
+        """Return the parameter that an optimizer updates."""
         original = self.handle.orig_params
         return self.handle.flat_param if original is None else original.params[self.slot]
 
@@ -195,9 +195,9 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
 
 
 def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
-    """Return the ranks over which a unit is sharded, and those over which a model's `DTensor`s are spread besides.
+    """Return the ranks over which a unit is sharded, together with the ranks of the model's `DTensor` meshes.
 
-    What is spread over the most ranks comes first, and what adds none to those before is left out.
+    The largest set of ranks comes first, and sets that add no ranks are omitted.
     """
     parts = [MeshPart.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
     parts += [part for handle in handles_of(units) for part in handle.flat_param.parts]
@@ -218,7 +218,7 @@ def _with_meshes(unit: Unit, model: nn.Module, units: Sequence[Unit]) -> Ranks:
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
-    """Return all that files have of a model: what units took, and what is not sharded, each once with all its names."""
+    """Return all tensors of a model that files contain, sharded or not, each once with all its names."""
     paths_of = paths_in(model)
     sharded = [
         SlotTensor([path + place.name for place in places for path in paths_of.get(place.module, ())], handle, slot)
@@ -255,7 +255,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def keys_of(target: Target) -> tuple[str, ...]:
-    """Return the names under which a tensor may be stored: also without what torch's wrappers add, and files lack."""
+    """Return the names under which a tensor may be stored, including names without the prefixes of torch's wrappers."""
     return tuple(dict.fromkeys((*target.names, *map(plain_name, target.names))))
 
 
@@ -265,7 +265,7 @@ def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
 
 
 def outermost_units(module: nn.Module) -> Iterator[Unit]:
-    """Yield the units in a tree that lie in no other one, each once."""
+    """Yield the outermost units in a tree, each once."""
     seen: set[nn.Module] = set()
     ahead = [module]
     while ahead:
@@ -306,7 +306,7 @@ def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
 
 
 def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
-    """Return a model's tensors in the order of its modules, each under the first of its names there."""
+    """Return a model's tensors in the order of its modules, each under its first name in this order."""
     order = {path: number for number, path in enumerate(path for paths in paths_in(model).values() for path in paths)}
 
     def place(name: str) -> int:
@@ -331,7 +331,7 @@ def require_one_model(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
-    """Collective. Return the names of tensors that this rank writes: of ranks that hold the same of one, the first."""
+    """Collective. Return the names of the tensors that this rank writes: of replicas, the first rank writes."""
 
     def digests() -> dict[str, bytes]:
         held = {name: target.held for name, target in tensors.items()}
@@ -369,7 +369,7 @@ def _crossing(tensors: Mapping[str, Target]) -> str:
 
 
 def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
-    """Return a tensor that is to be saved, with what this rank writes of it; `dtype` is of parameters."""
+    """Return the entry of a tensor to save, with the part that this rank writes; `dtype` applies to parameters."""
     is_cast = isinstance(target.param, nn.Parameter) and target.dtype.is_floating_point
     kept = dtype if dtype is not None and is_cast else target.dtype
     vector, held = target.vector(name), target.held
@@ -378,7 +378,7 @@ def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Coll
 
 
 def part_of(target: Target, flat: Tensor | None) -> Part | None:
-    """Return what lies where this rank's elements of a tensor do: these, or an optimizer's state for each of them."""
+    """Return this rank's part of a tensor, or of an optimizer's elementwise state of the tensor."""
     if target.held is None or flat is None:
         return None
     if flat.stride(0) != 1:  # a buffer that is every other element of something

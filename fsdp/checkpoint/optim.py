@@ -1,8 +1,8 @@
-"""A checkpoint has an optimizer's state as tensors of the parameters' shapes, under ``<name>/<key>``, and a rest.
+"""A checkpoint's optimizer state: tensors with the parameters' shapes, under ``<name>/<key>``, and other values.
 
-Elements lie in an optimizer as the parameter's elements lie in the shard, so they are written and read by the same
-ranges. Numbers (``step``) and other values are in the manifest, by the parameter's name, as are the parameter groups.
-Several optimizers are saved as one.
+Elementwise state has the same layout as the parameter's shard, so it is written and read by the same ranges. Numbers
+(``step``) and other values are in the manifest, keyed by the parameter's name, and so are the parameter groups.
+Multiple optimizers are saved as a single optimizer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Groups = list[list[OptimParam]]
 
 
 class Optimizers:
-    """The `Optimizers` of one model, each with parameters of its own, are as the one that a checkpoint holds."""
+    """The optimizers of a model, each with different parameters, combined like the single optimizer of a checkpoint."""
 
     def __init__(self, given: Any) -> None:
         is_list = isinstance(given, (list, tuple))
@@ -80,7 +80,7 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return all groups, one after the other."""
+        """Return the groups of all optimizers."""
         return [dict(group) for optimizer in self._all for group in groups_of(optimizer)]
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Optimizers:
         return flat_state(found) if isinstance(optimizer, OwnedOptimizer) else found
 
     def stepped(self, name: str, target: Target) -> SteppedParam | None:
-        """Return what an `OwnedOptimizer` among them steps of one of the model's tensors."""
+        """Return the parameter that an `OwnedOptimizer` among them steps for a tensor of the model."""
         handle, slot = (target.handle, target.slot) if isinstance(target, SlotTensor) else (None, 0)
         for optimizer in self._all:
             if isinstance(optimizer, OwnedOptimizer):
@@ -101,7 +101,7 @@ class Optimizers:
         return None
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Give each its states, and the options of its groups."""
+        """Load states, and the options of groups, into each optimizer."""
         ahead = iter(options)
         for optimizer in self._all:
             held = [group["params"] for group in groups_of(optimizer)]
@@ -116,7 +116,7 @@ class Optimizers:
 
 
 def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
-    """Return what is in each parameter group of optimizers of a model with these tensors."""
+    """Return the contents of each parameter group of the optimizers, for a model with these tensors."""
     found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
     for name, target in tensors.items():
         param, handle, slot = target.param, None, 0
@@ -137,7 +137,7 @@ def _each(groups: Groups) -> Iterator[OptimParam]:
 
 
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
-    """Return a kind as it is in the manifest: a word, and the dtype or the value; `where` is what messages call it."""
+    """Return a kind in its manifest form: a word, and the dtype or the value; `where` is its name in messages."""
     if isinstance(kind, Value):
         return ["value", encoded(kind.value, where)]
     if kind.dtype not in KINDS:
@@ -179,7 +179,7 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
 
 
 def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
-    """Return what this rank has of the state of each parameter, for `shared_kinds`."""
+    """Return the kinds of this rank's state of each parameter, for `shared_kinds`."""
     params = list(_each(groups))
     own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
     for each in own:
@@ -188,7 +188,7 @@ def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
 
 
 def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
-    """Collective. Return what there is of the state of each parameter, on the ranks that have elements of it."""
+    """Collective. Return the kinds of the state of each parameter on the ranks that have elements of the parameter."""
     shared: list[SharedKinds] = gather_kinds(ranks, pickled)
     problem = next((problem for each in shared for problem in each.problems()), None)
     if problem is not None:
@@ -203,9 +203,9 @@ def state_entries(
     tensors: Mapping[str, Target],
     written: Collection[str],
 ) -> tuple[list[Entry], Any]:
-    """Return the tensors of optimizers' states, with what this rank writes of them, and the rest for the manifest.
+    """Return the tensors of optimizers' states with this rank's parts, and the other values for the manifest.
 
-    It writes the state of the parameters that it writes, whose names are `written`.
+    A rank writes the state of the parameters that it writes, whose names are `written`.
     """
     entries, states = [], {}
     for one, known in zip(_each(groups), kinds, strict=True):
@@ -221,7 +221,8 @@ def state_entries(
                 if isinstance(kind, Elements):
                     part = None
                     if key in vectors and one.is_owned:
-                        # Of replicas the first; what nobody shares is owned by all, and written by who writes it.
+                        # The first replica writes. A parameter that is not shared has all ranks as owners, and its
+                        # writer also writes the state.
                         is_first = original.name in written if one.handle is None else one.replicas.rank == 0
                         part = Part.whole(vectors[key]) if is_first else None
                     elif key in vectors and original.name in written:
@@ -245,9 +246,9 @@ def rest_of(
     title: str = "",
     has_groups: bool = True,
 ) -> dict[str, Any]:
-    """Return what the manifest has of an optimizer: groups, with names of parameters, and states (`kinds_to_json`).
+    """Return an optimizer's part of the manifest: groups with names of parameters, and states (`kinds_to_json`).
 
-    Unless it `has_groups`, parameters with equal settings are put into one group.
+    Unless `has_groups`, parameters with equal settings are merged into a group.
     """
     return {
         "optimizer": optimizer,
@@ -297,7 +298,7 @@ class StatePlan:
 
 
 def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> StatePlan:
-    """Return what an optimizer, or several, are to get of a checkpoint, and what does not fit."""
+    """Return the parts of a checkpoint that optimizers load, and all mismatches."""
     files, rest = source.optimizer, source.optimizer_rest
     if files is None:
         raise ValueError(f"{source.path} has no optimizer in it: load it without one")
@@ -334,9 +335,10 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
 
 
 def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
-    """Return a problem if the state is another optimizer's, which the next step would miss in words that say nothing.
+    """Return a problem if the state belongs to a different optimizer: the next step would raise an unclear error.
 
-    Settings tell, since subclasses may share them, and with torch's versions the same class may get more.
+    Optimizers are distinguished by their settings: subclasses may share settings, and newer versions of torch may add
+    settings to a class.
     """
     own, saved = optimizers.name, rest.get("optimizer")
     wanted = {key for group in optimizers.param_groups for key in options_of(group)}
@@ -372,7 +374,7 @@ def _misfits(
 
 @torch.no_grad()
 def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return this rank's shard of the state, by parameter. It is read into what there is of the same kind."""
+    """Return this rank's shard of the state, by parameter. State is read into existing tensors of the same kind."""
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for one, names, kinds in plan.states:
         held, state = plan.optimizers.state_of(one.param), {}
@@ -397,7 +399,7 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
 
 
 def give_state(plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Have the optimizers go on with what was read."""
+    """Load the state that was read into the optimizers."""
     saved = zip(plan.options, plan.optimizers.param_groups, strict=True)
     plan.optimizers.load(found, [options_of(own) if options is None else decoded(options) for options, own in saved])
     release(_each(plan.groups))

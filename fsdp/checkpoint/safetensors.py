@@ -1,14 +1,14 @@
-"""The safetensors format: the tensors in files, reading ranges of them, and writing files by several ranks at once.
+"""The safetensors format: tensors in files, reading ranges, and writing files by multiple ranks concurrently.
 
 A file is eight bytes with the length N of the header (little-endian), N bytes of JSON, and the data:
 ``{name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}``, offsets counted from
-the end of the header, values row-major and little-endian, without holes. Several files have an index,
+the end of the header, values row-major and little-endian, without gaps. Multiple files have an index,
 ``model.safetensors.index.json`` with ``{"weight_map": {name: file}}``. Source: https://huggingface.co/docs/safetensors
-and the reference implementation, whose limits are these.
+and the reference implementation, which has the same limits.
 
-[Note: several writers] `plan` is arithmetic: from names, dtypes and shapes it makes headers and places, the same on
-every rank. Then each rank writes its ranges where they belong (`write_parts`), from the memory that they are in; values
-that are not on the CPU, or of another dtype, go through one block. Nothing is all-gathered.
+[Note: several writers] `plan` is arithmetic: it computes headers and offsets from names, dtypes and shapes, with the
+same result on every rank. Then each rank writes its ranges at these offsets (`write_parts`), directly from memory.
+Values on a device other than the CPU, or of a different dtype, are copied through a block. No all-gather is needed.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class SafetensorsFiles(TensorReader):
-    """The tensors of a file, of several with an index (``*.safetensors.index.json``), or of a folder that has either.
+    """The tensors of a file, of files with an index (``*.safetensors.index.json``), or of a folder with either.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if one is not what it should be; it names the file and the tensor.
+        ValueError: if a file is invalid; the message names the file and the tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -127,7 +127,7 @@ class SafetensorsFiles(TensorReader):
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
     def damaged(self, advance: Callable[[int], object]) -> Iterator[str]:
-        """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
+        """Yield the errors of the tensors, reading each once in blocks; `advance` receives the bytes of each block."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, tensor in self.tensors.items():
             for begin, end in spans(0, tensor.nbytes):
@@ -139,7 +139,7 @@ class SafetensorsFiles(TensorReader):
 
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
-    """Return the tensors and the metadata of one file."""
+    """Return the tensors and the metadata of a file."""
     with opened(path) as file:
         seen = SeenFile.of(path, file.fileno())
         size = seen.nbytes
@@ -163,7 +163,7 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
 
 
 def _members(path: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Decode the members of a header one at a time, because Python's objects take many times the memory of JSON."""
+    """Decode the members of a header sequentially, because Python's objects need many times the memory of JSON."""
     names: set[str] = set()
     try:
         header = _JsonText(text.decode())
@@ -201,7 +201,7 @@ class _JsonText:
         return {name: self._string(f"string for {readable(name, 200)}") for name in self.members()}
 
     def entry(self, name: str) -> dict[str, Any]:
-        """Decode the object of a tensor, which has no others in it."""
+        """Decode the object of a tensor, which contains no nested objects."""
         self._next()
         found = _ENTRY.match(self._text, self._at, self._at + _MAX_ENTRY)
         if found is None:
@@ -264,7 +264,7 @@ def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
 
 
 def _check_places(path: str, tensors: Mapping[str, StridedTensor], first: int, size: int) -> None:
-    """Raise ValueError unless the tensors fill the rest of the file, one after the other."""
+    """Raise ValueError unless the tensors fill the remaining file without gaps."""
     reached, before = first, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if tensor.begin != reached:
@@ -285,7 +285,7 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     names = sorted(os.listdir(place))
     files = [name for name in names if name.endswith(SUFFIX)]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    # Checkpoints have the optimizer's tensors beside the model's.
+    # Checkpoints contain the optimizer's tensors in addition to the model's.
     models = [[name for name in names if name == wanted] for wanted in (_ONE_FILE, f"model{INDEX_SUFFIX}")]
     for candidates in (*models, indices, files):
         if len(candidates) == 1:
@@ -297,10 +297,10 @@ def _resolve(path: str | os.PathLike[str]) -> str:
 
 
 class CheckedFiles(SafetensorsFiles):
-    """Files of which every byte that is read is compared with checksums; reading what is damaged raises ValueError.
+    """Files whose bytes are compared with checksums while they are read; damaged bytes raise ValueError.
 
-    Blocks that this rank reads from end to end are compared at once. Of those at the ends of its ranges it knows
-    fragments, which are put together with the other ranks' when all have read.
+    Blocks that this rank reads completely are compared immediately. For blocks at the ends of its ranges it has
+    fragments, which are combined with the fragments of other ranks after all ranks have read.
     """
 
     def __init__(self, path: str | os.PathLike[str], checksums: Mapping[str, str]) -> None:
@@ -340,13 +340,13 @@ class CheckedFiles(SafetensorsFiles):
 
     @property
     def fragments(self) -> list[Fragment]:
-        """Return the fragments of blocks that this rank has read in part, for the others."""
+        """Return the fragments of blocks that this rank has read partly, for the other ranks."""
         return merged(self._fragments)
 
     def compare_fragments(self, heard: Iterable[Fragment]) -> None:
-        """Compare the blocks that this rank has read in part, with what all ranks have read of them.
+        """Compare the blocks that this rank has read partly, using the fragments of all ranks.
 
-        Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
+        Bytes that none of these ranks has read are read again (parts of `DTensor`s on other ranks).
         """
         others = by_name(heard)
         for name, by_block in by_name(self.fragments).items():
@@ -369,7 +369,7 @@ class CheckedFiles(SafetensorsFiles):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements of a tensor: those in some ranges of it, row-major, which lie one after the other in `values`.
+    """Elements of a tensor in some row-major ranges, which are consecutive in `values`.
 
     `values` is flat, of any dtype and device.
     """
@@ -392,7 +392,7 @@ class Part:
         The memory may be used again for the next ones.
         """
         values, size = self.values, dtype.itemsize
-        # Whole blocks of what is read from files, so that each is compared with its checksum at once.
+        # Whole blocks of data from files, so that each block is compared with its checksum immediately.
         stored_size = min(size, values.dtype.itemsize) if isinstance(values, FoundTensor) else size
         group = BLOCK_BYTES * size // stored_size
         is_ready = isinstance(values, Tensor) and is_host(values.device) and values.dtype == dtype
@@ -429,7 +429,7 @@ def _batches(every: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor to be written, and what this rank writes of it, if anything."""
+    """A tensor to write, and the part that this rank writes, if any."""
 
     name: str
     dtype: torch.dtype
@@ -441,7 +441,7 @@ class Entry:
         return self.shape.numel() * self.dtype.itemsize
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield what this rank has of it."""
+        """Yield this rank's chunks of the tensor."""
         return iter(()) if self.part is None else self.part.chunks(self.dtype)
 
 
@@ -458,8 +458,8 @@ class PlannedFile:
 def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None) -> list[PlannedFile]:
     """Plan the files for some tensors: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on.
 
-    A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger. Several
-    have an index behind them.
+    A new file begins before a file would contain more than `max_file_bytes` of tensors; a single tensor may be larger.
+    Multiple files are followed by an index.
     """
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
         raise ValueError(f"two tensors have the name {twice[0]}: a file can hold one of them")
@@ -493,7 +493,7 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
         "__metadata__": {"format": "pt"}  # older versions of transformers refuse files that do not say it
     }
     offset, offsets = 0, {}
-    # So that each is aligned: what fills whole lines, and then from the largest elements to the smallest.
+    # Each tensor is aligned: tensors that fill whole lines first, then from the largest elements to the smallest.
     for entry in sorted(entries, key=lambda each: (each.nbytes % _LINE > 0, -each.dtype.itemsize)):
         offsets[entry.name] = offset
         header[entry.name] = {
@@ -520,7 +520,7 @@ def index_name(stem: str) -> str:
 
 
 def create(folder: str, file: PlannedFile) -> None:
-    """Make a file of its size, with what is before the data."""
+    """Create a file with its final size and its header."""
     path = os.path.join(folder, file.name)
     with open(path, "xb") as made:
         made.write(file.head)

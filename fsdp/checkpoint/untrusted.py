@@ -1,9 +1,8 @@
-"""Reading files that others have written, or that were damaged since: the rules for every reader.
+"""Reading untrusted or damaged files: the rules for every reader.
 
-Only regular files are opened, since a pipe would wait for its writer for ever. Files that a file names lie beside it.
-What cannot be understood is one kind of error, a ValueError with the path in it, in a message that is short and that a
-terminal only prints. Bounds are the reader's own: no count or size that a file claims is believed before it was
-compared with the size of the file.
+Only regular files are opened, because a pipe would wait for its writer forever. Files that a file names must be in its
+folder. Invalid contents always raise a ValueError that names the path, with a short message without control
+characters. Counts and sizes from a file are not used before they were compared with the size of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import IO, Any
 _MOST_CHARACTERS = 4000  # of a message
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
-# What reading a file can raise that is not what it should be.
+# Exceptions that reading an invalid file can raise.
 BROKEN = (
     zipfile.BadZipFile,
     UnpicklingError,
@@ -55,7 +54,7 @@ def descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a file to read it; raises what `descriptor` raises."""
+    """Open a file for reading; raises the same errors as `descriptor`."""
     return os.fdopen(descriptor(path), "rb")
 
 
@@ -74,10 +73,10 @@ def content_of(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
 
 def beside(path: str, name: str) -> str:
-    """Return the place of a file that the file at `path` names: in the same folder or below it.
+    """Return the path of a file that the file at `path` names, in the same folder or below it.
 
-    A link is followed to where the file at `path` really lies as well, since whoever made one link made the other one.
-    So look the cache of Hugging Face, and a folder of links to the files of another one.
+    The folder that contains the target of a link at `path` is also permitted, because the same user has created both
+    links. The cache of Hugging Face, and folders of links to another folder, have this structure.
 
     Raises:
         ValueError: if the name leads out of the folder.
@@ -97,7 +96,7 @@ def beside(path: str, name: str) -> str:
 
 
 def readable(text: str, most: int = _MOST_CHARACTERS) -> str:
-    """Return a text for people: without its middle if it is long, and with escapes for what a terminal would obey."""
+    """Return a readable text: without its middle if it is long, and with escaped control characters."""
     if len(text) > most:
         head = most * 2 // 3
         text = f"{text[:head]}... ({len(text) - most} characters) ...{text[len(text) - most + head :]}"
@@ -107,18 +106,18 @@ def readable(text: str, most: int = _MOST_CHARACTERS) -> str:
 
 
 def short(value: Any, width: int = 60) -> str:
-    """Return a value on one line, as `repr` shows it."""
+    """Return the `repr` of a value in a single line."""
     text = " ".join(readable(repr(value), 4 * width).split())
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors within, of a file that is not what it should be, into a ValueError that names `path`.
+    """Convert errors from an invalid file into a ValueError that names `path`.
 
     Raises:
-        ValueError: in the place of all of `BROKEN`.
-        OSError: for files that cannot be read, unchanged but for a message that is long or has what a terminal obeys.
+        ValueError: instead of any error in `BROKEN`.
+        OSError: for files that cannot be read, unchanged unless the message is long or contains control characters.
     """
     place = os.fspath(path)
     try:

@@ -1,14 +1,14 @@
-"""Saving a checkpoint: all ranks agree what to write, and write it.
+"""Saving a checkpoint: all ranks agree on its contents and write them.
 
-There are two steps. `prepare` looks at the model and finds what each rank is to write (`Plan`). `write` has the files
-written, and put in their place when all of them are on disk; it does not look at the model, only at the memory of what
-is to be written.
+There are two steps. `prepare` examines the model and plans the parts that each rank writes (`Plan`). `write` writes
+the files, and moves them to their path after all of them are on disk. `write` does not use the model, only the memory
+of the parts.
 
-Where ranks do not share a file system, those that do not see the folder send their ranges to the first rank, which
-writes them: one block at a time, from one rank after the other, so that nobody needs memory for more (`Senders`).
+If ranks do not share a file system, ranks without access to the folder send their ranges to rank 0, which writes them.
+They send a block at a time, sequentially, so that no rank needs memory for more than a block (`Senders`).
 
-A `Saver` copies what is to be written to host memory, and a thread on each rank writes the copies while training goes
-on. The threads talk to each other over groups of their own, so that their messages never meet those of training.
+A `Saver` copies the data to host memory, and a thread on each rank writes the copies during training. The threads
+communicate over separate groups, so that their messages cannot be confused with messages of the training.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"
 _SENT = "parts of a checkpoint"
-# By the name of a tensor, where the ranges of one rank begin and end, in bytes of the tensor.
+# By the name of a tensor, the begin and end of a rank's ranges, in bytes of the tensor.
 _Extents = dict[str, list[tuple[int, int]]]
 
 
@@ -90,7 +90,7 @@ class Saved:
     Attributes:
         path: its folder.
         nbytes: the size of its files with tensors.
-        cast: by name, the dtype that parameters have which were saved in another one.
+        cast: by name, the dtype of each parameter that was saved in a different dtype.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a checkpoint: a folder, or with a step one in a folder that keeps so many of them."""
+    """The destination of a checkpoint: a folder, or with a step a subfolder of a folder with multiple checkpoints."""
 
     path: str | os.PathLike[str]
     step: int | None = None
@@ -123,7 +123,7 @@ class Place:
 
     @property
     def what_is_there(self) -> str:
-        """Return what this rank finds there after a save that was not completed, in words."""
+        """Return a description of the files that this rank finds after an incomplete save."""
         if self.step is not None:
             last = newest(self.path)
             return f"The newest complete checkpoint is {last}." if last else f"{self.path} has no complete checkpoint."
@@ -132,7 +132,7 @@ class Place:
         return f"{self.folder} is a complete checkpoint: that from before, or this one if all ranks had written it."
 
     def tidy(self) -> None:
-        """Remove older checkpoints than are to be kept, now that this one is there."""
+        """Remove older checkpoints that need not be kept, after this checkpoint is complete."""
         if self.keep is not None and self.step is not None:
             rotate(self.path, self.keep, self.step)
 
@@ -152,43 +152,48 @@ def save(
 ) -> Saved:
     """Collective. Save a model, and its optimizer, as files with unsharded tensors, under their FQNs.
 
-    Every rank writes the ranges of its own shards straight into the final files, from the memory that they are in;
-    nothing is all-gathered, and no memory is used but 4 MiB for values that are cast or on an accelerator. Of replicas
-    the first writes; what is not sharded (buffers, ignored parameters) is written by the first rank, and tied
-    parameters under the first of their names. Ranks that do not see the first one's folder send their ranges there, a
+    Every rank writes the ranges of its own shards directly from memory into the final files. There is no all-gather,
+    and values that are cast or on an accelerator require only 4 MiB of additional memory. The first replica writes
+    replicated shards, and rank 0 writes tensors that are not sharded (buffers, ignored parameters). Tied parameters
+    are written under the first of their names. Ranks without access to rank 0's folder send their ranges to rank 0, a
     block at a time.
 
-    The files are written beside `path`, synced to the disk, and then put there. If the save fails or is killed at any
-    moment, the checkpoint that was there is still there. Files of yours in it are copied to the new one.
+    The files are written under a temporary name, synced to the disk, and then renamed to `path`. If the save fails or
+    is killed at any moment, the previous checkpoint is kept. User files in this checkpoint are copied to the new
+    checkpoint.
 
     Args:
-        path: the folder, written alike on all ranks. One that is a checkpoint, or empty, is replaced.
-        model: wrapped, or with units inside, or plain, which all ranks of the default process group then have alike.
-        optimizer: of the model's parameters, or a list of several, each of its own; None saves none. State with a value
-            for each element of a parameter is saved as tensors of the parameter's shape, numbers and parameter groups
-            by the parameters' names. Of other shapes it is an error.
+        path: the folder, with the same name on all ranks. An existing checkpoint or an empty folder is replaced.
+        model: a wrapped model, a model with units inside, or a plain model. A plain model must be equal on all ranks
+            of the default process group.
+        optimizer: an optimizer of the model's parameters, or a list of optimizers with different parameters; None
+            saves no optimizer. Elementwise state is saved as tensors with the parameter's shape, numbers and parameter
+            groups by the parameters' names. State of other shapes raises an error.
         step: save to ``step-00000100`` in the folder `path` instead, which `newest` finds.
-        keep: with `step`, remove all such checkpoints but those of so many highest steps, when this one is there.
-        values: of the first rank: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1 MiB each.
-        dtype: of floating-point parameters; None saves them in their own. Buffers keep theirs.
-        max_file_bytes: begin another file before there are more bytes of tensors in one, as Hugging Face divides models
-            (``model-00001-of-00003.safetensors`` and an index). None makes one file for the model and one for the
-            optimizer.
+        keep: with `step`, the number of checkpoints to keep. After this checkpoint is complete, all checkpoints except
+            those with the highest steps are removed.
+        values: additional values of rank 0: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1
+            MiB each.
+        dtype: the dtype of floating-point parameters; None saves them in their own dtype. Buffers keep their dtype.
+        max_file_bytes: the maximum number of bytes of tensors in a file, as Hugging Face divides models
+            (``model-00001-of-00003.safetensors`` and an index). None creates a single file for the model and a single
+            file for the optimizer.
         generators: save the states of the random number generators of every rank (Python's, NumPy's, torch's).
 
     Returns:
-        Where it is, its size, and what was cast.
+        The path of the checkpoint, its size, and the cast parameters.
 
     Raises:
         RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
-            for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails,
-            or if ranks were given different paths, steps or settings.
+            for units with other ranks than the outermost unit; on every rank, with the reason, if another rank fails,
+            or if ranks have different paths, steps or settings.
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
-        TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
-        ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
-            parameter's shape nor a number; it names parameter, key and shape.
-        NotImplementedError: for parameters on meshes that cross, so that neither has all ranks of the other; it names
-            two of them, with their ranks. For what is Partial.
+        TypeError: for `values` of other types, with their position; for arguments that are not a model, optimizer,
+            number or float dtype.
+        ValueError: for an optimizer of other parameters, or two optimizers of the same parameter; for state that is
+            neither of the parameter's shape nor a number, with parameter, key and shape.
+        NotImplementedError: for parameters on meshes that cross, so that neither has all ranks of the other, with two
+            parameters and their ranks; for `Partial` placements.
     """
     place = Place(path, step, keep)
     found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
@@ -207,7 +212,7 @@ def prepare(
     max_file_bytes: int | None,
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
-    """Collective. Return what is to be written, the ranks that write, and the units whose memory it is in."""
+    """Collective. Return the plan, the ranks that write, and the units whose memory the plan uses."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     _require_number("max_file_bytes", max_file_bytes)
@@ -278,13 +283,13 @@ def _require_number(name: str, value: Any) -> None:
 
 
 def release(units: Sequence[Unit]) -> None:
-    """Tell storages that their shards, which were read, are not wanted soon."""
+    """Tell storages that their shards were read and will not be needed soon."""
     for handle in handles_of(units):
         handle.storage.release()
 
 
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
-    """Collective. Have a checkpoint at a place, or what was there before if that raises an error."""
+    """Collective. Write a checkpoint to its destination; if this raises an error, the previous checkpoint is kept."""
     destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
 
@@ -313,7 +318,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
-    """Collective. Have all ranges in the files, and return the checksums of this rank's."""
+    """Collective. Write all ranges to the files, and return the checksums of this rank's ranges."""
     token = destination.token
     is_seen = from_everyone(ranks, token)[0] == token  # it is tried, not assumed
     unseen = [] if is_seen else [entry for each in found.sets for entry in each.entries]
@@ -340,7 +345,7 @@ def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
 
 
 class Senders:
-    """The ranks that do not see the folder and have something to write. Made on all ranks together."""
+    """The ranks without access to the folder that have data to write. The constructor is collective."""
 
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
@@ -356,7 +361,7 @@ class Senders:
                 )
 
     def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
-        """Collective. Have the first rank write what all senders have; return the checksums of what was sent."""
+        """Collective. Send the data of all senders to rank 0, which writes it; return the checksums."""
         sent: list[Fragment] = []
         for entry in entries if self._own in self.ranks else ():
             for begin, memory in entry.chunks():
@@ -369,7 +374,7 @@ class Senders:
         return merged(sent)
 
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
-        """Write what arrives, or drop it after the first error, since the others cannot know of that."""
+        """Write the received data, or discard it after an error, because the senders do not know of the error."""
         problem: OSError | None = None
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._comm.talk_device)
         with ExitStack() as stack:
@@ -389,7 +394,7 @@ class Senders:
                 raise problem
 
     def _chunks(self, names: Collection[str]) -> Iterator[tuple[int, str, int, int]]:
-        """Yield what arrives, in its order: the rank, the tensor, and which bytes of it."""
+        """Yield the chunks in the order in which they arrive: the rank, the tensor, and the range of bytes."""
         for rank, extents in self.ranks.items():
             for name in (name for name in extents if name in names):
                 for extent in extents[name]:
@@ -397,7 +402,7 @@ class Senders:
 
 
 class _Job:
-    """One checkpoint that is being written. What became of it is told once."""
+    """A checkpoint that is being written. Its outcome is reported once."""
 
     def __init__(self, place: Place, found: Plan, ranks: Ranks) -> None:
         self._work: tuple[Place, Plan, Ranks] | None = (place, found, ranks)
@@ -421,7 +426,7 @@ class _Job:
         return self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for it; raise what it raised, unless that was told before."""
+        """Wait for the job, and raise its exception unless it was already reported."""
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -429,7 +434,7 @@ class _Job:
 
 
 def _report(jobs: list[_Job]) -> None:
-    """Print what the last job raised, since nobody will ask any more."""
+    """Print the exception of the last job, because no later call can report it."""
     try:
         for job in jobs:
             job.finish()
@@ -441,17 +446,17 @@ def _report(jobs: list[_Job]) -> None:
 class Saver:
     """Saves checkpoints in the background: training waits for a copy to host memory only.
 
-    What is copied is what this rank is to write: its shards, and its part of the optimizer's state. The memory is used
-    again for the next checkpoint.
+    Each rank copies the data that it writes: its shards, and its part of the optimizer's state. The memory is reused
+    for the next checkpoint.
 
-    An error in the background is raised on every rank, by the next `save` or by `wait`; what nobody asked for is
-    printed in the end. The interpreter does not exit before a checkpoint is written, but
+    An error in the background is raised on every rank, by the next `save` or by `wait`. If neither is called, the
+    error is printed at exit. The interpreter does not exit before a checkpoint is written, but
     ``torch.distributed.destroy_process_group()`` must not be called before: use the saver in a ``with`` block, or call
     `wait`.
 
     Args:
-        when_busy: what `save` does while the last checkpoint is still being written on any rank: "wait" for it, or
-            "raise" a RuntimeError on every rank.
+        when_busy: the behaviour of `save` while the last checkpoint is still being written on any rank: "wait" for it,
+            or "raise" a RuntimeError on every rank.
         pin_memory, max_bytes: of the copies, see `fsdp.StateDictStager`.
 
     Raises:
@@ -495,9 +500,9 @@ class Saver:
 
         Raises:
             RuntimeError: if the last checkpoint is still being written, and `when_busy` is "raise".
-            Exception: what the last one has raised; this one is not begun then.
+            Exception: the exception of the last save; this save does not begin then.
             MemoryError: if the copies need more than `max_bytes`.
-            Besides, what `fsdp.save` raises before it writes.
+            Also all exceptions that `fsdp.save` raises before it writes.
         """
         place = Place(path, step, keep)
         what = "save a checkpoint in the background"
@@ -510,13 +515,13 @@ class Saver:
         self._jobs[:] = [_Job(place, found, tuple(comm.apart() for comm in ranks))]
 
     def wait(self) -> Saved | None:
-        """Block until the last checkpoint is there, and say where. On each rank for itself.
+        """Block until the last checkpoint is complete, and return it. Not collective.
 
         Returns:
-            What `fsdp.save` returns; None if nothing was saved.
+            The result of `fsdp.save`; None if no checkpoint was saved.
 
         Raises:
-            Exception: what the save has raised, once.
+            Exception: the exception of the save, once.
         """
         self._finish()
         return None if self._job is None else self._job.saved
@@ -532,7 +537,7 @@ class Saver:
             self._job.finish()
 
     def _copied(self, found: Plan) -> Plan:
-        """Return the same with copies of what this rank is to write."""
+        """Return the plan with copies of this rank's data."""
         parts = [entry.part for each in found.sets for entry in each.entries if entry.part is not None]
         copies = iter(self._stager.stage([part.values for part in parts]))
 

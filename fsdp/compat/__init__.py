@@ -1,1 +1,1 @@
-"""Other libraries' names for what this one does; each is installed by hand, and none by importing this package."""
+"""Other libraries' names for the functions of this library; importing this package does not install them."""

@@ -59,9 +59,9 @@ Callback = Callable[[Tensor], None]
 
 
 class DummyProcessGroup:
-    """A group that knows its size and this rank, and communicates nothing.
+    """A group that has a size and this rank, but does not communicate.
 
-    With ``size=1`` it is enough for a wrapper, without `torch.distributed`.
+    With ``size=1`` it can be used by a wrapper without `torch.distributed`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -98,12 +98,12 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the names of keyword arguments, and all values in one tuple, which ends with theirs."""
+    """Return the names of keyword arguments, and all values in a tuple that ends with the keyword arguments'."""
     return tuple(kwargs), (*args, *kwargs.values())
 
 
 def unpack_kwargs(kwarg_keys: Sequence[str], flat_args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return what `pack_kwargs` was given.
+    """Return the arguments that `pack_kwargs` has packed.
 
     Raises:
         ValueError: for more names than values.
@@ -126,7 +126,7 @@ def split_non_tensors(mixed: Any) -> tuple[tuple[Tensor, ...], dict[str, list[An
 
 
 def unpack_non_tensors(tensors: Sequence[Tensor], packed_non_tensors: dict[str, list[Any]] | None) -> Any:
-    """Return what `split_non_tensors` was given, with these tensors.
+    """Return the argument of `split_non_tensors`, with these tensors.
 
     Raises:
         ValueError: for another number of tensors.
@@ -165,7 +165,7 @@ class OSS(_Refused):
 
 
 class _Bucket:
-    """The tensors that wait for one reduction over the ranks of `comm`."""
+    """The tensors that wait for a reduction over the ranks of `comm`."""
 
     def __init__(self, comm: Communicator) -> None:
         self.waiting: list[tuple[Sequence[Tensor], Callback | None]] = []
@@ -188,10 +188,10 @@ class _Bucket:
 
 
 class ReduceScatterBucketer:
-    """Sum lists of tensors over ranks, each rank getting its own; small ones wait for each other.
+    """Sum lists of tensors over ranks and return each rank's own tensor; small tensors are reduced together.
 
     Args:
-        bucket_cap_mb: MiB that wait at most for one reduction, over all ranks; with 0 or less nothing waits.
+        bucket_cap_mb: maximum MiB in a bucket, over all ranks; with 0 or less, each tensor is reduced immediately.
     """
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
@@ -202,10 +202,10 @@ class ReduceScatterBucketer:
     def reduce_scatter_async(
         self, input_list: Sequence[Tensor], group: Group | None, callback_fn: Callback | None = None
     ) -> None:
-        """Collective. Sum over ranks what each has for this one, now or at a later call.
+        """Collective. Sum the tensors of all ranks for this rank, now or at a later call.
 
         Args:
-            input_list: a tensor for each rank of `group`, alike in shape, dtype and device.
+            input_list: a tensor for each rank of `group`, with equal shape, dtype and device.
             group: the ranks.
             callback_fn: called with this rank's sum, as soon as there is one.
 
@@ -234,15 +234,15 @@ class ReduceScatterBucketer:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Collective. Reduce what waits, and call the callbacks."""
+        """Collective. Reduce all waiting tensors, and call the callbacks."""
         for bucket in self.buckets.values():
             bucket.flush()
 
     def teardown(self) -> None:
-        """Let go of all memory, after `flush`.
+        """Release all memory, after `flush`.
 
         Raises:
-            RuntimeError: if something waits.
+            RuntimeError: if a tensor waits.
         """
         for (dtype, _, _), bucket in self.buckets.items():
             if bucket.waiting:
@@ -259,10 +259,10 @@ def is_singleton_tensor(x: Any) -> bool:
 
 
 def check_param_counts_before_sharding(full_optim_state_dict: Mapping[str, Any], n_instances: int) -> None:
-    """Make sure that a state of FairScale's format is of a model with as many wrappers; one without state always is.
+    """Check that a state in FairScale's format belongs to a model with this number of wrappers.
 
     Raises:
-        ValueError: if not.
+        ValueError: if the number differs, unless the state is empty.
     """
     found = len(set(full_optim_state_dict["param_id_map"].values()))
     if full_optim_state_dict["state"] and found != n_instances:
@@ -273,10 +273,10 @@ def check_param_counts_before_sharding(full_optim_state_dict: Mapping[str, Any],
 
 
 def flatten_optim_state_dict(sd: dict[str, Any]) -> dict[str, Any]:
-    """Change a state of FairScale's format to one unsharded vector for each flat parameter, and return it.
+    """Convert a state in FairScale's format in place to an unsharded vector for each flat parameter, and return it.
 
-    Tensors of what has one number in ``param_id_map`` follow one another; 0-d tensors, lists and values are those of
-    the last one. The keys that full states add are dropped.
+    Tensors of parameters with the same number in ``param_id_map`` are concatenated; 0-d tensors, lists and values are
+    taken from the last parameter. The additional keys of full states are removed.
     """
     id_map: dict[int, int | None] = sd["param_id_map"]
     flat: dict[int | None, dict[str, Any]] = {}
@@ -312,16 +312,15 @@ def build_unflat_state_dict(
     uncollected_opt_state: Mapping[int, Mapping[str, Any]],
     original_sd: dict[str, Any],
 ) -> dict[str, Any]:
-    """Make FairScale's full state of all ranks' shards of flat parameters, in `original_sd`, and return it.
+    """Build FairScale's full state from all ranks' shards of flat parameters, in `original_sd`, and return it.
 
     Args:
-        instance_list: the wrappers with parameters, in the order of ``modules()``, each with one flat parameter.
-        world_pad_info: by rank and wrapper, how many elements at the end of its flat parameter's part are padding, in a
-            list of one.
-        state: by wrapper and key, each rank's vector; a list of one for what is no tensor.
+        instance_list: the wrappers with parameters, in the order of ``modules()``, each with a single flat parameter.
+        world_pad_info: by rank and wrapper, a list with the number of padding elements at the end of the rank's shard.
+        state: by wrapper and key, each rank's vector; a list with a single value for state that is not a tensor.
         singleton_state: the same for 0-d tensors.
-        uncollected_opt_state: by wrapper and key, what one rank has all of.
-        original_sd: the optimizer's own dictionary, with its groups and other keys.
+        uncollected_opt_state: by wrapper and key, the state that a single rank has completely.
+        original_sd: the optimizer's dictionary, with its groups and other keys.
     """
     alone = {local: {key: [value] for key, value in entry.items()} for local, entry in uncollected_opt_state.items()}
     whole: dict[int, dict[str, Any]] = {}
@@ -352,7 +351,7 @@ def build_unflat_state_dict(
 
 _ROOT = "fairscale"
 
-# The last one that FairScale had. Clients compare it with those from which on they use something.
+# FairScale's last version. Clients compare it with minimum versions of features.
 VERSION = "0.4.13"
 
 
@@ -367,7 +366,7 @@ _DATA_PARALLEL = _named(
 _CHECKPOINT = _named(checkpoint_wrapper, is_checkpointing, is_recomputing)
 _CHECKPOINT_FILE = {**_CHECKPOINT, **_named(disable_checkpointing)}
 _FLATTEN = _named(FlattenParamsWrapper, FlatParameter)
-# torch's own scaler would let ranks take different steps, so both names stand for the one that does not.
+# With torch's scaler, ranks could take different steps, so both names refer to the sharded scaler.
 _SCALERS: dict[str, Any] = {"GradScaler": ShardedGradScaler, "ShardedGradScaler": ShardedGradScaler}
 _TESTING = _named(DummyProcessGroup)
 _CONTAINERS = _named(apply_to_tensors, apply_to_type, pack_kwargs, unpack_kwargs, split_non_tensors, unpack_non_tensors)
@@ -446,18 +445,18 @@ INSTEAD = {
 
 
 def install(force: bool = False) -> None:
-    """Have ``import fairscale...`` find this library from now on. Doing it twice changes nothing.
+    """Make ``import fairscale...`` find this library from now on. Repeated calls have no effect.
 
-    For the process; call it at the top of the program, in every process that imports `fairscale` or unpickles what
-    names it. `docs/fairscale.md` has the table of what is found where. Everything else below `fairscale` is an error
-    that names what to use instead.
+    The effect is limited to this process. Call it at the top of the program, in every process that imports `fairscale`
+    or unpickles its classes. `docs/fairscale.md` has a table of the supported names. All other names below `fairscale`
+    raise an error that names the replacement.
 
     Args:
-        force: also where FairScale is installed, whose place this library then takes.
+        force: replace FairScale if it is installed.
 
     Raises:
-        RuntimeError: if FairScale is installed, unless forced; or if it was imported before, in any case: what has its
-            classes already would not notice.
+        RuntimeError: if FairScale is installed, unless forced; always if it was imported before, because modules that
+            have its classes would not be changed.
     """
     if _FINDER in sys.meta_path:
         return
@@ -475,14 +474,14 @@ def install(force: bool = False) -> None:
             "fsdp.compat.fairscale.install(force=True)."
         )
     sys.meta_path.insert(0, _FINDER)
-    # For `torch.load` with its default, ``weights_only=True``, of what names these classes of FairScale's.
+    # For `torch.load` with its default, ``weights_only=True``, of files that refer to these FairScale classes.
     wrapper = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
     flat_parameter = "fairscale.nn.misc.flatten_params_wrapper.FlatParameter"
     add_safe_globals([(FlatParameter, flat_parameter), (TrainingState, f"{wrapper}.TrainingState")])
 
 
 def uninstall() -> None:
-    """Take back `install`. What was imported meanwhile goes on working; new imports find FairScale, or nothing."""
+    """Undo `install`. Imported names continue to work; new imports find FairScale, or fail."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     for name in [name for name in list(sys.modules) if _is_below(name)]:
@@ -495,7 +494,7 @@ def _is_below(name: str) -> bool:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Serves the modules of the table, and knows nothing of others."""
+    """Finds and loads the modules of the table only."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -503,12 +502,12 @@ class _Finder(MetaPathFinder, Loader):
         if not _is_below(fullname):
             return None
         if fullname not in PROVIDED:
-            # Without `name`, or `from fairscale.nn import X` would put its own message in the place of this one.
+            # Without `name`, because `from fairscale.nn import X` would replace this message otherwise.
             raise ModuleNotFoundError(_missing(fullname))
         return ModuleSpec(fullname, self, origin="fsdp.compat.fairscale", is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Modules below first: some have the name of a function that their package exports, and that one counts.
+        # Submodules first: some have the same name as a function that their package exports, which takes precedence.
         for name in PROVIDED:
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)

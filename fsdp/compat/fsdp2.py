@@ -48,19 +48,21 @@ _found: list[tuple[dict[str, Any], str]] = []
 
 
 def install() -> None:
-    """Have torch's names of FSDP2 stand for ours, in every module that has imported them, and in those to come.
+    """Replace torch's names of FSDP2 by this library's, in all modules that have imported them or will import them.
 
-    For the process, and before anything is sharded. torch's pipelines, and its functions for state dicts, take modules
-    under our `fully_shard` for sharded ones from then on. Doing it again takes in what was imported since.
+    The effect is limited to this process. Call it before sharding. Afterwards torch's pipelines and state dict
+    functions treat modules under this library's `fully_shard` as sharded. Calling it again includes modules that were
+    imported since.
     """
     ours = {id(each): PROVIDED[name] for name, each in _TORCHS.items()}
     _found.extend(_exchange(_modules(), ours))
 
 
 def uninstall() -> None:
-    """Take back `install`: torch has its own names again, and modules that had them then.
+    """Undo `install`: restore torch's names, in torch and in the modules that had imported them.
 
-    What was sharded meanwhile goes on working, and so do modules that were imported meanwhile, with our names.
+    Models that were sharded meanwhile continue to work, and modules that were imported meanwhile keep this library's
+    names.
     """
     theirs = {id(PROVIDED[name]): each for name, each in _TORCHS.items()}
     _exchange([*_modules("torch."), *_found], theirs)
@@ -68,7 +70,7 @@ def uninstall() -> None:
 
 
 def _modules(below: str = "") -> list[tuple[dict[str, Any], str]]:
-    """Return all names in modules, but for those of ours and of torch's own implementation."""
+    """Return the namespaces of all modules, except this library's and torch's own implementation."""
     every = sys.modules.copy()  # other threads may import some meanwhile
     modules = {id(each): each for name, each in every.items() if name.startswith(below) and not name.startswith(_OWN)}
     dictionaries = [names for module in modules.values() if isinstance(names := getattr(module, "__dict__", 0), dict)]

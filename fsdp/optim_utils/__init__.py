@@ -1,9 +1,9 @@
-"""The state of a wrapped model's optimizer is gathered under plain names, sharded for any number of ranks, rekeyed.
+"""Functions that gather, shard and rekey the optimizer state of a wrapped model.
 
-A *full* optimizer state is what an optimizer of the unsharded model would have: ``state`` by parameter and
-``param_groups``, with tensors in the parameters' shapes. Parameters go by their names in the module from before
-wrapping, or by FairScale's numbers (`FullyShardedDataParallel.gather_full_optim_state_dict`). Functions here leave the
-dictionaries that they are given alone.
+A *full* optimizer state is the state of an optimizer of the unsharded model: ``state`` by parameter and
+``param_groups``, with tensors in the parameters' shapes. Keys are the parameters' names in the module before wrapping,
+or FairScale's numbers (`FullyShardedDataParallel.gather_full_optim_state_dict`). These functions do not change their
+input dictionaries.
 """
 
 from fsdp.optim_utils.full import rekey_optim_state_dict

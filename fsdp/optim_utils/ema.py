@@ -14,15 +14,15 @@ from fsdp.engine.deferred_init import require_values
 
 
 class EMA(AveragedModel):
-    """An `EMA` is a copy of a model that follows it: ``average = decay * average + (1 - decay) * weight``.
+    """An exponential moving average of a model: ``average = decay * average + (1 - decay) * weight``.
 
-    It is torch's `torch.optim.swa_utils.AveragedModel` over a copy of the wrapped model, so nothing is gathered to
-    update it, and it takes one more shard per rank. ``ema.module`` is a wrapped model like the first: call it to
-    evaluate, and save ``ema.module.state_dict()``. The average is taken in the dtype of the shards: in bfloat16 a decay
-    close to 1 changes nothing, so train with float32 shards (``mixed_precision``).
+    This class is `torch.optim.swa_utils.AveragedModel` over a copy of the wrapped model. Updates require no
+    all-gather, and each rank needs memory for an additional shard. ``ema.module`` is a wrapped model like the
+    original: call it for evaluation, and save ``ema.module.state_dict()``. The average is computed in the dtype of the
+    shards. In bfloat16 a decay close to 1 has no effect, so train with float32 shards (``mixed_precision``).
 
     Args:
-        model: wrapped, or any module. Its weights now are the average's at the first `update_parameters`.
+        model: a wrapped model, or any module. The first `update_parameters` copies its weights.
         decay: between 0 and 1.
         use_buffers: average buffers as well, instead of copying them at every update.
 
@@ -40,10 +40,10 @@ class EMA(AveragedModel):
         self.module.requires_grad_(False)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Move the average towards the model's weights, after each optimizer step. Every rank acts for itself.
+        """Update the average with the model's weights, after each optimizer step. Not collective.
 
         Raises:
-            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
+            ValueError: if `model` has different parameters than the copied model, or was cast since.
         """
         self._pairs(model)
         super().update_parameters(model)
@@ -57,12 +57,13 @@ class EMA(AveragedModel):
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """Have the model's own weights be the average inside, and not afterwards. Every rank acts for itself.
+        """Replace the model's weights by the average inside the context, and restore them afterwards. Not collective.
 
-        For code that holds the model itself. Not between a forward and its backward, and don't step inside.
+        Use it for code that has a reference to the model. Do not use it between a forward and its backward, and do not
+        step an optimizer inside.
 
         Raises:
-            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
+            ValueError: if `model` has different parameters than the copied model, or was cast since.
         """
         exchanged: list[tuple[Tensor, Tensor]] = []
         try:

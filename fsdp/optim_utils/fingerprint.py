@@ -1,8 +1,9 @@
-"""`fsdp.fingerprint`: one number for weights, buffers and optimizer state, equal however they are sharded.
+"""`fsdp.fingerprint`: a number for weights, buffers and optimizer state that does not depend on the sharding.
 
-Each rank makes a number of the elements that it has, by their places in the unsharded tensors. These numbers add up,
-modulo 2**64, to the same for any division of the elements among ranks; so do those of all tensors, times a number made
-of the tensor's name. What every rank has for itself counts once, if it is the same on all.
+Each rank computes a number from its elements and their positions in the unsharded tensors. The sum of these numbers
+modulo 2**64 is the same for any division of the elements among ranks. The numbers of all tensors, multiplied by a
+number derived from the tensor's name, are also added. Values that are not sharded count once if they are equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DOING = "take a fingerprint"
 
 
 class Part(NamedTuple):
-    """A `Part` is a number made of what this rank has of one tensor, or of one value."""
+    """The number of this rank's part of a tensor, or of a value."""
 
     name: str  # of the parameter or buffer
     key: str  # of the optimizer's state; empty for the tensor itself
@@ -42,13 +43,13 @@ class Part(NamedTuple):
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Collective. Return a hash of a model's weights and buffers, and of its optimizer's state, on every rank.
 
-    It is the same for any number of ranks that have the same values: two trainings with `fsdp.SameBits` can be compared
-    by it, and a training with what was loaded of it. It depends on every bit, on names, shapes and dtypes. What every
-    rank has for itself (buffers, parameters that are not sharded) counts once if it is the same on all.
+    The hash is the same for any number of ranks with the same values. Use it to compare two trainings with
+    `fsdp.SameBits`, or a training with its loaded checkpoint. The hash depends on every bit, on names, shapes and
+    dtypes. Buffers and parameters that are not sharded count once if they are equal on all ranks.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        optimizer: of its parameters; an `OwnedOptimizer`, too.
+        optimizer: an optimizer of the model's parameters; `OwnedOptimizer` is supported.
 
     Returns:
         16 hexadecimal digits.
@@ -69,7 +70,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
 
 def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | None = None) -> list[Part]:
-    """Return what this rank has of all weights and buffers of a model, and of its optimizer's state."""
+    """Return this rank's parts of all weights and buffers of a model, and of its optimizer's state."""
     require_shards((unit for _, unit in units_in(root)), _DOING)
     for _, unit in units_in(root):
         for handle in unit.handles:
@@ -82,7 +83,7 @@ def parts_of(model: nn.Module, root: Unit, optimizer: torch.optim.Optimizer | No
 
 
 def weights_of(params: Parameters, of_gradients: bool = False) -> Iterator[Part]:
-    """Yield what this rank has of weights, or of gradients, which lie as they do."""
+    """Yield this rank's parts of weights, or of gradients, which have the same layout."""
     for one, original in params.by_number.values():
         value = one.param.grad if of_gradients else one.param
         if value is not None:
@@ -90,9 +91,9 @@ def weights_of(params: Parameters, of_gradients: bool = False) -> Iterator[Part]
 
 
 def state_of(params: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[Part]:
-    """Yield what this rank has of an optimizer's state.
+    """Yield this rank's parts of an optimizer's state.
 
-    What is about a parameter as such comes from the rank that has its first element.
+    State that is not elementwise is taken from the rank with the parameter's first element.
     """
     for one, original in params.stepped_by(optimizer).by_number.values():
         kept = one.interval(original, one.comm.rank)
@@ -115,7 +116,7 @@ def _is_copied(one: OptimParam) -> bool:
 
 
 def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
-    """Return the number of this rank's elements of an original in something that lies as what is stepped of it."""
+    """Return the number of this rank's elements of an original, in a tensor like the stepped parameter."""
     kept = one.interval(original, one.comm.rank)
     if kept is None or one.replicas.rank:
         return 0
@@ -129,7 +130,7 @@ def _of_elements(one: OptimParam, original: Original, like: Tensor) -> int:
 
 
 def _of_value(value: Any) -> int:
-    """Return the number of a value of any kind that one rank has all of."""
+    """Return the number of a value of any kind that is complete on a rank."""
     if not isinstance(value, Tensor):
         return text_bits(repr(value))
     if type(value) not in (Tensor, nn.Parameter):
@@ -138,7 +139,7 @@ def _of_value(value: Any) -> int:
 
 
 def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
-    """Return the number of each tensor or value by name and key, made of what all ranks have of it."""
+    """Return the number of each tensor or value by name and key, from the parts of all ranks."""
     every: dict[tuple[str, str], list[Part]] = {}
     for parts in by_rank:
         for part in parts:
@@ -152,7 +153,7 @@ def merged(by_rank: Sequence[Sequence[Part]]) -> dict[tuple[str, str], int]:
 
 
 def together(parts: Iterable[Part]) -> int:
-    """Return one number of many, which adds up over ranks as they do."""
+    """Combine parts into a single number, which can also be added across ranks."""
     return sum(text_bits(f"{part.name} {part.key}") * part.bits for part in parts) & _MASK
 
 

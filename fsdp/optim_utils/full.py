@@ -15,9 +15,9 @@ from fsdp.engine.unit import unit_of_wrapper
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
 from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
 
-# The names of parameters, beside their numbers. FairScale's states and those of version 0.1.0 have none.
+# The key of the parameters' names. States of FairScale and of version 0.1.0 do not have this key.
 NAMES = "param_names"
-# What a full state by numbers adds to an optimizer's dictionary: two keys as in FairScale, and names.
+# The keys that a full state by numbers adds to an optimizer's dictionary: two FairScale keys, and names.
 ADDED = ("param_id_map", "uncollected_local_ids", NAMES)
 OWN_KEYS = ("state", "param_groups", SHARDS_OF, *ADDED)
 
@@ -64,14 +64,14 @@ def _goes_by_names(full: Any) -> bool:
 
 
 def beside(dictionary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer's dictionary contains besides its state and groups, such as a ``loss_scale``."""
+    """Return the entries of an optimizer's dictionary other than state and groups, such as a ``loss_scale``."""
     return {key: value for key, value in dictionary.items() if key not in OWN_KEYS}
 
 
 def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state by numbers under the names that are stored beside these, if there are any.
+    """Convert a state by numbers to the names that the state stores for them, if there are any.
 
-    The same numbers stand for other parameters as soon as other modules are wrapped; names do not.
+    Numbers refer to different parameters if different modules are wrapped; names do not.
     """
     names = full.get(NAMES)
     if names is None:
@@ -102,7 +102,7 @@ _OTHER_MODEL = (
 
 
 def given(params: Parameters, full: Any) -> Given:
-    """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed."""
+    """Read a dictionary by FairScale's numbers or by names, without copying or changing it."""
     hint = "" if _goes_by_names(full) else f" If only names have changed, remove {NAMES!r}: then numbers count."
     full = by_stored_names(full)
     by_names = _goes_by_names(full)
@@ -139,9 +139,9 @@ def given(params: Parameters, full: Any) -> Given:
 
 
 def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
-    """Return the number of each parameter of a module that is not wrapped, by name, as torch's optimizers count them.
+    """Return torch's optimizer number of each parameter of an unwrapped module, by name.
 
-    Without an optimizer (`optim`), as one of ``module.parameters()`` would.
+    Without an optimizer (`optim`), the numbers are those for ``module.parameters()``.
     """
     names = {param: plain_name(name) for name, param in module.named_parameters()}
     if optim is None:
@@ -153,21 +153,21 @@ def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
 
 
 def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, optim: Any = None) -> dict[str, Any]:
-    """Return a full optimizer state with its parameters under names instead of numbers, or the other way round.
+    """Return a full optimizer state with names instead of numbers as keys, or vice versa.
 
     For a wrapped model, numbers are FairScale's, and the result has ``param_id_map``, ``uncollected_local_ids`` and
-    ``param_names``. For a plain one, they are those of torch's optimizers. So a state goes from one to the other by
-    names. If the state itself contains ``param_names``, these count, and not the model's numbers.
+    ``param_names``. For a plain module, numbers are the numbers of torch's optimizers. To convert a state between the
+    two, use names. If the state contains ``param_names``, these are used instead of the model's numbers.
 
     Args:
-        full: the state. It is left alone; its tensors are shared with the result.
-        model: that it is of: the outermost wrapper, or a plain module.
+        full: the state, which is not changed; the result shares its tensors.
+        model: the model of the state: the outermost wrapper, or a plain module.
         to: "names" or "numbers".
-        optim: for a plain module, an optimizer of its parameters whose numbers count; None for one of
+        optim: for a plain module, the optimizer that defines the numbers; None uses the order of
             ``model.parameters()``.
 
     Raises:
-        TypeError: for what is no such dictionary.
+        TypeError: if `full` is not such a dictionary.
         ValueError: for another `to`; for parameters that the model does not have.
     """
     if to not in ("names", "numbers"):

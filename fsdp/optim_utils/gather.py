@@ -1,7 +1,7 @@
-"""An optimizer's state is gathered as a stream of unsharded tensors, one at a time, which fills full dictionaries.
+"""Optimizer state is gathered as a stream of unsharded tensors, which fills full dictionaries.
 
-First ranks tell each other what kinds of state they have, and all that is small. Then each tensor's shards go straight
-into their places in the unsharded one, on the ranks that want it. Others need no memory for that.
+The ranks first exchange the kinds of their state, and all small values. Then the shards of each tensor are received
+directly into the unsharded tensor, on the ranks that need it. Other ranks need no memory for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fsdp.optim_utils.state import (
     require_same_options,
 )
 
-# Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
+# Maximum bytes of unsharded tensors in flight; a single larger tensor is permitted.
 WINDOW = 2**25
 
 _WHAT = "gather its optimizer state"
@@ -59,7 +59,7 @@ class Window:
         self._ahead: deque[tuple[Callable[[], Any], int]] = deque()
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether something may be sent before the first one has arrived."""
+        """Return whether another tensor may be sent before the oldest tensor has arrived."""
         return not self._ahead or self._bytes + nbytes <= WINDOW
 
     def add(self, finish: Callable[[], Any], nbytes: int) -> None:
@@ -67,7 +67,7 @@ class Window:
         self._bytes += nbytes
 
     def first(self) -> Any:
-        """Wait for the first one."""
+        """Wait for the oldest tensor."""
         finish, nbytes = self._ahead.popleft()
         self._bytes -= nbytes
         return finish()
@@ -77,10 +77,10 @@ class Window:
 
 
 class OptimStream:
-    """An `OptimStream` fetches an optimizer's unsharded state from all ranks, once. Making it is a collective.
+    """Gathers an optimizer's unsharded state from all ranks once. The constructor is collective.
 
-    It `is_wanted` by the rank of that number among those of the root (`recipient`), or by all. What the ranks have of
-    each parameter that has state is `shared`.
+    `is_wanted` is True on the rank with the number `recipient` among the root's ranks, or on all ranks. `shared`
+    contains the kinds of state of each parameter on all ranks.
     """
 
     def __init__(self, model: nn.Module, optim: Any, recipient: int | None) -> None:
@@ -122,7 +122,7 @@ class OptimStream:
         }
 
     def _problems_of_replicas(self, everyone: Ranks) -> Iterator[str]:
-        """Collective. Yield what replicas have not the same of, but ought to."""
+        """Collective. Yield the state that differs between replicas but must be equal."""
         if not peers_answer(everyone) or all(one.replicas.world_size == 1 for one in self.params.listed):
             return
         own = {one.name: shared.kinds for one, shared in self.shared.items() if one.replicas.world_size > 1}
@@ -163,7 +163,7 @@ class OptimStream:
             release(self.params.listed)
 
     def _post(self, one: OptimParam, original: Original, key: str, kind: Elements) -> Callable[[], Any]:
-        """Begin to send and receive the shards of one tensor."""
+        """Begin to send and receive the shards of a tensor."""
         comm, mine = one.comm, one.interval(original, one.comm.rank, kind.shape)
         incoming: dict[int, list[Tensor]] = {}
         outgoing: dict[int, list[Tensor]] = {}
@@ -208,20 +208,20 @@ def _nbytes(entry: tuple[OptimParam, Original, str, Elements]) -> int:
 def stream_optim_state(
     model: nn.Module, optim: Any, recipient_rank: int | None = 0
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Collective. Yield a full optimizer state, one unsharded tensor at a time. Numbers and values are not in it.
+    """Collective. Yield a full optimizer state one unsharded tensor at a time, without numbers and values.
 
-    Go through it on every rank. A rank that gets the tensors needs memory for the one at hand and those on their way
-    (32 MiB, or one tensor); others need none. The optimizer may be stepped when it is done. If every rank leaves it
-    early, what is left is received and dropped.
+    Iterate on every rank. A recipient needs memory for the current tensor and the tensors in flight (32 MiB, or a
+    single tensor); other ranks need none. The optimizer may be stepped after the iteration. If every rank stops early,
+    the remaining tensors are received and discarded.
 
     Args:
         model: the outermost wrapper.
-        optim: an optimizer of its parameters, or anything with a ``state_dict()`` like one.
-        recipient_rank: the number of the rank that gets the tensors; None for all of them.
+        optim: an optimizer of its parameters, or an object with the same ``state_dict()``.
+        recipient_rank: the number of the rank that receives the tensors; None for all ranks.
 
     Yields:
         The parameter's name, the key of the state (``exp_avg``), and the tensor in the parameter's shape: on the host,
-        in memory of its own; on ranks that do not get it, on the meta device.
+        in separate memory; on other ranks, on the meta device.
 
     Raises:
         As `FullyShardedDataParallel.gather_full_optim_state_dict`, before the first tensor.
@@ -234,7 +234,7 @@ def stream_optim_state(
 
 
 def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | None) -> dict[str, Any] | None:
-    """Collective. Return FairScale's full dictionary on ranks that want it, None on others."""
+    """Collective. Return FairScale's full dictionary on recipients, None on other ranks."""
     stream = OptimStream(model, optim, recipient_rank)
     params, ids = stream.params, stream.own.ids
     found = _filled(stream, params.numbers.__getitem__, _as_fairscale)
@@ -250,17 +250,17 @@ def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | Non
 def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | None = 0) -> dict[str, Any] | None:
     """Collective. Return a full optimizer state under the parameters' names.
 
-    As `FullyShardedDataParallel.gather_full_optim_state_dict`, but for names instead of numbers, without the keys that
-    describe numbers, and with 0-d tensors as the optimizer has them. Different ones are a list of all ranks', but
-    ``step`` must be the same.
+    Like `FullyShardedDataParallel.gather_full_optim_state_dict`, but with names instead of numbers, without the keys
+    that describe numbers, and with 0-d tensors as in the optimizer. If ranks have different 0-d tensors, the result is
+    a list with the tensors of all ranks; ``step`` must be equal.
 
     Args:
         model: the outermost wrapper.
-        optim: an optimizer of its parameters, or anything with a ``state_dict()`` like one.
-        recipient_rank: the number of the rank that gets it; None for all of them.
+        optim: an optimizer of its parameters, or an object with the same ``state_dict()``.
+        recipient_rank: the number of the rank that receives the state; None for all ranks.
 
     Returns:
-        The dictionary; None on ranks that do not get it.
+        The dictionary; None on other ranks.
 
     Raises:
         As `FullyShardedDataParallel.gather_full_optim_state_dict`.
@@ -276,7 +276,7 @@ def _filled(
     for one, original in stream.params.by_number.values():
         if one in stream.shared and stream.is_wanted:
             shared = stream.shared[one]
-            # Also for what comes from other ranks, so that keys have the optimizer's order.
+            # Also for tensors from other ranks, so that keys have the optimizer's order.
             how = _as_it_is if one.is_owned else kept  # one rank has it: there are no others' numbers
             state[key_of(original)] = {key: how(key, kind, shared) for key, kind in shared.kinds.items()}
     for original, name, tensor in stream.tensors():

@@ -18,11 +18,11 @@ from fsdp.engine.runtime import reduce_deferred, runtimes
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded gradients: whether one is infinite or NaN is agreed over the ranks.
+    """`torch.amp.GradScaler` for sharded gradients: the ranks agree on infinite or NaN gradients.
 
     float16 gradients below 6e-8 are lost, so the loss is multiplied by a large scale before backward and gradients are
-    divided by it before the step. If a gradient is not finite the step is skipped and the scale lowered; since a rank
-    sees its own shards only, the ranks tell each other, in one reduction for each optimizer and step. ::
+    divided by it before the step. If a gradient is not finite, the step is skipped and the scale is lowered. Each rank
+    checks only its own shards, so the ranks combine the results in a reduction for each optimizer and step. ::
 
         scaler = ShardedGradScaler()
         loss = loss_of(model(inputs), targets)
@@ -32,15 +32,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    `unscale_` and `step` are collective over `process_group`; everything else is torch's own. Gradients may be on any
-    device, also on another one than the loss, and of any floating-point dtype, float16 included.
+    `unscale_` and `step` are collective over `process_group`; all other methods are torch's. Gradients may be on any
+    device, including a different device than the loss, and of any floating-point dtype, including float16.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval: see `torch.amp.GradScaler`.
-        enabled: False does nothing, in every method.
-        process_group: the ranks that must agree; None means all of them. Choose all that hold a part of the model, if
-            units have groups of their own or parameters are DTensors.
-        device: of the loss, as a type ("cuda", "cpu"); None: the accelerator's where there is one, else "cpu".
+        enabled: If False, no method has an effect.
+        process_group: the ranks that must agree; None means all ranks. If units have separate process groups or
+            parameters are DTensors, pass a group of all ranks that hold a part of the model.
+        device: the device type of the loss ("cuda", "cpu"). None uses the accelerator if there is one, else "cpu".
     """
 
     agrees_over_ranks = True
@@ -68,14 +68,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Step with unscaled gradients, unless one on any rank is not finite; see torch's `GradScaler`."""
+        """Collective. Step with unscaled gradients, unless a rank has an infinite or NaN gradient."""
         if not self._fuses_across_devices(optimizer):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)  # which refuses
-        # What follows is the half of torch's own step for optimizers that don't unscale (private; 2.11 and 2.13), since
-        # torch would hand scale and flag to the fused step by copies to the host for which nobody waits.
+        # The following code is the half of torch's step for optimizers that don't unscale (private; 2.11 and 2.13):
+        # torch would pass scale and flag to the fused step by copies to the host without waiting for them.
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
@@ -91,7 +91,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Private in torch, but the one place that both `unscale_` and the step of fused optimizers (which unscale by
+        # Private in torch, but the only place that both `unscale_` and the step of fused optimizers (which unscale by
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
         _refuse_joining()
         params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,13 +1,13 @@
-"""`OwnedOptimizer` runs optimizers that look at whole parameters on a sharded model: each parameter has an owner.
+"""`OwnedOptimizer` runs optimizers that require unsharded parameters on a sharded model: each parameter has an owner.
 
-Gradients are reduced to shards as always. A step then moves the ranges of each owned parameter's gradient to its
-owner, which steps the whole parameter by an unchanged optimizer, and the new values of these ranges back into the
-shards. Which ranges there are is known from layouts, so the ranks tell each other nothing but the ranges themselves,
-and a byte for each: whether it has a gradient, and whether its values are others than the last step has left.
+Gradients are reduced to shards as usual. A step then sends the ranges of each owned parameter's gradient to its owner.
+The owner steps the unsharded parameter with an unchanged optimizer and sends the new values of these ranges back to
+the shards. The ranges are known from layouts, so the ranks send only the ranges and a byte for each. This byte
+contains whether there is a gradient, and whether values have changed since the last step.
 
-The shards stay the truth. The owner keeps a copy of the values that it steps, and is sent them when they were changed
-by anything but the last step: a load, `summon_full_params`, another optimizer. A parameter of which the owner holds all
-is stepped in the shard's own memory.
+The shards are authoritative. The owner keeps a copy of the values that it steps. Values that were changed by other
+operations than the last step (a load, `summon_full_params`, another optimizer) are sent to the owner again. If the
+owner holds all elements of a parameter, it steps the shard's memory directly.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ _OWN_KEYS = ("params", "optimizer", "sharded", "cost")
 _MAKE = "make an OwnedOptimizer"
 _HAS_GRADIENT, _IS_CHANGED = 1, 2
 
-# One element count and dtype for each tensor that a rank will send.
+# The element count and dtype of each tensor that a rank will send.
 Sizes = list[tuple[int, torch.dtype]]
 
 
 class OwnedOptimizer(torch.optim.Optimizer):
-    """Step whole parameters of a sharded model, each by one rank, its owner; others as shards. One optimizer for all.
+    """Step unsharded parameters of a sharded model on a single rank each, the owner, and other parameters as shards.
 
-    It is for optimizers that look at more than one element at a time: Muon, Shampoo and SOAP, Adafactor, LAMB and LARS,
-    those with 8-bit blocks. Each is used as it is, and computes what it would compute on the unsharded model. ::
+    Use it for optimizers that are not elementwise: Muon, Shampoo and SOAP, Adafactor, LAMB and LARS, optimizers with
+    8-bit blocks. They are used unchanged, and compute the same results as on the unsharded model. ::
 
         def is_hidden_matrix(name, shape):
             return name.startswith("blocks.") and len(shape) == 2
@@ -76,28 +76,28 @@ class OwnedOptimizer(torch.optim.Optimizer):
             ],
         )
 
-    Making one is collective, and so is `step`. Its `param_groups` have the parameters that the sharded model lists, and
-    the options of each group's optimizer, for learning-rate schedulers, scalers and clipping. Keys of its `state` are
-    the tensors that are stepped on this rank: whole parameters and shards. Its `state_dict()` is this rank's; all of
-    the state is saved by `fsdp.save` and by `fsdp.optim_utils.full_optim_state_dict`.
+    The constructor and `step` are collective. `param_groups` contain the parameters that the sharded model lists, and
+    the options of each group's optimizer, for learning-rate schedulers, scalers and clipping. Keys of `state` are the
+    tensors that are stepped on this rank: unsharded parameters and shards. `state_dict()` is this rank's state;
+    `fsdp.save` and `fsdp.optim_utils.full_optim_state_dict` save the state of all ranks.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        groups: a dictionary for each group of parameters: ``optimizer``, a class of optimizers or a function that makes
-            one of a list of parameters; ``params``, the names of its parameters in the unsharded module, or a function
-            of a name and the unsharded shape that returns whether the parameter is in it, or parameters of the sharded
-            model, or nothing for all that are in no other group; ``sharded``, True if the optimizer works element by
-            element and is to step the shards where they are; ``cost``, a function that returns from a parameter's shape
-            what its step costs, in any unit, by which owners are chosen (by default what it costs to orthogonalize a
-            matrix; `math.prod` for optimizers that are linear in the number of elements). All else are options of the
-            optimizer.
+        groups: a dictionary for each group of parameters. ``optimizer`` is a class of optimizers, or a function that
+            creates an optimizer from a list of parameters. ``params`` are names of parameters in the unsharded module,
+            parameters of the sharded model, or a function of a name and the unsharded shape that returns whether the
+            parameter belongs to the group. By default, ``params`` are all parameters that are in no other group.
+            ``sharded`` is True if the optimizer is elementwise and steps the shards in place. ``cost`` is a function
+            that returns the cost of a parameter's step from its shape, in any unit, to assign owners (by default the
+            cost to orthogonalize a matrix; use `math.prod` for optimizers that are linear in the number of elements).
+            All other keys are options of the optimizer.
 
     Attributes:
-        plan: which rank owns what; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
-        optimizers: the optimizer of each group on this rank, which step what is in `state`.
+        plan: the owner of each parameter; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
+        optimizers: the optimizer of each group on this rank, which step the keys of `state`.
 
     Raises:
-        TypeError: for another model, and for what makes no optimizer.
+        TypeError: for a model that is not sharded, and for functions that do not return an optimizer.
         ValueError: for parameters in two groups, in none, or of another model; if a group divides a flat parameter.
         NotImplementedError: for tensor-parallel parameters, for shards on disk, and for optimizers that need a closure.
         RuntimeError: inside a forward, backward or `summon_full_params`; on every rank, if ranks have other groups.
@@ -156,10 +156,10 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Collective. Step all parameters that have a gradient on any rank.
 
         Args:
-            closure: is called once, before the step; it computes gradients and returns the loss.
+            closure: a function that computes gradients and returns the loss; called once, before the step.
 
         Returns:
-            What the closure has returned.
+            The return value of the closure.
         """
         loss = self._step_with_hooks(closure)
         for member in self._each():
@@ -194,7 +194,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     @during("OwnedOptimizer.step()")  # and not before: in `fsdp.join` its hooks talk with ranks that are in no call
     def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
-        """Have each group's optimizer do something to its parameters, and the shards follow."""
+        """Call a method of each group's optimizer, and copy the new values to the shards."""
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]
         failure: Exception | None = None
         try:
@@ -221,7 +221,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
 
     def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> Exception | None:
-        """Return what was raised: the others wait for new values, and are to be told."""
+        """Return an exception instead of raising it: the other ranks wait for new values and must be informed."""
         optimizer, shown = self.optimizers[number], self.param_groups[number]
         (own,) = optimizer.param_groups
         own.update(options_of(shown))
@@ -243,25 +243,26 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     @property
     def stepped_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups with what is stepped, by which state is saved and loaded."""
+        """The parameter groups with the stepped parameters, which saving and loading of state use."""
         return [
             {**options_of(group), "params": [one.stepped.param for one in members]}
             for group, members in zip(self.param_groups, self._members, strict=True)
         ]
 
     def stepped_in(self, handle: FlatParamHandle | None, slot: int, param: Any) -> SteppedParam | None:
-        """Return what is stepped of an original parameter; None for one that is in no group."""
+        """Return the stepped parameter of an original parameter; None if the original is in no group."""
         key = id(param) if handle is None else (handle, slot)
         member = self._by_key.get(key)
         return None if member is None else member.stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: that of the parameters that it owns, and of its shards. Load it on the same rank.
+        """Return this rank's state: the state of its owned parameters and of its shards. Load it on the same rank.
 
-        Parameters are numbered as the unsharded parameters in all groups one after the other, alike on every rank.
+        Numbers count the unsharded parameters in all groups, and are equal on every rank.
 
         Raises:
-            NotImplementedError: for `torch.distributed.checkpoint.state_dict`, which would leave out what others own.
+            NotImplementedError: for `torch.distributed.checkpoint.state_dict`, which would omit the state on other
+                owners.
         """
         _refuse_torchs_functions()
         numbers = {one: number for number, one in enumerate(self._each())}
@@ -278,9 +279,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned on this rank, with as many ranks, or a shard of the full state.
+        """Load the result of `state_dict` on this rank, with the same number of ranks, or a shard of the full state.
 
-        Tensors are taken over, and moved to the parameters' device.
+        Tensors are used without a copy, and moved to the parameters' device.
 
         Raises:
             NotImplementedError: for `torch.distributed.checkpoint.state_dict`.
@@ -324,10 +325,11 @@ _FULL = (
 
 
 def _refuse_torchs_functions() -> None:
-    """Raise NotImplementedError if a method of state is called by torch's `get_optimizer_state_dict`, or the like.
+    """Raise NotImplementedError if `get_optimizer_state_dict` or a similar torch function calls a state method.
 
-    That names parameters by what the optimizer lists, and gathers `DTensor`s: it would leave out what other ranks own,
-    in silence. Nothing but the caller tells it from others, on a rank that owns nothing too.
+    These functions name parameters by the optimizer's list, and gather `DTensor`s, so they would silently omit the
+    state of parameters that other ranks own. On a rank without owned parameters, they can be recognized only by the
+    caller.
     """
     if is_called_from("torch.distributed.checkpoint.state_dict"):
         raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not know the owners of state. {_FULL}")
@@ -346,12 +348,13 @@ def _beside(value: Any, param: Tensor) -> Any:
 
 
 class _Member:
-    """One original parameter in a group: what the model lists of it, and what is stepped.
+    """An original parameter in a group, with the listed parameter and the stepped tensor.
 
     Args:
-        listed: what has its elements on this rank, alone or among others.
+        listed: the model's parameter with its elements on this rank, possibly shared with other originals.
         original: the parameter.
-        owner: the number of its owner among the ranks that share it; None if each steps its own elements.
+        owner: the number of its owner among the ranks that share the parameter; None if each rank steps its own
+            elements.
     """
 
     def __init__(self, listed: OptimParam, original: Original, owner: int | None) -> None:
@@ -391,7 +394,7 @@ class _Member:
         return flat[:0] if kept is None else flat[kept.offset : kept.offset + kept.numel]
 
     def show(self, with_gradient: bool) -> None:
-        """Have what is stepped lie in the memory of the shard."""
+        """Make the stepped tensors use the memory of the shard."""
         param = self.stepped.param
         if self.stepped.is_here:
             elements, gradient = self.elements, self.gradient if with_gradient else None
@@ -405,7 +408,7 @@ class _Member:
         return 0 if kept is None else kept.numel
 
     def part(self, unsharded: Tensor, rank: int) -> Tensor:
-        """Return a view of something of the unsharded shape: what belongs to the elements of a rank."""
+        """Return a view of a tensor with the unsharded shape: the elements of a rank."""
         handle, slot = self.listed.handle, self.original.slot
         layout = None if handle is None else handle.layout
         if isinstance(layout, RowsLayout) and unsharded.dim():
@@ -427,13 +430,13 @@ class _Member:
         return param._version, local.data_ptr(), None if handle is None else handle.shard_state
 
     def rest(self) -> None:
-        """Take what the shard has for what the owner has."""
+        """Record that the owner's values are equal to the shard's."""
         if self.travels:
             self._left = self._written
 
     @property
     def is_changed(self) -> bool:
-        """Return whether something else has written to the shard since the last step, or there was none."""
+        """Return whether the shard was changed since the last step, or there was no step."""
         return self._left is None or self._left != self._written
 
 
@@ -452,7 +455,7 @@ class _Exchange:
         return self._members[0].listed.comm
 
     def _to_owners(self) -> dict[int, list[_Member]]:
-        """Return what this rank has elements of, by other ranks that own it."""
+        """Return the members of which this rank has elements, by their owners on other ranks."""
         found: dict[int, list[_Member]] = {}
         for one in self._taking_part:
             if one.interval is not None and not one.stepped.is_here and one.stepped.owner is not None:
@@ -460,14 +463,14 @@ class _Exchange:
         return found
 
     def _from_holders(self) -> dict[int, list[_Member]]:
-        """Return what this rank owns, by other ranks that have elements of it."""
+        """Return the members that this rank owns, by other ranks that have elements."""
         comm = self._comm
         own = [one for one in self._taking_part if one.stepped.is_here]
         holders = {rank: [one for one in own if one.numel_on(rank)] for rank in range(comm.world_size)}
         return {rank: each for rank, each in holders.items() if each and rank != comm.rank}
 
     def collect(self, with_gradients: bool) -> Callable[[], None]:
-        """Begin to send what owners need; what is returned waits for it, and shows it to their optimizers."""
+        """Begin to send data to owners; the returned function waits, and passes the data to the optimizers."""
         self._taking_part = [one for one in self._members if one.listed.param.requires_grad]
         to_owners, from_holders = self._to_owners(), self._from_holders()
         signs = {
@@ -506,7 +509,7 @@ class _Exchange:
         self._renew(signs, told)
 
     def _renew(self, signs: Mapping[_Member, int], told: Mapping[int, Mapping[_Member, int]]) -> None:
-        """Send owners the values that were changed. Who does not send any knows it, and who gets none was told."""
+        """Send changed values to owners. Every rank knows in advance whether it sends or receives values."""
         outgoing = {
             owner: [one.elements for one in held if signs[one] & _IS_CHANGED]
             for owner, held in self._to_owners().items()
@@ -521,10 +524,10 @@ class _Exchange:
                 one.put(one.stepped.param.data, holder, elements)
 
     def deliver(self, has_failed: bool) -> list[int]:
-        """Send new values back, and write them to the shards; unless this rank `has_failed` to make them.
+        """Send new values back and write them to the shards, unless this rank `has_failed` to compute them.
 
         Returns:
-            The ranks that have failed, of those whose values this one gets.
+            The failed ranks among the ranks that send values to this rank.
         """
         comm, to_owners = self._comm, self._to_owners()
         told = torch.tensor([has_failed], dtype=torch.uint8)
@@ -555,9 +558,9 @@ class _Exchange:
     def _send(
         self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]
     ) -> Callable[[], dict[int, list[Tensor]]]:
-        """Begin to send vectors to ranks; what is returned gives what has come, of the `sizes` that are awaited.
+        """Begin to send vectors to ranks; the returned function returns the received vectors of the given `sizes`.
 
-        All of one dtype go in one message.
+        Vectors of the same dtype are sent in a single message.
         """
         first, comm = self._members[0].listed, self._comm
         device = first.device
@@ -603,7 +606,7 @@ def _or_zeros(one: _Member) -> Tensor:
 
 
 def _follow(one: _Member) -> None:
-    """Have the owner's copy of the dtype and on the device of the shard, which users may cast and move."""
+    """Convert the owner's copy to the dtype and device of the shard, which users may cast and move."""
     param, listed = one.stepped.param, one.listed.param
     if (param.dtype, param.device) != (listed.dtype, listed.device):
         param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
@@ -727,7 +730,7 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
 
 
 def _plan(given: Sequence[Mapping[str, Any]], places: Sequence[Sequence[Place]]) -> tuple[Ownership, dict[Place, int]]:
-    """Return the plan, and the owner of each parameter that has one."""
+    """Return the plan, and the owner of each owned parameter."""
     by_comm: dict[Communicator, list[tuple[Place, OwnedItem]]] = {}
     sharded: list[str] = []
     for number, (group, members) in enumerate(zip(given, places, strict=True)):
@@ -754,7 +757,7 @@ def _plan(given: Sequence[Mapping[str, Any]], places: Sequence[Sequence[Place]])
 
 
 def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> torch.optim.Optimizer:
-    """Return the optimizer of one group, which lists all its parameters on every rank."""
+    """Return the optimizer of a group, which lists all its parameters on every rank."""
     options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
     optimizer = group["optimizer"]([one.stepped.param for one in members], **options)
     if not isinstance(optimizer, torch.optim.Optimizer) or len(optimizer.param_groups) != 1:
@@ -765,5 +768,5 @@ def _made(number: int, group: Mapping[str, Any], members: Sequence[_Member]) -> 
     return optimizer
 
 
-# Torch wraps `step` in what calls hooks unless that is said to be done.
+# torch wraps `step` in a function that calls hooks, unless this attribute is set.
 OwnedOptimizer.step.hooked = True  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""`Ownership` says which rank steps which whole parameter; it is pure arithmetic on shapes and on who holds what.
+"""`Ownership` maps unsharded parameters to the ranks that step them, by arithmetic on shapes and held elements.
 
-Of an owned parameter, one rank of those that share it is the *owner*. It is sent the gradient's ranges that others
-hold, and sends back the new values of these. Nothing is padded. Where W ranks hold an equal part of each parameter and
-own as much, a rank receives ``(W - 1) / W`` of what it owns as gradients, and ``(W - 1) / W`` of its part as values:
-``2 (W - 1) / W**2`` of the owned bytes in a step. Where the owner holds more of a parameter, less.
+The *owner* of a parameter is one of the ranks that share it. The owner receives the gradient's ranges from the other
+ranks, and sends back the new values of these ranges, without padding. Assume that W ranks each hold an equal part of
+every parameter and own equally many bytes. Then a rank receives ``(W - 1) / W`` of its owned bytes as gradients, and
+``(W - 1) / W`` of its part as values: ``2 (W - 1) / W**2`` of the owned bytes in a step. If owners hold larger parts,
+the number is lower.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from typing import NamedTuple
 
 import torch
 
-# What a parameter's step costs, by its shape, in any unit.
+# The cost of a parameter's step, by its shape, in any unit.
 Cost = Callable[[torch.Size], float]
 
 
 def matrix_cost(shape: torch.Size) -> float:
-    """Return about how many multiplications it takes to orthogonalize a matrix, or to make factors of it.
+    """Return the approximate number of multiplications to orthogonalize or factorize a matrix.
 
-    More than two dimensions count as a matrix of the first by all others; a vector costs as many as it has elements.
+    Tensors with more than two dimensions count as a matrix of the first by the product of all other dimensions. The
+    cost of a vector is its number of elements.
     """
     numel = shape.numel()
     return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel
 
 
 class OwnedItem(NamedTuple):
-    """One parameter that is to have an owner."""
+    """A parameter that needs an owner."""
 
     name: str
     shape: torch.Size
@@ -41,16 +43,17 @@ class OwnedItem(NamedTuple):
 def choose_owners(items: Sequence[OwnedItem], world_size: int) -> list[int]:
     """Return each item's owner, for items that the same ranks share.
 
-    The most expensive come first. An item goes to the rank that holds most of it, of those which that leaves with no
-    more than an equal share of all costs; where there is none, to the rank with the least. The result depends on
-    nothing but the arguments, and not on the order of the items.
+    The most expensive items are assigned first. Candidates for an item are the ranks whose total cost stays within an
+    equal share; among them, the rank that holds most of the item becomes the owner. If there is no candidate, the rank
+    with the lowest cost becomes the owner. The result depends only on the arguments, and not on the order of the
+    items.
     """
     share = math.fsum(item.cost for item in items) / world_size
     loads = [0.0] * world_size
     owners = [0] * len(items)
     for number in sorted(range(len(items)), key=lambda number: (-items[number].cost, items[number].name)):
         item = items[number]
-        # What rounding adds to a sum of equal costs is no reason to go elsewhere.
+        # Rounding in a sum of equal costs must not change the assignment.
         free = [rank for rank in range(world_size) if loads[rank] + item.cost <= share * (1 + 1e-9)]
         owners[number] = (
             min(free, key=lambda rank: (-item.held[rank], loads[rank], rank))
@@ -95,7 +98,7 @@ class Ownership:
 
     @property
     def costs(self) -> dict[int, float]:
-        """Return what the parameters of each rank cost together."""
+        """Return the total cost of each rank's parameters."""
         return self._summed(lambda item: item.cost)
 
     @property
@@ -110,7 +113,7 @@ class Ownership:
         return found
 
     def received(self, rank: int) -> int:
-        """Return the bytes that a rank receives in a step: gradients of what it owns, and values of what it holds."""
+        """Return the bytes that a rank receives in a step: gradients of owned parameters, and values of shards."""
         total = 0
         for item, ranks, owner in self._placed():
             if rank in ranks:

@@ -1,9 +1,9 @@
-"""`Parameters` knows what optimizers of a wrapped model see, and the names and numbers of the original parameters.
+"""`Parameters` contains the parameters that optimizers of a wrapped model see, and the originals' names and numbers.
 
-Names are those of the module from before wrapping. Numbers are FairScale's: they count the wrappers' own parameters,
-wrapper by wrapper in the order of ``modules()``, each wrapper's in the order in which its modules list them. So they
-depend on which modules are wrapped, and neither on how (flat, one by one, as original parameters) nor on the number of
-ranks. Parameters that no wrapper took come last.
+Names are the names in the module before wrapping. Numbers are FairScale's: they count the wrappers' own parameters,
+wrapper by wrapper in the order of ``modules()``, and within a wrapper in the order of its modules. They depend on the
+set of wrapped modules, but neither on the form of parameters (flat, separate, original) nor on the number of ranks.
+Parameters outside all wrappers are last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Place = tuple[OptimParam, Original]
 
 
 class Parameters:
-    """`Parameters` are all that an optimizer of a wrapped model, by its outermost wrapper and unit, may see.
+    """All parameters that an optimizer of a wrapped model, given by its outermost wrapper and unit, may contain.
 
     Attributes:
         listed: the parameters that optimizers see, in the order of ``wrapper.parameters()``.
-        by_number: the originals, each with what it is in, in the order of their numbers.
-        by_name: the same by names; tied ones by all their names.
+        by_number: the originals, each with its listed parameter, in the order of their numbers.
+        by_name: the originals by name; tied parameters have all their names.
         numbers: of the originals.
     """
 
@@ -65,7 +65,7 @@ class Parameters:
                     self.by_name.setdefault(path + place.name, (one, original))
 
     def stepped_by(self, optim: Any) -> Parameters:
-        """Return the same with what an optimizer steps, if that is an `OwnedOptimizer`."""
+        """Return these parameters with the stepped tensors if the optimizer is an `OwnedOptimizer`."""
         find = getattr(optim, "stepped_in", None)
         if find is None:
             return self
@@ -83,7 +83,7 @@ class Parameters:
         return found
 
     def of(self, param: Any) -> OptimParam | None:
-        """Return what a parameter of an optimizer is; None if it is not of the model."""
+        """Return the `OptimParam` of a parameter; None if the parameter does not belong to the model."""
         return self._by_param.get(id(param))
 
 
@@ -109,16 +109,16 @@ def root_of(model: Any, optim: Any = None) -> Unit:
 
 
 def is_uncollected(unit: Unit, root: Unit) -> bool:
-    """Return whether a unit's optimizer state is left out of the gathered one.
+    """Return whether a unit's optimizer state is excluded from the gathered state.
 
-    It is if that was asked for, or if the first rank has all of it: of a unit of one rank in a sharded model.
+    The state is excluded by option, or if rank 0 already has all of it (a unit with a single rank in a sharded model).
     """
     is_alone = unit.comm.world_size == 1 < root.comm.world_size and unit is not root
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
 def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
-    """Return what an optimizer of the model may see; not inside a forward, backward, or `summon_full_params`."""
+    """Return the parameters of the model for optimizers; not inside a forward, backward, or `summon_full_params`."""
     root = root_of(model, optim)
     require_shards((unit for _, unit in units_in(root)), what)
     return Parameters(model, root).stepped_by(optim)
@@ -129,7 +129,7 @@ def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
 
 @dataclass(frozen=True, eq=False)
 class OwnState:
-    """An `OwnState` is what an optimizer has on this rank."""
+    """The state of an optimizer on this rank."""
 
     dictionary: Mapping[str, Any]  # as the optimizer gave it; not to be changed
     groups: list[list[OptimParam]]  # what is in each parameter group
@@ -138,7 +138,7 @@ class OwnState:
 
 
 def own_state(params: Parameters, optim: Any) -> OwnState:
-    """Return what an optimizer, or anything else with a ``state_dict()``, has on this rank."""
+    """Return the state of an optimizer, or of another object with a ``state_dict()``, on this rank."""
     if not callable(getattr(optim, "state_dict", None)):
         raise TypeError(f"an optimizer, or another object with a state_dict(), is needed; got a {type(optim).__name__}")
     dictionary = optim.state_dict()
@@ -154,9 +154,10 @@ def own_state(params: Parameters, optim: Any) -> OwnState:
 
 
 def held_by(params: Parameters, optim: Any, dictionary: Mapping[str, Any]) -> list[list[OptimParam]]:
-    """Return what is in each parameter group of an optimizer with this ``state_dict()``.
+    """Return the parameters in each group of an optimizer with this ``state_dict()``.
 
-    One that shows no ``param_groups`` has the model's parameters in their order, all or the trainable ones.
+    Without ``param_groups``, the optimizer has the model's parameters in their order, either all or the trainable
+    ones.
     """
     sizes = [len(group["params"]) for group in dictionary["param_groups"]]
     shown = getattr(optim, "stepped_groups", getattr(optim, "param_groups", None))

@@ -1,13 +1,14 @@
-"""`FingerprintRecording` writes fingerprints of all that a training computes, so that two trainings can be compared.
+"""`FingerprintRecording` writes fingerprints of all tensors that a training computes, to compare two trainings.
 
-Each rank notes what passes through it: of a micro-batch, the inputs, weights, buffers and outputs of units and the
-gradients of parameters; of a step, what it has of reduced gradients, of the optimizer's options, of new weights and of
-optimizer state. When an optimizer has stepped, the ranks bring their notes together. What they have elements of adds up
-(`optim_utils.fingerprint`), so that a file tells nothing of how many ranks there were; and micro-batches have the
-numbers that `fsdp.SameBits` gives them.
+Each rank records its own values. For a micro-batch, these are the inputs, weights, buffers and outputs of units and
+the gradients of parameters. For a step, they are its shards of reduced gradients, the optimizer's options, new weights
+and optimizer state. After an optimizer step, the ranks merge their records. Fingerprints of shards are added
+(`optim_utils.fingerprint`), so a file does not depend on the number of ranks. Micro-batches have the numbers of
+`fsdp.SameBits`.
 
-The file has a JSON object in each line. The first one says what was recorded where. Others name entries ("keys"), or
-have the 16 hexadecimal digits of each ("values") under the number of those names.
+The file has a JSON object in each line. The first line describes the recording and its environment. The other lines
+either name entries ("keys"), or contain the 16 hexadecimal digits of each entry ("values") and the number of the
+corresponding names.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ OPTION, WEIGHT, STATE = "optimizer option", "new weight", "optimizer state"
 
 
 class Key(NamedTuple):
-    """A `Key` says what a recorded number is of.
+    """The origin of a recorded number.
 
     Attributes:
-        direction: one of those above.
-        unit: that it belongs to, by its name; empty for options, and for what no unit has.
-        name: of the parameter, buffer or option; empty for inputs and outputs.
+        direction: one of the constants above.
+        unit: the name of its unit; empty for options, and for values outside units.
+        name: the name of the parameter, buffer or option; empty for inputs and outputs.
         call: the number of the unit's forward in the micro-batch.
     """
 
@@ -153,7 +154,7 @@ class FingerprintRecording:
         self._current, self._calls = {}, {}
 
     def _unit_name(self, name: str) -> str:
-        """Return a unit's name; that of the root has the name of its class, which depends on how it is sharded."""
+        """Return a unit's name; the root's name contains its class, which depends on the form of sharding."""
         return "root" if name == self._root.name else name
 
     def _name(self, handle: FlatParamHandle, slot: int) -> str:
@@ -200,31 +201,31 @@ class FingerprintRecording:
 
 
 def record_fingerprints(model: nn.Module, path: str | os.PathLike[str], first_step: int = 0) -> FingerprintRecording:
-    """Collective. Record fingerprints of all that a training computes, to find where two of them begin to differ. ::
+    """Collective. Record fingerprints of all tensors of a training, to find its first difference to another. ::
 
         with fsdp.record_fingerprints(model, "two_ranks.jsonl"):
             for batch in itertools.islice(batches, 3):
                 train(batch)
 
-    Then ``python -m fsdp compare two_ranks.jsonl four_ranks.jsonl`` names the first step, unit, parameter and direction
-    in which they differ. With `fsdp.SameBits` two trainings can be compared at different numbers of ranks. Without,
-    they should have as many: from the first reduced gradient on, others have other bits.
+    Then ``python -m fsdp compare two_ranks.jsonl four_ranks.jsonl`` prints the first step, unit, parameter and
+    direction with a difference. With `fsdp.SameBits` two trainings can be compared for different numbers of ranks.
+    Without, they should have the same number of ranks, because otherwise reduced gradients differ in rounding.
 
-    Recorded are, of each micro-batch (forward and backward): the inputs of the model; weights, buffers and outputs of
-    each unit in its forward; each parameter's gradient before it is reduced. And of each optimizer's step: reduced
-    gradients as they are stepped, the optimizer's options, new weights, and optimizer state. It takes as long as
-    reading all of that a few times. Passes without gradients are left out. A step ends with that of an optimizer, which
-    is collective while this records.
+    For each micro-batch (forward and backward), the recording contains the inputs of the model, the weights, buffers
+    and outputs of each unit, and each parameter's gradient before reduction. For each optimizer step, it contains the
+    reduced gradients, the optimizer's options, new weights, and optimizer state. The cost is equal to reading all
+    these values a few times. Passes without gradients are not recorded. A step ends with an optimizer's step, which is
+    collective during the recording.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        path: of the file that the first rank writes, in lines of JSON; what is there is replaced.
-        first_step: the number of the first step, in a training that is resumed.
+        path: the file that rank 0 writes, in lines of JSON; an existing file is replaced.
+        first_step: the number of the first step, for a resumed training.
 
     Raises:
         TypeError: for another model.
         RuntimeError: if another module around this one is sharded and runs it.
-        OSError: on the first rank, if the file cannot be written.
+        OSError: on rank 0, if the file cannot be written.
     """
     return FingerprintRecording(model, path, first_step)
 

@@ -1,8 +1,8 @@
-"""Full optimizer states are sharded here for a rank: a dictionary that it has, the first rank's, or an optimizer's own.
+"""Sharding of full optimizer states: a dictionary on each rank, rank 0's dictionary, or an optimizer's own state.
 
-An optimizer that was made before the model was wrapped holds original parameters, which nobody trains any more.
-`reshard_optimizer` replaces each by the `OptimParam` that it is in now. What the optimizer has learned about it, the
-same on every rank, is sharded as the parameter itself was.
+An optimizer that was created before the model was wrapped contains original parameters, which are no longer trained.
+`reshard_optimizer` replaces each by its current `OptimParam`. The state of the original, which is equal on every rank,
+is sharded in the same way as the parameter.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str, Any]:
-    """Return this rank's shard of a full optimizer state, for ``optim.load_state_dict``. No rank needs another for it.
+    """Return this rank's shard of a full optimizer state, for ``optim.load_state_dict``. Not collective.
 
-    As `FullyShardedDataParallel.get_shard_from_optim_state_dict`, but it leaves `full` alone, takes names as well as
-    numbers, and has groups and numbers as `optim` has them.
+    Like `FullyShardedDataParallel.get_shard_from_optim_state_dict`, but `full` is not changed, names and numbers are
+    supported, and the result has the groups and numbers of `optim`.
 
     Args:
         model: the outermost wrapper.
         full: the state, by names, or by FairScale's numbers.
-        optim: an optimizer of the model's parameters, into which it will be loaded.
+        optim: an optimizer of the model's parameters that will load the result.
 
     Raises:
         RuntimeError: inside a forward, backward or `summon_full_params`.
-        TypeError: for what is no such dictionary.
+        TypeError: if `full` is not such a dictionary.
         ValueError: for another model's, or other groups; for state that cannot be sharded.
     """
     params = parameters_of(model, "shard an optimizer state", optim)
@@ -87,15 +87,15 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
 def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0_only: bool = False) -> None:
     """Collective. Load a full optimizer state, each rank keeping its shard.
 
-    If there is an error on any rank, all raise one, and no optimizer has changed.
+    If there is an error on any rank, all ranks raise an error, and no optimizer is changed.
 
     Args:
         model: the outermost wrapper.
         optim: an optimizer of its parameters.
-        full: the state, by names, or by FairScale's numbers. It is left alone.
-        rank0_only: take the first rank's; others pass None, and are sent their shards. What the optimizer has already
-            is written in place, so that they need memory for what is new to it only. With tensor
-            parallelism, the first of every data-parallel group has it.
+        full: the state, by names or by FairScale's numbers; not changed.
+        rank0_only: If True, use rank 0's state; other ranks pass None and receive their shards. Existing state of the
+            optimizer is written in place, so these ranks need memory only for new state. With tensor parallelism, the
+            first rank of every data-parallel group passes the state.
 
     Raises:
         RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
@@ -126,7 +126,7 @@ def _from_first(params: Parameters, optim: Any, full: Any, source: FirstRank) ->
 
 
 def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
-    """Return what an optimizer has of a parameter now."""
+    """Return an optimizer's current state of a parameter."""
     return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
 
 
@@ -134,7 +134,7 @@ def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
 
 
 def plans_for(params: Parameters, full: Given) -> Plans:
-    """Return the state that is to be had of each parameter, which those in one flat parameter must have alike."""
+    """Return the planned state of each parameter, which must agree for parameters in the same flat parameter."""
     with_state = {one for one, _ in full.states}
     has_elements = keys_with_elements((original.shape, state) for (_, original), state in full.states.items())
     return {one: _plan(one, full, has_elements) for one in params.listed if one in with_state}
@@ -162,9 +162,9 @@ def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kin
 
 @torch.no_grad()
 def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
-    """Return this rank's shard of everything, in tensors of its own on the host, or on disk.
+    """Return this rank's shards of all state, in separate tensors on the host or on disk.
 
-    With `is_consumed`, what has been sharded is taken from `full`, so that memory is given back as it goes.
+    With `is_consumed`, sharded state is removed from `full`, so that its memory is released progressively.
     """
     found = {}
     for one, kinds in plans.items():
@@ -198,7 +198,7 @@ def _state(one: OptimParam, kinds: Kinds, shards: Mapping[str, Tensor]) -> dict[
 
 
 def _own(kind: Number | Value, rank: int) -> Any:
-    """Return what this rank has of a value that may be one of each rank; ranks that came later have the first one's."""
+    """Return this rank's value of a list of values by rank; additional ranks use rank 0's value."""
     value = kind.held
     if isinstance(value, list) and value and all(isinstance(each, Tensor) and each.dim() == 0 for each in value):
         return value[rank if rank < len(value) else 0].detach().clone()
@@ -209,7 +209,7 @@ def _own(kind: Number | Value, rank: int) -> Any:
 
 
 def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
-    """Return the saved parameter groups, which must not divide a flat parameter, with what an optimizer sees now."""
+    """Return the saved parameter groups, which must not divide a flat parameter, with the current parameters."""
     before: dict[OptimParam, Original] = {}
     groups = []
     for number, (options, places) in enumerate(full.groups):
@@ -231,7 +231,7 @@ def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]
 
 
 def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dict[str, Any], list[OptimParam]]]:
-    """Return the optimizer's own parameter groups, each with the options of the saved one that has its parameters."""
+    """Return the optimizer's parameter groups, each with the options of the saved group with its parameters."""
     held = held_by(params, optim, optim.state_dict())
     saved_in = {original: number for number, (_, places) in enumerate(full.groups) for _, original in places}
     numbers, problems = match_groups(held, saved_in.get, "the optimizer state")
@@ -250,9 +250,10 @@ def dictionary_of(
     states: Mapping[OptimParam, dict[str, Any]],
     live: Callable[[OptimParam], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return an optimizer's own dictionary for this rank: parameters are numbered as torch's optimizers do.
+    """Return an optimizer's dictionary for this rank, with parameters numbered as in torch's optimizers.
 
-    Numbers are tensors or not as in what the optimizer has now (`live`): FairScale counts steps by plain numbers.
+    Numbers are tensors if they are tensors in the optimizer's current state (`live`): FairScale counts steps by plain
+    numbers.
     """
     groups = list(groups)
     ids = {one: number for number, one in enumerate(one for _, members in groups for one in members)}
@@ -284,7 +285,7 @@ Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]
 def described_by_first(
     params: Parameters, source: FirstRank, read: Callable[[], tuple[Plans, Given]]
 ) -> tuple[Plans, Given]:
-    """Collective. Return what `read` returns on the first rank, on other ranks without any tensor."""
+    """Collective. Return rank 0's result of `read`; on other ranks the result contains no tensors."""
 
     def job() -> tuple[bytes, Plans, Given]:
         if not source.is_here:
@@ -311,9 +312,9 @@ def described_by_first(
 def deal_states(
     params: Parameters, plans: Plans, full: Given, source: FirstRank, present: Callable[[OptimParam, str], Any]
 ) -> dict[OptimParam, dict[str, Any]]:
-    """Collective. Return this rank's shard of what the first rank has in `full`, which sends each shard to its rank.
+    """Collective. Return this rank's shard of rank 0's `full`; rank 0 sends each shard to its rank.
 
-    What the optimizer has now under a key of the state (`present`) is written to if it fits.
+    The optimizer's current tensor under a key of the state (`present`) is reused if it fits.
     """
     shards: dict[OptimParam, dict[str, Tensor]] = {one: {} for one in plans}
     window = Window()
@@ -380,7 +381,7 @@ def _deal(
 def _share(
     one: OptimParam, made: Tensor, values: Sequence[Tensor | None], source: FirstRank, shape: torch.Size | None
 ) -> None:
-    """Send unsharded tensors to everybody, who keeps a shard."""
+    """Send unsharded tensors to all ranks, which keep their shards."""
     for original, value in zip(one.originals, values, strict=True):
         vector = torch.empty(one.local_shape(original, shape).numel(), dtype=made.dtype, device=one.device)
         if value is not None:
@@ -409,7 +410,7 @@ def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mappi
         kinds = _checked_kinds(optimizer, found)
     except ValueError as error:
         raise ValueError(f"this {type(optimizer).__name__} cannot be handed over: {error}") from None
-    # There may be no room for the shards: nothing is changed before they are made.
+    # Memory for the shards may be insufficient, so they are allocated before any change.
     states = {one: _sharded(optimizer, one, held, kinds[one]) for one, held in found.items()}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for one, state in states.items():
@@ -439,7 +440,7 @@ HeldIn = dict[OptimParam, dict[Original, Held]]
 
 
 def _held_originals(root: Unit, optimizer: torch.optim.Optimizer) -> HeldIn:
-    """Return the original parameters in an optimizer by what they are in now, which must not be there as well."""
+    """Return the original parameters in an optimizer by their current parameters, which must not be in it as well."""
     places: dict[tuple[FlatParameter, int], tuple[OptimParam, Original]] = {}
     for name, unit in units_in(root):
         for handle in unit.handles:
@@ -485,7 +486,7 @@ def _refuse_strangers(held: Iterable[Any], ours: set[FlatParameter]) -> None:
 
 
 def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[OptimParam, Kinds]:
-    """Return the state of each parameter that the optimizer is to see; those in one flat parameter must be alike."""
+    """Return the state of each new parameter of the optimizer; originals in the same flat parameter must agree."""
     states = optimizer.state.items()
     has_elements = keys_with_elements((param.shape, state) for param, state in states if isinstance(param, Tensor))
     kinds: dict[OptimParam, Kinds] = {}
@@ -525,7 +526,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, one: OptimParam, held: Mappi
 def _sharded(
     optimizer: torch.optim.Optimizer, one: OptimParam, held: Mapping[Original, Held], kinds: Kinds
 ) -> dict[str, Any]:
-    """Return this rank's shard of the originals' state, beside the shard of the parameters."""
+    """Return this rank's shard of the originals' state, in the same place as the parameters' shard."""
     first = next(iter(held.values()))
     options = optimizer.param_groups[first.group]
     shards = _shards_of(one, kinds, lambda original, key: held[original].state[key].reshape(-1), one.param.device)

@@ -1,9 +1,9 @@
-"""An optimizer's state is of three kinds, by which it is gathered, sharded, saved, loaded and compared everywhere.
+"""The three kinds of optimizer state, which gathering, sharding, saving, loading and comparing use.
 
-An optimizer of a sharded model sees `OptimParam`s, each a shard of one original parameter or of several. Its state of
-one has keys. `Elements` under a key are a value for each element of the parameter; they lie as the parameter's own
-elements do, so the same intervals shard them, put them together and find them in files. A `Number` is a 0-d tensor
-about the parameter as such, and a `Value` is no tensor.
+An optimizer of a sharded model contains `OptimParam`s, each a shard of a single original parameter or of multiple
+originals. The state of a parameter has keys. `Elements` are a tensor with a value for each element of the parameter.
+They have the parameter's layout, so the same intervals define how to shard them, gather them and find them in files. A
+`Number` is a 0-d tensor for the whole parameter, and a `Value` is not a tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ APART = "Wrap with use_orig_params=True, with which optimizers have each paramet
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """An `Original` is a parameter of the module before it was wrapped."""
+    """A parameter of the module before wrapping."""
 
     name: str  # in that module
     shape: torch.Size  # of the unsharded parameter
@@ -47,7 +47,7 @@ class Original:
 
 @dataclass(frozen=True, eq=False)
 class OptimParam:
-    """An `OptimParam` is what an optimizer sees: a shard of one or several parameters, or an unsharded parameter."""
+    """A parameter of an optimizer: a shard of one or more parameters, or an unsharded parameter."""
 
     param: nn.Parameter  # that the optimizer has
     handle: FlatParamHandle | None  # of the flat parameter; None for a parameter that is not sharded
@@ -78,9 +78,9 @@ class OptimParam:
         return f"{first} (in one flat parameter with {len(others)} more)" if others else first
 
     def interval(self, original: Original, rank: int, shape: torch.Size | None = None) -> Interval | None:
-        """Return the elements of an original that a rank has, and where in a tensor like `param`; None if none.
+        """Return a rank's elements of an original and their position in a tensor like `param`, or None.
 
-        With a `shape`, those of a tensor of another shape in the state of one that is owned.
+        With a `shape`, return the elements of a tensor of this shape in the state of an owned parameter.
         """
         if self.handle is None:
             return Interval(0, 0, original.shape.numel(), 0) if original.shape.numel() else None
@@ -94,13 +94,13 @@ class OptimParam:
         return any(self.interval(original, rank) is not None for original in self.originals)
 
     def local_shape(self, original: Original, shape: torch.Size | None = None) -> torch.Size:
-        """Return the shape of what the flat parameter has of an original, which of a `DTensor` is its local part."""
+        """Return the shape of an original in the flat parameter; for a `DTensor`, of its local part."""
         if shape is not None:
             return shape
         return original.shape if self.handle is None else self.handle.layout.slots[original.slot].shape
 
     def local_vector(self, original: Original, value: Tensor) -> Tensor:
-        """Return what the flat parameter has of an unsharded value, as a vector that shares memory if it can."""
+        """Return the flat parameter's part of an unsharded value, as a vector that shares memory if possible."""
         local = value if original.part is None else original.part.to_local(original.name, value)
         return local.detach().reshape(-1)
 
@@ -111,11 +111,11 @@ class OptimParam:
             into.view(-1)[kept.offset : kept.offset + kept.numel].copy_(vector[kept.start : kept.stop])
 
     def zeros(self, dtype: torch.dtype, device: torch.device | None = None, shape: torch.Size | None = None) -> Tensor:
-        """Return memory like `param`: on disk if that is, or else on `device`, by default beside it."""
+        """Return memory like `param`: on disk if `param` is on disk, else on `device`, by default `param`'s."""
         return torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
 
     def memory(self, held: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> Tensor:
-        """Return what an optimizer has now if it is like what `zeros` makes, and otherwise that."""
+        """Return an optimizer's current tensor if it is like the result of `zeros`, and otherwise this result."""
         wanted = shape or self.param.shape, dtype, self.param.device
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
         return held if is_like else self.zeros(dtype, shape=shape)
@@ -123,10 +123,10 @@ class OptimParam:
 
 @dataclass(frozen=True, eq=False)
 class SteppedParam(OptimParam):
-    """A `SteppedParam` is what an `OwnedOptimizer` steps of one original: this rank's elements, or at its owner all.
+    """The part of an original that an `OwnedOptimizer` steps: this rank's elements, or all elements on its owner.
 
-    So ownership is a layout as others are: of an owned parameter, one rank has all elements and the others have none.
-    There `param` is on the meta device.
+    Ownership is therefore an ordinary layout: a single rank has all elements of an owned parameter, and other ranks
+    have none. On these ranks `param` is on the meta device.
     """
 
     owner: int | None = None  # its number in `comm`; None if every rank steps its own elements
@@ -137,7 +137,7 @@ class SteppedParam(OptimParam):
 
     @property
     def is_here(self) -> bool:
-        """Return whether this rank steps something of it."""
+        """Return whether this rank steps elements of the original."""
         return self.owner is None or self.owner == self.comm.rank
 
     def interval(self, original: Original, rank: int, shape: torch.Size | None = None) -> Interval | None:
@@ -156,7 +156,7 @@ class SteppedParam(OptimParam):
 
 
 def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = False) -> list[OptimParam]:
-    """Return what optimizers see of a flat parameter. Names get the prefix."""
+    """Return the optimizer's parameters of a flat parameter. The prefix is added to names."""
     slots, parts = handle.layout.slots, handle.flat_param.parts
     originals = tuple(
         Original(prefix + kept.name, kept.shape if part is None else part.shape, slot, part)
@@ -169,15 +169,15 @@ def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = 
 
 
 def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the parameter groups of an optimizer; of an `OwnedOptimizer`, with what is stepped."""
+    """Return the parameter groups of an optimizer; for an `OwnedOptimizer`, with the stepped parameters."""
     found: Sequence[Mapping[str, Any]] = getattr(optimizer, "stepped_groups", optimizer.param_groups)
     return found
 
 
 def grouped(groups: Iterable[Any], title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:
-    """Return what is in each parameter group of an optimizer, which messages call by its `title`.
+    """Return the parameters in each group of an optimizer, whose name in messages is `title`.
 
-    `known` finds what one of its parameters is, among those of the model; there must be no others.
+    `known` returns the model's `OptimParam` of a parameter; the optimizer must not have other parameters.
     """
     found: list[list[OptimParam]] = []
     for number, group in enumerate(groups):
@@ -207,11 +207,12 @@ def match_groups(
     saved: str,
     has_groups: bool = True,
 ) -> tuple[list[int | None], list[str]]:
-    """Return for each parameter group of an optimizer which saved group has its parameters, and what does not fit.
+    """Return the number of the saved group for each parameter group of an optimizer, and all mismatches.
 
-    Groups must be the same in the same order, since learning-rate schedulers know them by their numbers. `saved_in`
-    gives the number of the saved group that has an original parameter; None if none has. Messages call what was saved
-    `saved`. Unless that `has_groups`, because it only has settings of single parameters, any groups will do.
+    Groups must be equal and in the same order, because learning-rate schedulers refer to them by number. `saved_in`
+    returns the number of the saved group with an original parameter, or None. `saved` is the name of the saved state
+    in messages. If the saved state has settings per parameter instead of groups (`has_groups` is False), any groups
+    are permitted.
     """
     found: list[int | None] = []
     problems = []
@@ -254,12 +255,12 @@ def match_groups(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, without what says which parameters are in it."""
+    """Return the options of a parameter group, without the keys that list its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARDS_OF)}
 
 
 def release(params: Iterable[OptimParam]) -> None:
-    """Let go of what was read of parameters and state on disk: it is not wanted soon."""
+    """Release cached parameters and state on disk, which will not be needed soon."""
     storages = {one.handle.storage for one in params if one.handle is not None}
     for storage in storages:
         storage.release()
@@ -269,13 +270,13 @@ def release(params: Iterable[OptimParam]) -> None:
 
 # --- state with structure -------------------------------------------------------------------------------------------
 
-# What a key has after it where the state under it was a list, a tuple, or a mapping.
+# The suffix of a key whose state was a list, a tuple, or a mapping.
 _STEP_INTO = re.compile(r"\[(\d+)\]|\((\d+)\)|\{([^{}]*)\}")
 _NESTED = re.compile(rf"(.*?)((?:{_STEP_INTO.pattern})+)", re.DOTALL)
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with each tensor under a key of its own, such as ``GG[0]`` for one in a list."""
+    """Return a parameter's state with a separate key for each tensor, such as ``GG[0]`` for a tensor in a list."""
     return {key: leaf for name, value in state.items() for key, leaf in _leaves(name, value)}
 
 
@@ -319,7 +320,7 @@ def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps_in(key: str, text: str) -> Iterator[tuple[type, Any]]:
-    """Yield the steps that a key has at its end, each with the kind of container that it leads into."""
+    """Yield the indices at the end of a key, each with the type of its container."""
     for index, place, name in _STEP_INTO.findall(text):
         if index or place:
             yield (list, int(index)) if index else (tuple, int(place))
@@ -352,7 +353,7 @@ def _built(value: Any) -> Any:
 
 
 class Elements(NamedTuple):
-    """`Elements` are a value for each element of the parameter; or of an owned one, of a tensor of another `shape`."""
+    """A tensor with a value for each element of the parameter, or of another `shape` for an owned parameter."""
 
     dtype: torch.dtype
     shape: torch.Size | None = None
@@ -401,7 +402,7 @@ ELEMENTWISE = (
 
 
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
-    """Return what to say of a tensor that is of no kind."""
+    """Return the message for a tensor that has none of the kinds."""
     return (
         f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: what is neither of the "
         f"parameter's shape nor a number cannot be sharded or put together. {remedy}"
@@ -417,11 +418,11 @@ def kinds_of(
     remedy: str = ELEMENTWISE,
     is_owned: bool = False,
 ) -> Kinds:
-    """Return the kinds of a parameter's state, or of that of a shard of it, of this shape.
+    """Return the kinds of the state of a parameter, or of its shard, with this shape.
 
-    One that is owned may have tensors of any shape.
+    The state of an owned parameter may have tensors of any shape.
 
-    Messages call that by `whose`, and have a `remedy` for a tensor that is neither of that shape nor a number.
+    Messages use `whose` as its name, and contain a `remedy` for a tensor that is neither of this shape nor a number.
     `has_elements` is as for `is_number`.
     """
     if not isinstance(state, Mapping):
@@ -442,7 +443,7 @@ def kinds_of(
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two states, or two kinds of them, are of one type and equal; a NaN equals another."""
+    """Return whether two states, or two kinds, have the same type and are equal; NaNs are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -458,7 +459,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return for messages what of one state is different in another one, and what is there; None if nothing is."""
+    """Return the difference of two states for messages, with the other value; None if they are equal."""
     keys = sorted(key for key in {**one, **other} if not is_same(one.get(key), other.get(key)))
     if not keys:
         return None
@@ -469,7 +470,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, 
 
 
 def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
-    """Return the state that parameters in one flat parameter have, which must be alike."""
+    """Return the state of the parameters in a flat parameter, which must agree."""
     first, *others = kinds
     for other in others:
         if (found := differences(kinds[first], kinds[other])) is not None:
@@ -484,7 +485,7 @@ def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
 
 
 class OwnKinds(NamedTuple):
-    """`OwnKinds` say which state one rank has of a parameter, and whether the parameter has elements on it."""
+    """The kinds of a rank's state of a parameter, and whether the rank has elements of the parameter."""
 
     name: str
     is_on: bool
@@ -494,7 +495,7 @@ class OwnKinds(NamedTuple):
 def own_kinds(
     params: Sequence[OptimParam], states: Mapping[OptimParam, Mapping[str, Any]], doing: str
 ) -> list[OwnKinds]:
-    """Return what this rank has of the state of some parameters, which is about to be read, while `doing` something."""
+    """Return the kinds of this rank's state of some parameters before the state is read; `doing` is for messages."""
     found = []
     for one in params:
         state = states.get(one) or {}
@@ -514,7 +515,7 @@ def own_kinds(
 
 @dataclass(frozen=True, eq=False)
 class SharedKinds:
-    """`SharedKinds` are the state that all ranks have of one parameter."""
+    """The kinds of all ranks' state of a parameter."""
 
     name: str
     by_rank: list[Kinds]
@@ -526,15 +527,15 @@ class SharedKinds:
         return next((self.by_rank[rank] for rank in self.holders or range(len(self.by_rank)) if self.by_rank[rank]), {})
 
     def numbers(self, key: str) -> list[Number]:
-        """Return each rank's `Number` under a key; the first one's for a rank that has none."""
+        """Return each rank's `Number` under a key; the first rank's number for a rank without the key."""
         first = self.kinds[key]
         found = (kinds.get(key, first) for kinds in self.by_rank)
         return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
 
     def problems(self, keeps_numbers: bool = False) -> Iterator[str]:
-        """Yield what the ranks have not the same of, but ought to.
+        """Yield the state that differs between ranks but must be equal.
 
-        A format that `keeps_numbers` has a list with each rank's for a 0-d tensor, except for ``step``.
+        A format that `keeps_numbers` stores a list with each rank's 0-d tensor, except for ``step``.
         """
         first = self.holders[0] if self.holders else 0
         for rank in self.holders:
@@ -553,7 +554,7 @@ def _without_numbers(kinds: Kinds) -> dict[str, Any]:
 
 
 def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
-    """Collective. Return what there is of each parameter's state, given this rank's pickled list of `OwnKinds`."""
+    """Collective. Return the kinds of each parameter's state, given this rank's pickled list of `OwnKinds`."""
     heard: list[list[OwnKinds]] = [pickle.loads(each) for each in from_everyone(ranks, pickled)]
     names = [[own.name for own in each] for each in heard]
     for rank, others in enumerate(names):
@@ -573,7 +574,8 @@ def require_same_options(
 ) -> None:
     """Collective. Raise RuntimeError unless all ranks have the same options in an optimizer's parameter groups.
 
-    The same holds for what its dictionary contains `beside` state and groups. A full state has room for one of each.
+    The same applies to the other entries of its dictionary (`beside`), because a full state has a single value for
+    each.
     """
     if not peers_answer(ranks):
         return

@@ -1,16 +1,16 @@
 """Functions of state trees: gather, offload, copy, stage, compare, broadcast, distribute, flatten.
 
-They know nothing of sharding. A *state tree* is any nest of mappings, lists and tuples (named ones too) whose leaves
-are tensors, `DTensor`s, numbers, strings, bytes, `io.BytesIO` or None; the state dict of a model or an optimizer is
-one. Containers keep their types. A leaf of another type is a TypeError that names its path, unless
-``type_check=False``: then leaves of unknown types are carried along, tensors inside of them untouched, as they are
-where a result shares memory with its source, and as deep copies otherwise. Tensors that are not dense (sparse,
-quantised, nested, wrappers of others) are of unknown types.
+The functions are independent of sharding. A *state tree* is any nested structure of mappings, lists and tuples
+(including named tuples) whose leaves are tensors, `DTensor`s, numbers, strings, bytes, `io.BytesIO` or None. For
+example, the state dict of a model or an optimizer is a state tree. Containers keep their types. A leaf of any other
+type raises a TypeError that names its path, unless ``type_check=False``. In this case leaves of unknown types,
+including tensors inside them, are passed unchanged if the result shares memory with its source, and deep-copied
+otherwise. Tensors that are not dense (sparse, quantized, nested, wrappers of other tensors) have unknown types.
 
-What cannot be done is an error that names the path, raised before anything is changed; where ranks take part, on every
-one of them.
+An error names the path, and is raised before any value is changed. In collective functions, every rank raises an
+error.
 
-Names and arguments are those of torch's private `torch.distributed._state_dict_utils`.
+Names and arguments are the same as in torch's private `torch.distributed._state_dict_utils`.
 """
 
 from __future__ import annotations
@@ -77,31 +77,32 @@ def gather_state_dict(
     ranks_only: Collection[int] = (),
     type_check: bool = True,
 ) -> Any:
-    """Collective. Return a tree in which every `DTensor` has become an unsharded, plain tensor.
+    """Collective. Return a tree in which every `DTensor` is replaced by an unsharded, plain tensor.
 
-    All ranks of the tensors' meshes call it, with the same `DTensor`s in the same order; `Partial` ones are reduced.
-    They tell each other first whether their trees can be gathered: if one cannot, every rank raises.
-    The tensors are gathered one after the other. A rank that wants them holds the result and at most one tensor more;
-    one that does not only sends its parts, if `pg` has all ranks of the mesh. (Interleaved shards, and sums over the
-    mesh, are made whole on every rank, and dropped at once.)
+    All ranks of the tensors' meshes call this function, with the same `DTensor`s in the same order; `Partial` tensors
+    are reduced. The ranks first exchange whether their trees can be gathered: if any tree cannot, every rank raises an
+    error. The tensors are gathered sequentially. A rank with a result holds the result and at most one additional
+    tensor. Other ranks only send their parts, if `pg` contains all ranks of the mesh. (Interleaved shards, and sums
+    over the mesh, are unsharded on every rank, and released immediately.)
 
-    Tensors that are whole already are not copied: plain and replicated ones share memory with the result, unless they
-    are moved. Each entry is gathered by itself, tied ones too.
+    Plain and replicated tensors are not copied and share memory with the result, unless they are moved to another
+    device. Each entry is gathered separately, including tied entries.
 
     Args:
         state_dict: the tree; it is not changed.
-        pg: the ranks that `ranks_only` counts. None means all. Where the shards are is known from the tensors.
-        device: where the result goes. None leaves each tensor where its local part is.
-        cpu_offload: the same as ``device="cpu"``: each tensor is copied to the host before the next is gathered.
-        ranks_only: the ranks of `pg` that get the result; the others get an empty container. All of them if empty. The
-            same on every rank.
+        pg: the ranks that `ranks_only` refers to; None means all ranks. The tensors define the ranks of the shards.
+        device: the device of the result. None uses the device of each tensor's local part.
+        cpu_offload: equivalent to ``device="cpu"``: each tensor is copied to the host before the next is gathered.
+        ranks_only: the ranks of `pg` that receive the result; other ranks receive an empty container. If empty, all
+            ranks receive the result. Must be equal on every rank.
         type_check: see the module.
 
     Raises:
         TypeError: for a leaf of an unknown type.
-        ValueError: for a rank that `pg` does not have, a tensor without values, a wanted `DTensor` on a mesh that
-            this rank is not in, a local part that is not of torch's size, or both `cpu_offload` and another `device`.
-        NotImplementedError: for interleaved shards on a mesh whose ranks are not in rising order.
+        ValueError: for a rank that `pg` does not contain, a tensor without values, or a required `DTensor` on a mesh
+            without this rank; for a local part whose size differs from torch's; for both `cpu_offload` and a different
+            `device`.
+        NotImplementedError: for interleaved shards on a mesh whose ranks are not in ascending order.
         RuntimeError: if another rank did not answer.
     """
     home = None if device is None else torch.device(device)
@@ -146,20 +147,20 @@ def gather_state_dict(
 
 @torch.no_grad()
 def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = (), type_check: bool = True) -> Any:
-    """Return a tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
+    """Return a tree with all tensors on CPU; `DTensor`s have local parts on CPU.
 
-    Copies from a device are queued, into pinned memory on CUDA, and awaited once at the end. Tensors that are on CPU
-    already are **not** copied: they share memory with the result. For a tree of its own memory, see
+    Copies from a device are queued, on CUDA into pinned memory, and awaited once at the end. Tensors on CPU are
+    **not** copied: they share memory with the result. To create a tree with separate memory, use
     `create_cpu_state_dict` and `copy_state_dict`.
 
     Args:
         state_dict: the tree; it is not changed.
-        ranks_only: the ranks that get the result; the others copy nothing and get an empty container. All if empty.
+        ranks_only: the ranks that receive the result; other ranks receive an empty container. If empty, all ranks.
         type_check: see the module.
 
     Raises:
         TypeError: for a leaf of an unknown type.
-        ValueError: for a rank that there is not, or a tensor on the meta device.
+        ValueError: for a rank that does not exist, or a tensor on the meta device.
     """
     check_types(state_dict, type_check)
     check_leaves(state_dict, without_values)
@@ -177,24 +178,24 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
 
 @torch.no_grad()
 def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_check: bool = True) -> Any:
-    """Copy all values of a tree into another one of the same structure; no communication.
+    """Copy all values of a tree into another tree with the same structure, without communication.
 
-    Tensors of `into` keep their memory, device and dtype, and take the values; a `DTensor` is copied into one of the
-    same mesh and placements, each rank its part. Other leaves are replaced by copies. Nothing is changed if the trees
-    do not match.
+    Tensors of `into` keep their memory, device and dtype. Each rank copies its part of a `DTensor` into a `DTensor`
+    with the same mesh and placements. Other leaves are replaced by copies. If the trees do not match, no value is
+    changed.
 
     Args:
         source: the tree to copy; it is not changed.
-        into: the tree to be written.
-        non_blocking: queue copies between a device and pinned memory and return; synchronise with the device before
+        into: the tree to write.
+        non_blocking: queue copies between a device and pinned memory and return; synchronize with the device before
             reading `into` on the host, or changing `source` on another stream.
         type_check: see the module.
 
     Returns:
-        `into`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
+        `into`, or a new object if its outermost container cannot be changed in place, like a tuple.
 
     Raises:
-        CompanionMismatch: for keys, lengths, kinds of containers, shapes or placements that differ, for a dtype that
+        CompanionMismatch: for different keys, lengths, kinds of containers, shapes or placements, for a cast that
             would lose values (float to int), or a tensor on the meta device.
         TypeError: for a leaf of an unknown type in either tree.
     """
@@ -215,17 +216,17 @@ def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_
 def create_cpu_state_dict(
     state_dict: Any, *, pin_memory: bool = False, share_memory: bool = False, type_check: bool = True
 ) -> Any:
-    """Return a tree of the same structure with new, contiguous CPU tensors, to be filled by `copy_state_dict`.
+    """Return a tree of the same structure with new, contiguous CPU tensors, which `copy_state_dict` can fill.
 
-    The tensors' values are undefined. A `DTensor` becomes one around a local part on CPU. Other leaves are copied.
+    The tensors' values are undefined. `DTensor`s have local parts on CPU. Other leaves are copied.
 
     Args:
         state_dict: the tree; it is not changed, and its tensors may be on the meta device.
-        pin_memory: in pinned memory, from which and to which CUDA copies asynchronously. Tensors without elements have
-            no memory and are left as they are.
-        share_memory: in memory that processes share (each tensor's own, see `torch.multiprocessing`). With `pin_memory`
-            as well the shared memory is registered with CUDA in this process, and unregistered when the last tensor
-            that views it is gone; that takes longer, and pays for trees that live long.
+        pin_memory: allocate pinned memory, which supports asynchronous copies with CUDA. Tensors without elements have
+            no memory and are not changed.
+        share_memory: allocate separate shared memory for each tensor (see `torch.multiprocessing`). Combined with
+            `pin_memory`, the shared memory is registered with CUDA in this process, and unregistered when the last
+            tensor that views it is deleted; this takes longer and is useful for long-lived trees.
         type_check: see the module.
 
     Raises:
@@ -250,10 +251,10 @@ def create_cpu_state_dict(
 def check_state_dict_similarity(
     state_dict: Any, compared_state_dict: Any, *, raise_error: bool = False, type_check: bool = True
 ) -> bool:
-    """Return True if two trees have the same structure, and tensors of the same shapes and dtypes; no communication.
+    """Return True if two trees have equal structures, shapes and dtypes, without communication.
 
-    The order of keys, devices and values do not matter; nor which kind of mapping it is, of list, or of tuple.
-    `DTensor`s must be on equal meshes with equal placements, and other leaves of one type.
+    The order of keys, devices, values, and the types of mappings, lists and tuples are not compared. `DTensor`s must
+    have equal meshes and placements, and other leaves must have the same type.
 
     Args:
         raise_error: raise CompanionMismatch, with the path and the difference, instead of returning False.
@@ -289,32 +290,35 @@ def broadcast_state_dict(
 ) -> Any:
     """Collective over `pg`. Write the values of rank 0's tree into the trees of all ranks.
 
-    Tensors of `local` keep their memory, device and dtype, and take the values; a `DTensor` takes this rank's part of
-    them. A plain tensor of the same dtype on `device` is received in place. Tensors on the meta device, keys that
-    `local` lacks and places where it has None are filled with new tensors. Other leaves are replaced by rank 0's.
+    Tensors of `local` keep their memory, device and dtype; a `DTensor` receives this rank's part of the values. A
+    plain tensor of the same dtype on `device` is received in place. New tensors are created for tensors on the meta
+    device, missing keys of `local`, and None values. Other leaves are replaced by rank 0's.
 
-    The ranks compare notes before the first tensor is sent: if a tree does not fit on one rank, every rank raises, and
-    nothing has been changed. Beside its result a rank holds one tensor at a time, or `max_coalesced_bytes`.
+    The ranks compare their trees before the first tensor is sent: if any tree does not match, every rank raises an
+    error, and no value is changed. In addition to its result a rank holds a single tensor at a time, or
+    `max_coalesced_bytes`.
 
     Args:
-        full: on rank 0 of `pg` the tree of whole tensors, on any device; elsewhere it is not looked at.
-        local: the tree to be written, on every rank.
-        device: where tensors travel, and where new ones are made; one that the group's backend serves.
-        pg: the ranks. None means all; without torch.distributed, this process alone.
-        strict: refuse keys that only one of the trees has. Otherwise keys of rank 0 are added, and others kept.
-        cpu_offload: make new tensors on CPU.
-        max_coalesced_bytes: send neighbours in one message as long as they are no larger together. 0 sends each tensor
-            by itself. Small tensors are faster together.
+        full: on rank 0 of `pg`, the tree of unsharded tensors, on any device; ignored on other ranks.
+        local: the tree to write, on every rank.
+        device: the device for communication and for new tensors; the group's backend must support it.
+        pg: the ranks; None means all ranks, or only this process without torch.distributed.
+        strict: reject keys that only one of the trees has. Otherwise keys of rank 0 are added, and other keys are
+            kept.
+        cpu_offload: create new tensors on CPU.
+        max_coalesced_bytes: send adjacent tensors in a single message up to this size, which is faster for small
+            tensors. 0 sends each tensor separately.
         type_check: see the module. Unknown leaves are sent by `torch.save`.
 
     Returns:
-        `local`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
+        `local`, or a new object if its outermost container cannot be changed in place, like a tuple.
 
     Raises:
-        CompanionMismatch: for a tree that does not fit: kinds of containers, shapes, a dtype that would lose values, a
+        CompanionMismatch: for trees that do not match: kinds of containers, shapes, a cast that would lose values, a
             `DTensor` with Partial placements, and keys if `strict`.
-        TypeError: for a leaf of an unknown type, a `DTensor` in `full`, or a `pg` that is no group of this rank.
-        ValueError: for a tensor on the meta device in `full`, a device that `pg` does not serve, or a negative budget.
+        TypeError: for a leaf of an unknown type, a `DTensor` in `full`, or a `pg` that is not a group of this rank.
+        ValueError: for a tensor on the meta device in `full`, a device that `pg` does not support, or a negative
+            budget.
     """
     if max_coalesced_bytes < 0:
         raise ValueError(f"max_coalesced_bytes is a number of bytes, got {max_coalesced_bytes}")
@@ -356,21 +360,21 @@ def distribute_state_dict(
     cpu_offload: bool = False,
     type_check: bool = True,
 ) -> Any:
-    """Write the values of an unsharded tree, which every rank has, into this rank's tree; no data is communicated.
+    """Write the values of an unsharded tree, which every rank has, into this rank's tree, without sending tensors.
 
-    As `broadcast_state_dict`, but each rank takes from its own `full`: slices are copied straight into the local parts
-    of `DTensor`s, also from host to device, and nothing else is allocated than what `local` lacks.
+    Like `broadcast_state_dict`, but each rank uses its own `full`: slices are copied directly into the local parts of
+    `DTensor`s, also from host to device, and only tensors that are missing in `local` are allocated.
 
     Args:
-        full: the tree of whole tensors, on any device; it is not changed and shares no memory with the result.
-        local: the tree to be written.
-        device: where new tensors are made.
-        pg: ranks that tell each other whether their trees fit, so that all raise if one has to, before anything is
-            changed (collective then). None means that this rank looks after itself.
+        full: the tree of unsharded tensors, on any device; it is not changed and shares no memory with the result.
+        local: the tree to write.
+        device: the device of new tensors.
+        pg: the ranks that exchange whether their trees match, so that all raise an error before any value is changed
+            (collective). If None, this rank checks only its own trees.
         strict, cpu_offload, type_check: as in `broadcast_state_dict`.
 
     Returns:
-        `local`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
+        `local`, or a new object if its outermost container cannot be changed in place, like a tuple.
 
     Raises:
         CompanionMismatch, TypeError, ValueError: as `broadcast_state_dict`.
@@ -414,7 +418,7 @@ def _group_of(pg: Group | None) -> Group | None:
 
 
 def _told(error: Exception, where: str) -> Exception:
-    """Return an error of this rank as others raise it, to whom the rank is `where`."""
+    """Return an error of this rank in the form that other ranks raise; `where` is this rank's name."""
     if isinstance(error, CompanionMismatch):
         return CompanionMismatch(error.path, f"on {where}, {error.difference}")
     kinds = (ValueError, NotImplementedError, TypeError)
@@ -422,9 +426,9 @@ def _told(error: Exception, where: str) -> Exception:
 
 
 def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], _Result]) -> _Result:
-    """Collective. Return the result of a check, or raise on all ranks the kind of error that it raises on one.
+    """Collective. Return the result of a check; if it raises an error on a rank, all ranks raise the same type.
 
-    What is heard on one of the `ways` to other ranks is told on the next; they call this one `where`.
+    Results from one of the `ways` to other ranks are passed on the next; `where` is the name of this rank.
     """
     problem, failed = b"", None
     try:
@@ -443,7 +447,7 @@ def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], _Result
 
 
 def _description(tree: Any, type_check: bool) -> Any:
-    """Return the tree with one on the meta device for each tensor."""
+    """Return the tree with a meta tensor for each tensor."""
     check_types(tree, type_check)
     return mapped(_info, tree)
 
@@ -492,13 +496,13 @@ def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
 
 
 class _Arrivals:
-    """Collective. The unsharded tensors of rank 0's tree, in the order of the description.
+    """Collective. Receives the unsharded tensors of rank 0's tree, in the order of the description.
 
-    Several travel in one message of at most `budget` bytes. The tree itself is looked at on rank 0 only.
+    Multiple tensors are sent in a message of at most `budget` bytes. The tree itself is used on rank 0 only.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, described: Any, full: Any, budget: int) -> None:
-        # By the device that a tensor has, since "cuda" means that with the number of the current one.
+        # Compared by the device of a tensor, because "cuda" means the current CUDA device.
         self._comm, self._device = comm, torch.empty(0, device=device).device
         self._sources: deque[Tensor] | None = None
         if comm.rank == 0:
@@ -509,7 +513,7 @@ class _Arrivals:
     def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
         """Return the next tensor, and True if its memory is the caller's to keep.
 
-        It is received into `target` itself, on ranks other than 0, where that is of the right kind.
+        On ranks other than 0, the tensor is received into `target` itself if dtype and device match.
         """
         if not self._unpacked:
             message = self._messages.popleft()
@@ -548,7 +552,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _messages(infos: list[Tensor], budget: int) -> list[list[Tensor]]:
-    """Return what travels together: neighbours, as many as the budget has room for."""
+    """Group adjacent tensors into messages of at most `budget` bytes."""
     messages: list[list[Tensor]] = []
     room = 0
     for info in infos:

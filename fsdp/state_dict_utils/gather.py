@@ -1,9 +1,9 @@
-"""Gather of a `DTensor` into a plain tensor, with as little memory as that takes.
+"""Gather a `DTensor` into a plain tensor with minimal memory.
 
-`DTensor.full_tensor` (torch 2.11 and 2.13) pads what does not divide evenly and keeps the padding in the result's
-storage, where `torch.save` writes it as well; it holds up to three whole tensors on every rank, also where nobody wants
-the result; it fails for dtypes that the backend does not have; and it takes the order of ranks for that of the mesh.
-Here each part goes, as bytes, straight to the ranks that want the result.
+`DTensor.full_tensor` (torch 2.11 and 2.13) pads uneven shards and keeps the padding in the result's storage, where
+`torch.save` also writes it. The method holds up to three unsharded tensors on every rank, even if the rank does not
+need the result. The method fails for dtypes that the backend does not support, and uses the order of ranks instead of
+the order of the mesh. This module sends each part as bytes directly to the ranks that need the result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WHAT = "the gather of a state dict"
 
 
 class Gathering:
-    """The gather of one tree: who wants the result, and which ways to other ranks were used.
+    """The gather of a tree: the ranks that need the result, and the communicators that were used.
 
-    Those of the group's ranks want it that `ranks_only` has, or all of them if it is empty. Messages call this rank
-    `where`.
+    The ranks of the group in `ranks_only` need the result, or all ranks if it is empty. `where` is this rank's name in
+    messages.
     """
 
     def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:
@@ -55,10 +55,10 @@ class Gathering:
             comm.settle()
 
     def whole(self, tensor: Tensor) -> Tensor | None:
-        """Collective over the tensor's mesh. Return all of it where its local part is, or None if it is not wanted.
+        """Collective over the tensor's mesh. Return the unsharded tensor, or None if it is not needed.
 
-        A plain tensor is whole already. The result has no memory beside its elements, unless it shares that of
-        `tensor`.
+        The result is on the local part's device. A plain tensor is returned unchanged. The storage of the result
+        contains only its elements, unless it shares the memory of `tensor`.
         """
         tensor = tensor.detach()
         part = MeshPart.of(tensor)
@@ -80,7 +80,7 @@ class Gathering:
         return full.to(home) if self.is_wanted and full is not None else None
 
     def _put_together(self, local: Tensor, part: MeshPart) -> Tensor | None:
-        """Gather over one mesh dimension after the other, from the innermost, which was sharded last."""
+        """Gather over the mesh dimensions sequentially, from the innermost, which was sharded last."""
         full: Tensor | None = local
         own = local
         for left, sharding in reversed(list(enumerate(part.shardings))):
@@ -116,7 +116,7 @@ def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
             f"placements {list(part.placements)} on a mesh of ranks {part.mesh.mesh.tolist()}: torch puts interleaved "
             "parts together in the order of ranks. Make the mesh with init_device_mesh."
         )
-    # As bytes, in a dimension of their own behind all others, so that the placements remain true.
+    # As bytes, in an additional last dimension, so that the placements remain valid.
     local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
     shape = torch.Size([*part.shape, tensor.dtype.itemsize])
     sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
@@ -127,7 +127,7 @@ def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
 def _joined(
     comm: Communicator, sharding: DimSharding, piece: Tensor, places: list[int], wants: list[bool]
 ) -> Tensor | None:
-    """Send each part to those who want it, straight into its place where that is one range of memory."""
+    """Send each part to the ranks that need it, directly into the result if its destination is contiguous."""
     outgoing = {rank: [as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
     incoming: dict[int, list[Tensor]] = {}
     beside: list[tuple[Tensor, Tensor]] = []
@@ -145,7 +145,7 @@ def _joined(
                 received = target if target.is_contiguous() else target.new_empty(target.shape)
                 incoming[rank] = [as_bytes(received)]
                 beside.append((target, received))
-    # As bytes: no backend has all dtypes, and nothing is computed.
+    # As bytes: no backend supports all dtypes, and there is no arithmetic.
     comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, "state dict").wait()
     for target, received in beside:
         if target is not received:
@@ -168,7 +168,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def odd_local_part(tensor: Tensor) -> str | None:
-    """Return what is wrong with the size of a `DTensor`'s local part, if it was made by hand; None if nothing is."""
+    """Return the error in the size of a manually created `DTensor`'s local part, or None."""
     part = MeshPart.of(tensor)
     if part is None or part.mesh.get_coordinate() is None or not has_only_usual_placements(part):
         return None

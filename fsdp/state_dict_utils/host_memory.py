@@ -1,8 +1,8 @@
-"""Host memory for copies of storages: one block for each original, used again as soon as nobody holds it.
+"""Host memory for copies of storages: a block for each original, which is reused when it is no longer referenced.
 
-A block is lent as a storage. Whether a tensor still looks at it is seen from its number of holders, so a copy is never
-written over while somebody has it, and nobody needs to give anything back. A block whose original is gone belongs to
-those who hold it, and goes with them.
+A block is returned as a storage. Its reference count shows whether a tensor still uses it, so a copy is not
+overwritten while it is referenced, and no explicit release is needed. A block whose original was deleted is freed with
+its last reference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.005
 
 
 class _Block:
-    """Memory for one copy of a storage."""
+    """Memory for a copy of a storage."""
 
     def __init__(self, nbytes: int, pin: bool, share: bool) -> None:
         self.storage = allocate(nbytes, pin, share)
@@ -51,14 +51,14 @@ class _Block:
 
 
 class _Kept:
-    """The blocks of one original."""
+    """The blocks of an original."""
 
     def __init__(self, original: UntypedStorage, forget: Callable[[object], None]) -> None:
         self.original = weakref.ref(original, forget)
         self.blocks: list[_Block] = []
 
     def free(self, nbytes: int) -> _Block | None:
-        """Return a block of this size that nobody holds. Others that nobody holds, or of another size, are given up."""
+        """Return an unreferenced block of this size. Other unreferenced or differently sized blocks are dropped."""
         fitting = [block for block in self.blocks if block.storage.nbytes() == nbytes]
         free = next((block for block in fitting if block.is_free), None)
         self.blocks = [block for block in fitting if block is free or not block.is_free]
@@ -66,13 +66,13 @@ class _Kept:
 
 
 class HostMemory:
-    """Blocks by original. One thread at a time may take; copies may be dropped by any.
+    """Blocks by original. Only one thread at a time may call `take`; copies may be released by any thread.
 
     Args:
-        pin: page-lock them; needs CUDA.
-        share: in memory that other processes can map.
-        max_bytes: of all blocks that exist, lent or not; None is no limit.
-        wait_seconds: how long to wait for lent blocks when there is no more room.
+        pin: page-lock the blocks; requires CUDA.
+        share: use memory that other processes can map.
+        max_bytes: the limit for all blocks, referenced or not; None means no limit.
+        wait_seconds: the time to wait for referenced blocks when the limit is reached.
     """
 
     def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
@@ -91,9 +91,9 @@ class HostMemory:
             return self._held_bytes
 
     def take(self, original: UntypedStorage, wanted: Callable[[], int]) -> UntypedStorage:
-        """Return a block that nobody else holds, of the size of the original, which is not empty.
+        """Return an unreferenced block with the size of the original, which is not empty.
 
-        If there is no room, `wanted` is asked how many bytes are taken in all, for the MemoryError.
+        If the limit is reached, `wanted` returns the total number of requested bytes, for the MemoryError.
         """
         nbytes = original.nbytes()
         kept = self._kept.pop(id(original), None)

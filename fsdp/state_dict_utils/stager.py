@@ -1,16 +1,16 @@
-"""Copies of states in host memory, from which a checkpoint is written while training goes on.
+"""Copies of state in host memory, to write a checkpoint during training.
 
-``StateDictStager().stage(tree)`` copies any nest of Python objects. A checkpoint then makes training wait for one copy
-of memory into memory that is there already; writing it to disk is up to a thread or a process of yours.
+``StateDictStager().stage(tree)`` copies any tree of Python objects. Training then waits only for a copy into existing
+memory; a thread or process of the user can write the copy to disk.
 
-`copy.deepcopy` would leave tensors on their devices. `TreeCopy` sees a tensor as ``torch.save`` does: a storage, and a
-way to look at it. Each storage is replaced once, by a function that the caller gives, and every tensor that looked at
-it looks at the replacement in the same way. For all other objects the rules are those of `copy.deepcopy`. Staging,
-restoring and counting are this one walk with three functions.
+`copy.deepcopy` would keep tensors on their devices. `TreeCopy` represents a tensor like ``torch.save``: a storage, and
+a view of it. Each storage is replaced once, by a function of the caller, and every tensor on it becomes the same view
+of the replacement. All other objects follow the rules of `copy.deepcopy`. Staging, restoring and counting use the same
+walk with three different functions.
 
-Classes may have code of their own that runs while they are copied (a constructor, ``__setstate__``, ``__deepcopy__``,
-``__hash__``), and that code may read values. So replacements are filled before such code sees them; as long as there
-are only tensors and plain containers, they may be filled later.
+User-defined classes may run code during the copy (a constructor, ``__setstate__``, ``__deepcopy__``, ``__hash__``),
+and this code may read values. Replacements are therefore filled before such code runs. If there are only tensors and
+plain containers, they may be filled later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp.state_dict_utils.tree import by_class, class_name, is_wrapper, missing
 
 Tree = TypeVar("Tree")
 _META = "meta"
-# Nothing in them can change, or (functions, classes) they stand for themselves.
+# They are immutable, or (functions, classes) are copied by reference.
 _ATOMIC: frozenset[type] = frozenset(
     {
         *(type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes, range),
@@ -48,7 +48,7 @@ _COMPRESSED = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
 }
 _MISSING = object()
-# They store what they are given without looking at it.
+# They store their items without examining them.
 _STORING: frozenset[Any] = frozenset({list.append, deque.append, dict.__setitem__, OrderedDict.__setitem__})
 
 
@@ -71,34 +71,34 @@ class PendingCopy(Generic[Tree]):
             self.wait()  # the memory of a copy that is dropped under way is written to until then
 
     def protect(self) -> None:
-        """Let what is queued from now on, on the current streams, run after the copies: it may change the originals.
+        """Make the current streams wait for the copies, so that later work may change the originals.
 
-        It does not block. Call it before ``optimizer.step()``, say.
+        This method does not block. For example, call it before ``optimizer.step()``.
         """
         for arrival in self._arrivals:
             arrival.wait()
 
 
 class StateDictStager:
-    """A copier of trees of tensors to host memory that is used again.
+    """Copies trees of tensors to reusable host memory.
 
-    A copy is what ``torch.load(map_location="cpu")`` gives of what ``torch.save`` has written: storages that were
-    shared are shared, views are views, classes survive, gradients and graphs stay behind. Whatever is no tensor is
-    treated as by `copy.deepcopy`. Tensors on the meta device stay there, since they have no values.
+    A copy is equal to the result of ``torch.save`` followed by ``torch.load(map_location="cpu")``: shared storages,
+    views and classes are preserved, gradients and graphs are not copied. Other objects are copied like by
+    `copy.deepcopy`. Tensors on the meta device stay there, because they have no values.
 
-    **A copy is yours as long as you hold any of its tensors.** Once you have dropped it, the next `stage` of the same
-    tensors writes into its memory; while you hold it, `stage` takes other memory. So memory for one copy is enough if
-    each is dropped before the next, and for two if a variable still holds the last. Memory for tensors that are gone is
-    released.
+    **A copy is valid while any of its tensors is referenced.** After its release, the next `stage` of the same tensors
+    writes into its memory; before, `stage` uses different memory. Memory for a single copy is sufficient if each copy
+    is released before the next, and for two copies if a variable still refers to the last copy. Memory for deleted
+    tensors is released.
 
     Args:
-        pin_memory: page-lock host memory, for copies from CUDA that run beside computation.
-        share_memory: put it where other processes can map it, so that they get tensors without a copy. A process that
-            still reads is not seen: hold the copy until it is done.
-        max_bytes: the most host memory at any time, for copies that you hold and for what is kept to be used again.
-            The latter is released first.
-        wait_seconds: when there is no room within `max_bytes`, wait so long for earlier copies to be dropped (by
-            another thread). `math.inf` waits for ever.
+        pin_memory: page-lock host memory, for copies from CUDA that overlap with computation.
+        share_memory: use shared memory, so that other processes receive tensors without a copy. Readers in other
+            processes are not detected: keep a reference to the copy until they have finished.
+        max_bytes: the maximum host memory for referenced copies and memory that is kept for reuse. The latter is
+            released first.
+        wait_seconds: if `max_bytes` is reached, the time to wait for another thread to release earlier copies.
+            `math.inf` waits forever.
 
     Raises:
         ValueError: for a negative `max_bytes` or `wait_seconds`, or a `wait_seconds` without `max_bytes`.
@@ -128,7 +128,7 @@ class StateDictStager:
 
     @property
     def held_bytes(self) -> int:
-        """Host memory for tensors: of copies that somebody holds, and what is kept to be used again."""
+        """Host memory for tensors: referenced copies, and memory that is kept for reuse."""
         return self._memory.held_bytes
 
     @overload
@@ -138,18 +138,18 @@ class StateDictStager:
     def stage(self, tree: Tree, non_blocking: bool = False) -> Tree | PendingCopy[Tree]:
         """Copy a tree. Threads take turns.
 
-        Copies from CUDA are queued on a stream of their own, after what is queued on the current one, and awaited
-        together at the end.
+        Copies from CUDA are queued on a separate stream, after the work on the current stream, and awaited together at
+        the end.
 
         Args:
-            tree: any nest of Python objects with tensors.
-            non_blocking: do not wait, and return a `PendingCopy`. Until its `wait()` has returned or `protect()` was
-                called, the originals must not be changed. To drop it is to wait for it.
+            tree: any tree of Python objects with tensors.
+            non_blocking: return a `PendingCopy` without waiting. The originals must not be changed until `wait()` has
+                returned or `protect()` was called. Deleting the `PendingCopy` waits for the copy.
 
         Raises:
-            TypeError: for what cannot be copied (an open file; a tensor without storage); says where it is.
+            TypeError: for objects that cannot be copied (an open file; a tensor without storage), with their position.
             RuntimeError: for a tensor whose memory was freed, or a stager that was closed.
-            MemoryError: if there is no room within `max_bytes`; says how many bytes are wanted.
+            MemoryError: if `max_bytes` is reached, with the number of requested bytes.
         """
         with self._lock:
             if self._is_closed:
@@ -158,7 +158,7 @@ class StateDictStager:
             return pending if non_blocking else pending.wait()
 
     def close(self) -> None:
-        """Release what is kept to be used again. Copies that somebody holds stay as they are."""
+        """Release the memory that is kept for reuse. Referenced copies stay valid."""
         with self._lock:
             self._memory.clear()
             self._is_closed = True
@@ -210,24 +210,24 @@ class StateDictStager:
 
 
 def origins(copied: Any) -> list[str]:
-    """Return the devices that a copy came from, to be saved with it: one for each storage, in the order of the tree.
+    """Return the original device of each storage of a copy, in the order of the tree, to be saved with the copy.
 
-    A list of strings passes through any file, where what a copy knows about its devices is lost.
+    A file does not preserve the original devices of a copy, but any file can contain a list of strings.
 
     Args:
-        copied: what `StateDictStager.stage` has returned.
+        copied: the result of `StateDictStager.stage`.
     """
     return [str(_origin(storage)) for storage in _storages_of(copied)]
 
 
 def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -> Tree:
-    """Return a copy of a staged tree with its tensors on the devices that they came from.
+    """Return a copy of a staged tree with its tensors on their original devices.
 
-    As `stage` it keeps sharing, views and classes. What belongs on the CPU is not copied once more.
+    Like `stage`, it preserves sharing, views and classes. Tensors that belong on the CPU are not copied again.
 
     Args:
-        copied: what `StateDictStager.stage` has returned, or, with `devices`, what was saved of it and loaded.
-        devices: what `origins` has returned, or others in their place.
+        copied: the result of `StateDictStager.stage`, or, with `devices`, this result after saving and loading.
+        devices: the result of `origins`, or other devices.
 
     Raises:
         ValueError: if there are more or fewer `devices` than storages.
@@ -275,21 +275,21 @@ def _storages_of(tree: Any) -> list[UntypedStorage]:
 
 
 class TreeCopy:
-    """One copy of one nest; aliases and cycles are those of the original.
+    """A copy of a tree of objects, with the aliases and cycles of the original.
 
     Args:
-        place: given a storage of the original, the one that stands for it. Called once for each storage, and for each
-            tensor without memory.
-        fill: give all storages that `place` has returned so far the values of their originals. Called before code that
-            is not ours sees them. The storages that were placed since the last such call are for the caller to fill.
+        place: a function that returns the replacement of a storage of the original. Called once for each storage, and
+            for each tensor without memory.
+        fill: a function that copies the original values into all storages that `place` has returned so far. Called
+            before user-defined code runs. The caller must fill the storages that were placed since the last such call.
     """
 
     def __init__(
         self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None] = lambda: None
     ) -> None:
         self._place, self._fill = place, fill
-        # As `copy.deepcopy` has it, because objects' own `__deepcopy__` take it. It keeps the originals, too: what
-        # lives only while it is copied must not leave its id to others.
+        # In the form of `copy.deepcopy`, because objects' own `__deepcopy__` receive it. It also keeps the originals:
+        # the id of a temporary object must not be reused during the copy.
         self._originals: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._memo[id(self._memo)] = self._originals
@@ -352,7 +352,7 @@ class TreeCopy:
         return self._remember(original, copied)
 
     def _by_itself(self, original: Any) -> Any:
-        # It will hand its parts to `copy.deepcopy`, which looks into the memo first.
+        # The object passes its parts to `copy.deepcopy`, which checks the memo first.
         for found in tensors_in(original):
             self.copy(found)
         self._fill()
@@ -497,7 +497,7 @@ _COPIERS: dict[type, Callable[[TreeCopy, Any], Any]] = {
 
 def _copier_of(kind: type) -> Callable[[TreeCopy, Any], Any]:
     if issubclass(kind, Tensor):
-        # Those that pickle in a way of their own know how they are rebuilt.
+        # Classes with their own pickling define how they are rebuilt.
         is_torchs = kind.__reduce_ex__ in (Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
         if kind in copyreg.dispatch_table or not is_torchs:
             return TreeCopy._by_reducing
@@ -534,7 +534,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] | None) -> None:
-    """Give a copy its state by pickle's rules, in the form in which `__reduce_ex__` gave it."""
+    """Set the state of a copy by pickle's rules, in the form that `__reduce_ex__` returned."""
     if set_state is not None:
         set_state(copied, state)
     elif hasattr(copied, "__setstate__"):

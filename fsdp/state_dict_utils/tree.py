@@ -1,11 +1,11 @@
-"""State trees: their leaves, the walk over nests of mappings, lists and tuples, and what two of them must have alike.
+"""State trees: their leaves, the walk over mappings, lists and tuples, and the conditions for two trees to match.
 
-A leaf counts as a tensor if its elements lie in memory one by one, so that they can be cut, sent and written: a dense
-tensor of a dtype that torch copies, a plain subclass of one, a `DTensor` around one. All other tensors (sparse,
-quantised, nested ones, wrappers of other tensors) are, like objects of unknown types, not looked into.
+A leaf counts as a tensor if it has a plain strided layout, so that its elements can be sharded, sent and written: a
+dense tensor of a dtype that torch can copy, a plain subclass of it, or a `DTensor` with such a local tensor. All other
+tensors (sparse, quantized, nested tensors, wrappers of other tensors) are treated like objects of unknown types.
 
-A *path* is the tuple of keys and indices that leads to a place in the tree. Everything that is no container is a leaf.
-Containers are seen alike, as keys with children, so that what is done to trees is written once.
+A *path* is the tuple of keys and indices of a node in the tree. Every object that is not a container is a leaf. All
+containers have the same interface, keys with children, so functions on trees do not distinguish them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _why_sharded(leaf: Any) -> str | None:
 
 
 def _special(tensor: Tensor) -> tuple[str, str] | None:
-    """Return what makes a tensor special whose elements do not lie in memory one by one, and what to do about it."""
+    """Return the reason why a tensor has no plain strided layout, and the remedy; None if it has."""
     local = arrived(local_part(tensor))
     if local.is_nested:
         return "that is nested", "Take it apart with unbind()"
@@ -85,7 +85,7 @@ def _special(tensor: Tensor) -> tuple[str, str] | None:
 
 @cache
 def casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if values of one dtype can be stored in another one without losing their kind."""
+    """Return True if values of a dtype can be stored in another dtype without losing their kind."""
     if not torch.can_cast(source, target):
         return False
     try:
@@ -96,7 +96,7 @@ def casts(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def described(value: Any) -> str:
-    """Describe a node for messages. Leaves that are only carried along are alike if this is."""
+    """Describe a node for messages. Leaves of unknown types match if their descriptions are equal."""
     if not isinstance(value, Tensor):
         return "None" if value is None else type(value).__name__
     kind = "DTensor" if is_dtensor(value) else "tensor"
@@ -121,7 +121,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def missing_memory(tensor: Tensor) -> str | None:
-    """Return what a dense tensor lacks if its memory was freed or is too small; None if nothing."""
+    """Return the error if a dense tensor's memory was freed or is too small, or None."""
     extent = tensor.numel()
     if extent and not tensor.is_contiguous():
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -155,7 +155,7 @@ def without_values(leaf: Any) -> str | None:
 
 
 def not_writable(tensor: Tensor) -> str | None:
-    """Return why nothing can be written into a tensor that is not on the meta device; None if it can."""
+    """Return the reason why a tensor that is not on the meta device cannot be written, or None."""
     local = local_part(tensor)
     if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
         return "several elements of the target lie in one place (it was expanded): clone() it"
@@ -182,7 +182,7 @@ def cannot(leaf: Any, what: str, error: Exception) -> str:
 
 
 def has_part(tensor: Tensor) -> bool:
-    """Return True if this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
+    """Return True if this rank holds a part of a tensor; False for a `DTensor` on a mesh of other ranks."""
     part = MeshPart.of(tensor)
     return part is None or part.mesh.get_coordinate() is not None
 
@@ -191,7 +191,7 @@ def has_part(tensor: Tensor) -> bool:
 
 
 def own_part(value: Tensor, target: Tensor) -> Tensor:
-    """Return what this rank holds of an unsharded value in `target`. No communication; shares memory where it can."""
+    """Return this rank's part of an unsharded value for `target`; it shares memory if possible."""
     part = MeshPart.of(target)
     if part is None:
         return value
@@ -216,9 +216,9 @@ def _redistributed(indices: Tensor, part: MeshPart, dim: int) -> Tensor:
 
 
 def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
-    """Store a whole value in `target`, or in a new tensor at `home` where there is none or it is on the meta device.
+    """Store an unsharded value in `target`, or in a new tensor on `home` if `target` is None or a meta tensor.
 
-    If nobody else has the memory of `value` (`is_ours`), it may become the new tensor.
+    If the memory of `value` is not shared (`is_ours`), `value` may become the new tensor.
     """
     if target is None:
         return value.to(home, copy=not is_ours)
@@ -252,7 +252,7 @@ def differ_as_values(full: Any, local: Any) -> str | None:
 
 
 def differ_as_parts(source: Any, into: Any) -> str | None:
-    """Return why a leaf cannot be copied into another one, each rank its part; None if it can."""
+    """Return the reason why ranks cannot copy their parts of a leaf into another leaf, or None."""
     difference = _differ_in_kind(source, into, casting=True) or _differ_in_spread(source, into)
     if difference is not None or not is_tensor(source):
         return difference
@@ -263,14 +263,14 @@ def differ_as_parts(source: Any, into: Any) -> str | None:
 
 
 def differ_in_form(first: Any, second: Any) -> str | None:
-    """Return what two leaves differ in beside their values; None if in nothing."""
+    """Return the difference of two leaves apart from their values, or None."""
     if not isinstance(first, Tensor) and not isinstance(second, Tensor):
         return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
     return _differ_in_kind(first, second, casting=False) or _differ_in_spread(first, second)
 
 
 def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
-    """Return the difference in kind where one of them is a tensor of any kind; None if there is none."""
+    """Return the difference in kind if one of the leaves is a tensor of any kind, or None."""
     if not is_tensor(first) or not is_tensor(second):
         special = isinstance(first, Tensor) or isinstance(second, Tensor)
         names = described(first), described(second)
@@ -318,11 +318,11 @@ def spelled(path: Path) -> str:
 
 
 class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
-    """Two trees do not match that must.
+    """Two trees do not match.
 
     Attributes:
-        path: the keys and indices that lead to the place; empty for the whole tree.
-        difference: what differs there.
+        path: the keys and indices of the mismatch; empty for the whole tree.
+        difference: a description of the mismatch.
     """
 
     def __init__(self, path: Path, difference: str) -> None:
@@ -338,7 +338,7 @@ class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
 
 
 def children(node: Any) -> dict[Any, Any] | None:
-    """Return what is in a container, by key or index; None for a leaf."""
+    """Return the children of a container by key or index; None for a leaf."""
     if isinstance(node, Mapping):
         return dict(node.items())
     if isinstance(node, (list, tuple)):
@@ -362,7 +362,7 @@ def mapped(function: Callable[[Path, Any], Any], tree: Any) -> Any:
 
 
 def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
-    """Return a new container of the type of `like` with these children; a plain one where its own cannot be built."""
+    """Return a new container of the type of `like` with these children, or a plain container if that fails."""
     kind: Any = type(like)
     is_mapping = isinstance(like, Mapping)
     plain: Any = values if is_mapping else list(values.values()) if isinstance(like, list) else tuple(values.values())
@@ -370,7 +370,7 @@ def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
         return plain
     try:
         if isinstance(like, dict):
-            # A copy keeps what it knows beside its items: a default factory, the versions in `_metadata`.
+            # A copy preserves attributes: a default factory, the versions in `_metadata`.
             new = copy.copy(like)
             new.clear()
             new.update(values)
@@ -388,16 +388,16 @@ def emptied(tree: Any) -> Any:
 
 
 def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Exception] = ValueError) -> None:
-    """Raise an error for the first leaf with which something is wrong, and say `why`."""
+    """Raise an error for the first leaf for which `why` returns a reason."""
     for path, leaf in leaves(tree):
         if problem := why(leaf):
             raise kind(f"{spelled(path)}: {problem}")
 
 
 def check_types(tree: Any, type_check: bool) -> None:
-    """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to.
+    """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, if `type_check`.
 
-    A `ShardedTensor` is always an error: it is not whole, so a result that carried it along would not be either.
+    A `ShardedTensor` always raises an error, because a result that contains it would be incomplete.
     """
     check_leaves(tree, why_unknown if type_check else _why_sharded, TypeError)
 
@@ -463,10 +463,10 @@ def _kind(node: Any) -> type:
 
 
 def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path: Path = ()) -> Any:
-    """Return `target` with what `put` makes of each leaf of `source` and the leaf in its place (or None).
+    """Return `target` with the results of `put` for each leaf of `source` and its counterpart in `target` (or None).
 
-    Mutable mappings and lists of `target` are changed in place and stay the same objects; a tuple in which something
-    is replaced is made anew, as are containers that `target` lacks.
+    Mutable mappings and lists of `target` are changed in place and stay the same objects. Tuples with replaced items,
+    and containers that `target` lacks, are created.
     """
     inside, theirs = children(source), children(target)
     if inside is None:
@@ -483,13 +483,13 @@ def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path
 
 
 class FlatMapping(dict[str, Path]):
-    """The paths that the keys of a flattened tree stand for, and the containers on the way.
+    """The paths of the keys of a flattened tree, and the containers on these paths.
 
-    A path is a tuple of the keys and indices that lead to the value. It is a dict of paths, compares as one, and can be
+    A path is the tuple of keys and indices of a value. This class is a dict of paths, compares like a dict, and can be
     pickled.
 
     Attributes:
-        containers: by path, an empty container of the type that is there.
+        containers: by path, an empty container of the type at this path.
     """
 
     containers: dict[Path, Any]
@@ -500,10 +500,10 @@ class FlatMapping(dict[str, Path]):
 
 
 def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str, Any], FlatMapping]:
-    """Return the leaves of a nested tree by dotted keys, ``"state.0.exp_avg"``, in order; no communication.
+    """Return the leaves of a nested tree by dotted keys, ``"state.0.exp_avg"``, in order, without communication.
 
-    The flat dict holds the leaves themselves, not copies. A container that is empty has a key of its own, with an empty
-    container as its value, so that it comes back.
+    The flat dict contains the leaves themselves, not copies. An empty container has its own key with an empty
+    container as value, so that it can be restored.
 
     Args:
         tree: a mapping, list or tuple; it is not changed.
@@ -514,8 +514,8 @@ def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str,
         and indices.
 
     Raises:
-        ValueError: if two paths give the same key (``{"a": {"b": 1}, "a.b": 2}``, or ``1`` beside ``"1"``).
-        TypeError: if `tree` is no container, and for a leaf of an unknown type.
+        ValueError: if two paths have the same key (``{"a": {"b": 1}, "a.b": 2}``, or both ``1`` and ``"1"``).
+        TypeError: if `tree` is not a container, and for a leaf of an unknown type.
     """
     if children(tree) is None:
         raise TypeError(f"a mapping, list or tuple can be flattened, got a {type(tree).__name__}")
@@ -551,14 +551,13 @@ def _without_contents(node: Any) -> Any:
 
 
 def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -> Any:
-    """Return the nested tree of a flat dict, by the paths of its keys; no communication.
+    """Return the nested tree of a flat dict, by the paths of its keys, without communication.
 
     Args:
-        flat: a value for each key of the mapping, or for a part of them; not changed. Values may have been replaced
-            since.
-        mapping: what `flatten_state_dict` returned, with paths that were added since; or a plain dict of paths, as
-            torch's functions return it. A container of which nothing else is known is a list if its keys are integers,
-            and a dict otherwise.
+        flat: a value for each key of the mapping, or for some of them; not changed. Values may have been replaced.
+        mapping: the mapping from `flatten_state_dict`, possibly with additional paths, or a plain dict of paths, as
+            torch's functions return it. A container of unknown type becomes a list if its keys are integers, and a
+            dict otherwise.
 
     Returns:
         The tree, of new containers in which keys have the order of the mapping. Items of lists and tuples that have no
@@ -577,7 +576,7 @@ def unflatten_state_dict(flat: Mapping[str, Any], mapping: Mapping[str, Path]) -
 
 
 class _Inner(dict[Any, Any]):
-    """A container that is being put together: values that are dicts themselves must not be taken for one."""
+    """A container that is being built, to distinguish it from values that are dicts."""
 
 
 def _set(nested: _Inner, key: str, path: Path, value: Any) -> None:
@@ -596,7 +595,7 @@ def _assembled(node: Any, path: Path, containers: Mapping[Path, Any]) -> Any:
         key: _assembled(child, (*path, key), containers) if isinstance(child, _Inner) else child
         for key, child in node.items()
     }
-    # A path of integers leads through lists, unless the container is known to be something else. The root is a dict.
+    # Integers in a path are indices of lists, unless the container has a different known type. The root is a dict.
     like = containers.get(path, [] if path and all(type(key) is int for key in values) else {})
     if not isinstance(like, Mapping):
         size = max(len(like), *(key + 1 for key in values), 0)

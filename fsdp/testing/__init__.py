@@ -1,4 +1,4 @@
-"""Tools with which users test sharded training, on one machine and without accelerators."""
+"""Tools for testing sharded training on a single machine without accelerators."""
 
 from fsdp.testing.stream_order import Report, StreamOrderError
 from fsdp.testing.streams import check_streams

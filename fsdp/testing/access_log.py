@@ -1,9 +1,10 @@
-"""A log of who has read and written which bytes of memory, and of what is in order.
+"""A log of reads and writes of memory, which checks their order.
 
-A `Timeline` is whatever does one thing after the other: the host, a stream, the stream of a backend's collectives, one
-message. Each has a clock that counts what it does, and knows how far the others were when it last waited for them, in
-person or through somebody who had (a *vector clock*). An access lies before what a timeline does now if the timeline
-has waited for it; two accesses to the same bytes, one of which writes, must lie one before the other.
+A `Timeline` is a sequence of operations: the host, a stream, the stream of a backend's collectives, or a message. Each
+timeline has a clock that counts its operations, and records the clocks of other timelines at its last wait for them,
+directly or indirectly (a *vector clock*). An access precedes the current operation of a timeline if the timeline has
+waited for the access. If at least one of two accesses to the same bytes is a write, one of them must precede the
+other.
 """
 
 from __future__ import annotations
@@ -20,40 +21,41 @@ _MANY_RUNS = 1024
 
 
 class Timeline:
-    """A `Timeline` is what happens one after the other, and knows of others how far they were when it waited."""
+    """A sequence of operations, with the clocks of other timelines at its last wait for them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._seen: dict[Timeline, int] = {self: 0}
 
     def tick(self) -> int:
-        """Go on by one, and return the time that it is now."""
+        """Advance the clock by 1 and return the time."""
         self._seen[self] += 1
         return self._seen[self]
 
     def moment(self) -> Moment:
-        """Return what it knows now, for others to wait for."""
+        """Return the current vector clock, for other timelines to wait for."""
         return dict(self._seen)
 
     def wait(self, moment: Moment) -> None:
-        """Let what it does from now on come after a moment of others."""
+        """Make later operations follow a moment of other timelines."""
         for timeline, time in moment.items():
             self._seen[timeline] = max(time, self._seen.get(timeline, 0))
 
     def is_after(self, access: Access) -> bool:
-        """Return whether what it does now comes after an access."""
+        """Return whether the current operation follows an access."""
         return self._seen.get(access.timeline, -1) >= access.time
 
 
 @dataclass(eq=False)
 class Access:
-    """One operator that reads or writes memory.
+    """An operator that reads or writes memory.
 
     Attributes:
         operator: its name.
-        timeline: on which it happens; what a timeline has done is another's, once that has waited for all of it.
-        time: there.
-        places: where in the source it was called, innermost first.
+        timeline: the timeline of the access; after a wait for a whole timeline, its accesses count for the waiting
+            timeline.
+        time: its time on the timeline.
+        places: the source locations of the call, innermost first.
     """
 
     operator: str
@@ -80,11 +82,11 @@ class _Entry:
 
 
 class Memory:
-    """One block of memory, from when it is allocated until it is freed.
+    """A block of memory, from its allocation until its release.
 
     Args:
-        owner: the timeline that gets its memory when it is freed; None if nobody is given it too early.
-        nbytes: of the block.
+        owner: the timeline that receives the memory when it is freed; None if it is never reused too early.
+        nbytes: the size of the block.
     """
 
     def __init__(self, owner: Timeline | None, nbytes: int) -> None:
@@ -93,10 +95,10 @@ class Memory:
         self._entries: list[_Entry] = []
 
     def note(self, access: Access, span: Span, writes: bool) -> tuple[Access, bool] | None:
-        """Note an access of bytes.
+        """Record an access of bytes.
 
         Returns:
-            One before it that is in no order with it, and whether that one writes.
+            An earlier access that is unordered with it, and whether this earlier access writes.
         """
         found, kept = None, []
         for entry in self._entries:
@@ -106,7 +108,7 @@ class Memory:
             is_before = access.timeline.is_after(entry.access)
             if not is_before and (writes or entry.writes):
                 found = found or (entry.access, entry.writes)
-            # What comes after a write comes after all that the write came after, so these need not be kept.
+            # An access after a write is also after all predecessors of the write, so these need not be kept.
             if writes or (is_before and not entry.writes):
                 kept += entry.without(span)
             else:
@@ -115,7 +117,7 @@ class Memory:
         return found
 
     def not_before(self, timeline: Timeline) -> Iterator[Access]:
-        """Yield what a timeline has to wait for before it gets this memory."""
+        """Yield the accesses that a timeline must wait for before it receives this memory."""
         for entry in self._entries:
             if entry.access.timeline not in self.kept_for and not timeline.is_after(entry.access):
                 yield entry.access

@@ -1,7 +1,7 @@
 """The process group of a world has gloo's interface and arithmetic, and messages in memory."""
 
 # mypy: disable-error-code="override, assignment"
-# torch declares several forms of each method, and calls the one that is here.
+# torch declares multiple overloads of each method, and calls this one.
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 _SEGMENT_BYTES = 1 << 20
 
-# What each rank gives to a collective, and what it is to get: tensors by rank of the group.
+# The inputs and outputs of each rank in a collective: tensors by rank of the group.
 Parts = Sequence[Sequence[Tensor]]
 
 
 class MemoryGroup(dist.ProcessGroup):
-    """The ranks of one group, as one of them sees it.
+    """A process group in memory, as seen by a single rank.
 
-    torch makes it where it would make gloo's (`fsdp.testing.world`), with gloo's arguments. Its methods are those that
-    torch calls, under the names of torch 2.13 and before; each that returns a work is collective, and not blocking.
-    What torch 2.14 gives besides (`sockets`) is about connecting again, and there are no connections.
+    torch creates this class instead of gloo's (`fsdp.testing.world`), with gloo's arguments. This class implements the
+    methods that torch calls, under the names of torch 2.13 and before; methods that return a work are collective and
+    not blocking. torch 2.14 passes an additional argument (`sockets`) for reconnecting, which is not used because
+    there are no connections.
     """
 
     def __init__(self, network: Network, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
@@ -65,7 +66,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self  # `batch_isend_irecv` of torch 2.14 asks it whether it joins messages
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on."""
+        """Not needed: there is no state to agree on."""
 
     def rank(self) -> int:
         return self._rank
@@ -80,7 +81,7 @@ class MemoryGroup(dist.ProcessGroup):
         return "gloo"
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Not needed: there are no resources."""
 
     abort = shutdown
 
@@ -111,9 +112,10 @@ class MemoryGroup(dist.ProcessGroup):
         """Start a collective.
 
         Args:
-            what: must be alike on all ranks.
-            given, wanted: that this rank's part is read from, and written to.
-            end: is called with ``(given, wanted)`` of each rank, when all are there, and writes.
+            what: a description that must be equal on all ranks.
+            given, wanted: the tensors that this rank's part is read from and written to.
+            end: a function that writes the results; called with ``(given, wanted)`` of each rank after all ranks have
+                arrived.
         """
         network, rank, members = self.network, self._number(self._rank), self._members
         self._calls += 1
@@ -296,10 +298,10 @@ def _operation(opts: Any) -> Any:
 
 
 def reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
-    """Reduce the ranks' tensors, all of one shape, in the order of gloo's ring, so that it has gloo's bits.
+    """Reduce the ranks' tensors of equal shape in the order of gloo's ring, bitwise equal to gloo.
 
-    Of W parts the first goes from rank W - 1 down to rank 0, and is added up on the way; each other part sets out one
-    rank later. A part has two segments, or more where these would be above a MiB.
+    The first of W parts is passed from rank W - 1 down to rank 0, and each rank adds its values; each following part
+    starts at the next rank. A part has two segments, or more if these would be above a MiB.
     """
     if operation not in _REDUCTIONS:
         raise RuntimeError(f"gloo has no reduction {operation}")

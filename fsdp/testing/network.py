@@ -1,7 +1,8 @@
-"""Messages between the ranks of a world, in memory: what is sent, what is lost, and which connections are closed.
+"""Messages between the ranks of a world, in memory, with lost messages and closed connections.
 
-As on gloo, a message leaves when its receiver has asked for it, and its memory is read then: at once, or when one of
-the two waits for it, which is drawn from the seed. So a sender that writes again too early is found.
+As with gloo, a message is sent when its receiver has requested it, and its memory is read at this time: immediately,
+or when sender or receiver waits for it, depending on the seed. A sender that overwrites the memory too early is
+therefore detected.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from fsdp.testing.schedule import Schedule, Task
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that befalls one message of a rank, where a call of a collective of torch's counts as one message.
+    """A fault in a message of a rank; a call of a torch collective counts as a single message.
 
     Attributes:
-        rank: that sends it.
-        at: its number among the messages of this rank, from 0.
-        effect: an exception, which the rank raises; "die": the rank ends without a word, as a killed process does;
-            "lose": the message never arrives; "flip": it arrives with one bit changed.
+        rank: the sender.
+        at: the number of the message among the messages of this rank, from 0.
+        effect: an exception, which the rank raises; "die": the rank exits without a report, like a killed process;
+            "lose": the message never arrives; "flip": the message arrives with a changed bit.
     """
 
     rank: int
@@ -44,11 +45,11 @@ class Death(BaseException):
 
 
 class Transfer:
-    """Something that a rank can wait for.
+    """A transfer that a rank can wait for.
 
     Attributes:
-        is_done: it has ended.
-        error: how it has failed.
+        is_done: whether it has ended.
+        error: the error if it has failed.
         waiters: threads that wait for it.
     """
 
@@ -59,7 +60,7 @@ class Transfer:
 
     @property
     def what(self) -> str:
-        """The words for what a rank waits for."""
+        """The description of the transfer that a rank waits for."""
         raise NotImplementedError
 
     @property
@@ -68,7 +69,7 @@ class Transfer:
         raise NotImplementedError
 
     def deliver(self) -> None:
-        """End it, if all that it needs is there."""
+        """Complete the transfer if all its requirements are met."""
         raise NotImplementedError
 
     def end(self, error: str = "") -> None:
@@ -105,7 +106,7 @@ class Transfer:
 
 
 class Message(Transfer):
-    """One end of a message, which has the other one when that is known."""
+    """An end of a message, with the other end if it is known."""
 
     def __init__(self, network: Network, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
         super().__init__(network, rank)
@@ -169,7 +170,7 @@ class Work(Transfer, dist.Work):
         return list(self._tensors)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        # torch waits for futures in C++, where nobody hands the baton on: so we wait.
+        # torch waits for futures in C++ without passing the baton, so this method waits instead.
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._tensors))
@@ -181,12 +182,12 @@ _Ends = dict[Key, list[Message]]
 
 
 class Network:
-    """All connections of one world.
+    """All connections of a world.
 
     Attributes:
-        gone: ranks that have ended by an exception or without a word; their connections are closed.
-        failure: why nothing can come any more, which is what every wait raises; empty while something can.
-        sent: how many messages each rank has sent.
+        gone: ranks that have exited by an exception or without a report; their connections are closed.
+        failure: the reason why no message can arrive any more, which every wait raises; otherwise empty.
+        sent: the number of messages that each rank has sent.
     """
 
     def __init__(self, ranks: int, schedule: Schedule, faults: Sequence[Fault]) -> None:
@@ -203,11 +204,11 @@ class Network:
 
     @property
     def faults_to_come(self) -> list[Fault]:
-        """Those that have befallen nobody."""
+        """Faults that have not occurred yet."""
         return [fault for fault in self._faults.values() if self.sent[fault.rank] <= fault.at]
 
     def check(self, rank: int, peers: Sequence[int]) -> None:
-        """Raise what keeps a rank from going on with these."""
+        """Raise the error that prevents a rank from communicating with these ranks, if any."""
         if rank in self.gone:
             raise Death
         if self.failure:
@@ -217,14 +218,14 @@ class Network:
                 raise RuntimeError(f"Connection closed by peer: rank {peer} is gone")
 
     def close(self, rank: int) -> None:
-        """Close the connections of a rank, with what it has sent and nobody has taken."""
+        """Close the connections of a rank, and discard its messages that were not received."""
         self.gone.add(rank)
         for key in [key for key in self._sent if key[1] == rank]:
             del self._sent[key]
         self.schedule.wake_all()
 
     def fault(self, rank: int) -> str:
-        """Count a message, and return what befalls it: nothing, "lose" or "flip"; or raise."""
+        """Count a message, and return its fault: an empty string, "lose" or "flip"; or raise the fault's exception."""
         number = self.sent[rank]
         self.sent[rank] = number + 1
         fault = self._faults.get((rank, number)) if self._faults else None
@@ -262,7 +263,7 @@ class Network:
         return message
 
     def _meet(self, message: Message, key: Key, others: _Ends, own: _Ends) -> None:
-        """Bring one end of a message together with the other, or leave it until that comes."""
+        """Match an end of a message with the other end, or keep it until the other end arrives."""
         waiting = others.get(key)
         if waiting is None:
             own.setdefault(key, []).append(message)
@@ -271,13 +272,13 @@ class Network:
         if not waiting:
             del others[key]
         message.other, other.other = other, message
-        # At once, or when one of them waits for it.
+        # Immediately, or when either of them waits for it.
         if other.waiters or self.schedule.draw():
             message.deliver()
 
 
 def copied(source: Tensor, target: Tensor, way: str) -> str:
-    """Copy a tensor's bytes, as a network does, behind autograd's back; return what is wrong, or nothing."""
+    """Copy a tensor's bytes like a network, without autograd; return an error message, or an empty string."""
     if source.nbytes != target.nbytes:
         return f"a message {way} has {source.nbytes} bytes, and {target.nbytes} were asked for"
     for tensor, what in ((source, "is to be sent"), (target, "is to be received into")):
@@ -290,7 +291,7 @@ def copied(source: Tensor, target: Tensor, way: str) -> str:
 
 
 def flip(tensor: Tensor) -> None:
-    """Change one bit in the middle of a tensor's memory."""
+    """Change a bit in the middle of a tensor's memory."""
     if tensor.nbytes:
         memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         memory[tensor.nbytes // 2] ^= 1

@@ -23,7 +23,7 @@ from fsdp.distributed.devices import HOST, is_host
 from fsdp.testing.access_log import Timeline
 from fsdp.testing.stream_order import Held, StreamOrder
 
-# These change or ask what a tensor looks at, and use no memory.
+# These operators change or query a tensor's view, and access no memory.
 _WITHOUT_ACCESS = {"set_", "resize_", "resize_as_", "record_stream", "is_pinned"}
 _COPIES = {"copy_", "_to_copy"}
 # Their results depend on values, for which the host waits.
@@ -44,9 +44,9 @@ class Accelerator:
     """The accelerator that is observed or simulated.
 
     Args:
-        device: with its number.
-        simulated: whether tensors are only said to be there.
-        timeline: returns that of a stream; of the one that is current on this thread, if it is given none.
+        device: the device, with its index.
+        simulated: whether tensors only report this device.
+        timeline: a function that returns the timeline of a stream, by default of this thread's current stream.
     """
 
     def __init__(self, device: torch.device, simulated: bool, timeline: Callable[..., Timeline]) -> None:
@@ -55,7 +55,7 @@ class Accelerator:
 
     @property
     def target(self) -> tuple[torch.device, bool] | None:
-        """The device that what this thread makes is said to be on, and whether it is pinned; None: its operands'."""
+        """The reported device of this thread's new tensors, and whether they are pinned; None: the operands'."""
         return getattr(self._local, "target", None)
 
     @property
@@ -73,12 +73,12 @@ class Accelerator:
             self._local.is_unnoted = before
 
     def hold(self, work: Any) -> None:
-        """Keep a work until this thread's next one: the caller is to get this object, and not another one for it."""
+        """Keep a work until this thread's next work, so that the caller receives this Python object."""
         self._local.work = work
 
     @contextmanager
     def making_on(self, device: torch.device, pinned: bool = False) -> Iterator[None]:
-        """Have what is made inside be said to be on a device."""
+        """Make tensors that are created inside report a device."""
         before, self._local.target = self.target, (device, pinned)
         try:
             yield
@@ -98,7 +98,7 @@ class NoteOperators(TorchDispatchMode):
         if not self._order.is_active or self._accelerator.is_unnoted or FakeTensor in types:
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            # Wrappers, whose insides come next.
+            # Wrappers, whose inner tensors are handled next.
             return NotImplemented
         operands = list(_operands(func, args, kwargs))
         with self._order.lock:
@@ -205,7 +205,7 @@ def _operands(func: Any, args: Any, kwargs: Any) -> Iterator[Operand]:
 
 @cache
 def _arguments(func: Any) -> list[tuple[str, bool | None]]:
-    """Return the arguments of an operator, and whether each is written; None for what is not read either."""
+    """Return the arguments of an operator, and whether each is written; None if it is neither read nor written."""
     name = func._opname
     only_shape = name.endswith("_like") or name.startswith("new_")
     found: list[tuple[str, bool | None]] = []
@@ -253,7 +253,7 @@ def _work_of(result: Any) -> Any:
 
 
 def _done_at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Have a collective be done where a device would only queue it, with a work that keeps no memory alive."""
+    """Run a collective synchronously where a device would queue it, with a work that keeps no memory alive."""
     result = func(*tree_map_only(Tensor, _without_owner, args), **kwargs)
     work = _work_of(result)
     if work is not None and _wait is not None:

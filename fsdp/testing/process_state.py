@@ -1,4 +1,4 @@
-"""`ProcessState` is what a process has one of, and each rank of a world has for itself."""
+"""`ProcessState`: process-wide state, which each rank of a world has separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from fsdp.distributed import collectives, journal, messages, paths
 from fsdp.engine import placeholder, runtime
 
-# Of the package: what was set for this process, and what it is at.
+# The package's process-wide settings and current operations.
 _OWN: tuple[tuple[Any, str], ...] = (
     (warnings, "filters"),
     (warnings, "showwarning"),
@@ -30,13 +30,13 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class ProcessState:
-    """A state of the process, which is shown while its rank runs, and kept while another one does.
+    """The process-wide state of a rank, which is active while the rank runs, and stored while another rank runs.
 
-    It has the generators of random numbers, the default dtype, filters of warnings, torchrun's variables, and what the
-    package has for a process. It is that of the caller when it is made.
+    The state contains random number generators, the default dtype, warning filters, torchrun's variables, and the
+    package's process-wide state. Initially it is a copy of the caller's state.
 
     Args:
-        variables: of torchrun, for a rank.
+        variables: torchrun's variables for a rank.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class ProcessState:
             self._attributes[journal, "journals"] = set()  # which holds on to them, until they were compared
 
     def keep(self) -> None:
-        """Note the process's state as this one."""
+        """Store the process's current state in this object."""
         self._variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         self._attributes = {(place, name): getattr(place, name) for place, name in _OWN}
         self._dtype = torch.get_default_dtype()
@@ -60,7 +60,7 @@ class ProcessState:
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def show(self) -> None:
-        """Make the process's state this one."""
+        """Make this state the process's current state."""
         for name in _VARIABLES:
             if os.environ.get(name) != self._variables.get(name):
                 if name in self._variables:
@@ -69,7 +69,7 @@ class ProcessState:
                     del os.environ[name]
         for (place, name), value in self._attributes.items():
             setattr(place, name, value)
-        # Private; what `filters` says is looked up again (the second name is that of Python 3.14).
+        # Private; makes Python read `filters` again (the second name is for Python 3.14).
         getattr(warnings, "_filters_mutated", getattr(warnings, "_filters_mutated_lock_held", int))()
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)

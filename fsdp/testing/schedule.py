@@ -1,10 +1,10 @@
-"""The order in which the ranks of a world run: one at a time, and which one is next is drawn from a seed.
+"""The order in which the ranks of a world run: a single rank at a time, and the next rank is drawn from a seed.
 
-A rank has the baton while it runs, and hands it on where it waits for a message. So the same seed gives the same order,
-and what nobody can end any more is known at once: nobody is ready, and everybody waits.
+A rank has the baton while it runs, and passes it on when it waits for a message. The same seed therefore gives the
+same order, and a deadlock is detected immediately: no rank is ready, and all ranks wait.
 
-Threads that a rank starts run freely beside it, as those that save in the background do. They take the baton only to
-communicate. Where a rank waits for such a thread, it lets go of the baton.
+Threads that a rank starts run concurrently, such as threads that save in the background. They need the baton only to
+communicate. A rank that waits for such a thread releases the baton.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Task:
 
 
 class Schedule:
-    """The baton, and who waits for it.
+    """The baton, and the threads that wait for it.
 
     Args:
-        ranks: their number.
-        seed: of the order.
-        late: ranks that run only where no other one can.
-        passed: is called with the rank that ran last and the next one, when these differ; -1 stands for none.
-        stuck: is called when all threads wait for what none of them can send any more, and has to make some ready.
+        ranks: the number of ranks.
+        seed: the seed of the order.
+        late: ranks that run only if no other rank can run.
+        passed: a function that is called with the last and the next rank if they differ; -1 means no rank.
+        stuck: a function that is called in a deadlock of all threads, and must make some threads ready.
 
     Attributes:
-        order: the ranks that had the baton, one after the other.
-        passes: how often it was handed on.
-        waits: what each thread waits for.
+        order: the sequence of ranks that had the baton.
+        passes: the number of times that the baton was passed.
+        waits: a description of the wait of each thread.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Schedule:
         stuck: Callable[[], None],
     ) -> None:
         self._random = random.Random(seed)
-        # Of so many waits (bits) for what has come already, one hands the baton on all the same: one in a collective.
+        # A wait for a message that has already arrived still passes the baton on with this probability (in bits),
+        # about once per collective.
         self._keeps_on = max(3, ranks.bit_length())
         self._late, self._passed, self._stuck = frozenset(late), passed, stuck
         self._mutex = threading.RLock()
@@ -70,16 +71,16 @@ class Schedule:
         self.order: list[int] = []
 
     def draw(self, bits: int = 1) -> bool:
-        """Return True in one case of two, four, eight, ..."""
+        """Return True with a probability of 1/2, 1/4, 1/8, ..."""
         return not self._random.getrandbits(bits)
 
     @property
     def waits_for_nobody(self) -> bool:
-        """Return whether nobody has the baton, and no thread runs beside that could ask for it."""
+        """Return whether no thread has the baton, and no concurrent thread could request it."""
         return self._holder is None and not self._beside
 
     def begin(self, rank: int) -> None:
-        """Make this thread the main one of a rank, and wait for its turn."""
+        """Make this thread the main thread of a rank, and wait for its turn."""
         task = self._tasks[threading.get_ident()] = Task(rank)
         with self._mutex:
             self._ready.append(task)
@@ -97,7 +98,7 @@ class Schedule:
 
     @property
     def own_task(self) -> Task | None:
-        """The task of this thread; None if it is no rank's main one, and does not communicate."""
+        """The task of this thread; None if it is not a rank's main thread and does not communicate."""
         return self._tasks.get(threading.get_ident())
 
     def enter(self, rank: int) -> bool:
@@ -120,7 +121,7 @@ class Schedule:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Have the baton inside; `rank` is whose thread this is."""
+        """Hold the baton inside the context; `rank` is the rank of this thread."""
         has_come = self.enter(rank)
         try:
             yield
@@ -130,7 +131,7 @@ class Schedule:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Let go of the baton inside, if this thread has it, to wait for one that is no rank's main thread."""
+        """Release the baton inside the context, if this thread has it, to wait for a concurrent thread."""
         task = self.own_task
         if task is None or task is not self._holder:
             yield
@@ -146,7 +147,7 @@ class Schedule:
             self._take(task)
 
     def beside(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return what a new thread of a rank is to run, which runs freely."""
+        """Return the function for a new concurrent thread of a rank."""
         with self._mutex:
             self._beside += 1
 
@@ -169,7 +170,7 @@ class Schedule:
         task.lock.acquire()
 
     def pause(self) -> None:
-        """Hand the baton on, in one of some cases, and go on when it is this thread's turn again."""
+        """Pass the baton on in some cases, and continue when it is this thread's turn again."""
         task = self._tasks[threading.get_ident()]
         if self._ready and (task.rank in self._late or self.draw(self._keeps_on)):
             with self._mutex:
@@ -178,7 +179,7 @@ class Schedule:
             task.lock.acquire()
 
     def block(self, waiters: list[Task], what: str) -> None:
-        """Hand the baton on until somebody wakes `waiters`, which this thread joins; say what it waits for."""
+        """Pass the baton on until `waiters`, which this thread joins, are woken; `what` describes the wait."""
         task = self._tasks[ident := threading.get_ident()]
         self.waits[ident] = what
         with self._mutex:
@@ -201,7 +202,7 @@ class Schedule:
                 waiters.clear()
 
     def wake_all(self) -> None:
-        """Make every thread ready that has blocked, to look again at what it waits for."""
+        """Make every blocked thread ready, to check the condition that it waits for."""
         with self._mutex:
             blocked, self._blocked = self._blocked, []
             self._ready += blocked
@@ -217,7 +218,7 @@ class Schedule:
         if not self._ready:
             return
         chosen = [at for at, task in enumerate(self._ready) if task.rank not in self._late] if self._late else ()
-        # With any rank each time, most would run only to find that one of many messages has come.
+        # If any rank were chosen each time, most would run only to find that a single of many messages has arrived.
         number = self._random.randrange(len(chosen or self._ready)) if self.draw(_IN_TURN) else 0
         task = self._ready.pop(chosen[number] if chosen else number)
         if task.rank != self._last:

@@ -1,7 +1,7 @@
-"""Tensors of the CPU that are said to be on an accelerator, and what reads tensors without an operator.
+"""CPU tensors that report an accelerator as device, and functions that read tensors without an operator.
 
-torch's names are replaced, and not asked by a mode: modes are left while torch is in its own code, from where it calls
-hooks of ours and of users.
+torch's names are replaced instead of using a mode: modes are inactive while torch runs its own code, from which it
+calls hooks of this library and of users.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAKING_NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_te
 
 
 def reading_names(order: StreamOrder, accelerator: Accelerator) -> Names:
-    """Yield what notes that the host reads a tensor, or that a stream will have used it when it is freed."""
+    """Yield replacements that record reads by the host, and streams that use a tensor until it is freed."""
 
     def reading(name: str) -> Callable[..., Any]:
         real = getattr(Tensor, name)
@@ -61,7 +61,7 @@ class SimulatedTensors:
         self._order, self._accelerator = order, accelerator
 
     def names(self) -> Names:
-        """Yield modules and classes of torch, and what stands there meanwhile."""
+        """Yield modules and classes of torch, with temporary replacements."""
         # torch caches its factory functions when a `torch.device` is first entered as a context. They have to be its
         # own: with ours in that cache, `with torch.device("meta")` would have no effect after the check.
         with HOST:
@@ -106,7 +106,7 @@ class SimulatedTensors:
         yield UntypedStorage, {"device": property(lambda one: self._order.held(one).device), "__new__": new}
 
     def _whole(self, device: Any) -> torch.device:
-        # Private in torch, whose `get_default_device` makes a tensor to look at it. Tried on torch 2.13.
+        # Private in torch, whose `get_default_device` creates a tensor to read its device. Tested with torch 2.13.
         found = torch.device(device or _device.CURRENT_DEVICE or HOST)
         return self._accelerator.device if found.type == self._accelerator.device.type else found
 
@@ -145,7 +145,7 @@ class SimulatedTensors:
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
             return self._moved(tensor, args[0].device, args[0].dtype, kwargs.get("non_blocking", False), copy)
-        # Private in torch, and what `nn.Module.to` reads its arguments with. Tried on torch 2.11 and 2.13.
+        # Private in torch; `nn.Module.to` parses its arguments with it. Tested with torch 2.11 and 2.13.
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         moved = self._moved(tensor, device, dtype, non_blocking, copy)
         return moved if memory_format is None else moved.contiguous(memory_format=memory_format)
@@ -162,7 +162,7 @@ class SimulatedTensors:
 
     def copied(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
         """Return a copy of a tensor that is said to be on another device."""
-        # As torch does it: what the host does not wait for goes to pinned memory.
+        # As in torch: copies that the host does not wait for use pinned memory.
         with self._accelerator.making_on(device, pinned=non_blocking and is_host(device)):
             copied: Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, non_blocking=non_blocking)
             return copied
@@ -172,7 +172,7 @@ _to, _tensor, _as_tensor = Tensor.to, torch.tensor, torch.as_tensor
 
 
 class _Moved(torch.autograd.Function):
-    """A copy to another device, whose gradient goes back there."""
+    """A copy to another device, whose gradient is copied back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, to: SimulatedTensors, source: Any, *how: Any) -> Tensor:
@@ -186,7 +186,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with memory inside of a tensor, which may wrap others."""
+    """Yield the tensors with memory inside a tensor, which may be a wrapper."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:

@@ -1,8 +1,9 @@
-"""`StreamOrder` keeps what is known of memory and of streams, and reports what is in no order.
+"""`StreamOrder` records accesses of memory and streams, and reports unordered accesses.
 
-Memory is followed by its storage. What is known of a storage is an attribute of it, which dies with it; that tells when
-memory is freed. The rule of torch's caching allocators is that freed memory is given at once to the next that asks on
-the stream that it was allocated on, whatever others still do with it, unless `Tensor.record_stream` has named them.
+Memory is tracked by its storage. The record of a storage is an attribute of the storage and is deleted with it, which
+shows when memory is freed. torch's caching allocators follow this rule: freed memory is immediately available to the
+next allocation on its own stream, even if other streams still use it, unless `Tensor.record_stream` has named these
+streams.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _STANDARD, _TESTING = os.path.dirname(os.__file__), os.path.dirname(os.path.absp
 
 @dataclass(frozen=True)
 class Report:
-    """Two operators that use the same memory in no order.
+    """Two operators that use the same memory without an order.
 
     Attributes:
         first, second: names of the operators, in the order in which the host called them.
-        first_stream, second_stream: what they run on: a stream, the host, a backend's collectives, or a message.
-        first_place, second_place: where they were called: file, line and function.
-        memory: which bytes of what; with unit and parameters where they belong to a sharded model.
+        first_stream, second_stream: their timelines: a stream, the host, a backend's collectives, or a message.
+        first_place, second_place: the locations of their calls: file, line and function.
+        memory: the bytes and their tensor, with unit and parameters for a sharded model.
     """
 
     first: str
@@ -58,10 +59,10 @@ class Report:
 
 
 class StreamOrderError(RuntimeError):
-    """Operators on several streams use the same memory in no order.
+    """Operators on multiple streams use the same memory without an order.
 
     Attributes:
-        reports: one for each pair of places, in the order in which they were found.
+        reports: a report for each pair of locations, in the order of detection.
     """
 
     def __init__(self, reports: list[Report]) -> None:
@@ -75,14 +76,14 @@ class StreamOrderError(RuntimeError):
 
 
 class Held:
-    """A `Held` is what is known of a storage.
+    """The record of a storage.
 
     Attributes:
-        device: where it is, or is said to be.
-        is_pinned: whether copies between it and an accelerator need not be done when the host goes on.
-        memory: its present block.
-        address: of the block.
-        within: what is known of another storage that the block lies in (a buffer of Python's, say); it owns the memory.
+        device: its actual or reported device.
+        is_pinned: whether copies between it and an accelerator are asynchronous.
+        memory: its current block.
+        address: the address of the block.
+        within: the record of another storage that contains the block and owns the memory (such as a Python buffer).
     """
 
     within: Held | None = None
@@ -92,7 +93,7 @@ class Held:
         self.address = address
 
     def surrounds(self, other: Held) -> bool:
-        """Return whether the memory of another one lies in this one's, which has its own."""
+        """Return whether this storage owns its memory and contains the memory of another storage."""
         stop = self.address + self.memory.nbytes
         return (
             self is not other
@@ -127,13 +128,13 @@ class StreamOrder:
         return list(self._reports.values())
 
     def timeline(self, key: Hashable, name: str) -> Timeline:
-        """Return that of a stream or backend."""
+        """Return the timeline of a stream or backend."""
         return self._streams.setdefault(key, Timeline(name))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def held(self, storage: UntypedStorage) -> Held:
-        """Return what is known of a storage, also of one that is older than this, or that torch has not allocated."""
+        """Return the record of a storage, also of an older storage, or a storage that torch has not allocated."""
         found = getattr(storage, _HELD, None)
         if found is None or found.order is not self:
             locked = storage.data_ptr() in self.page_locked  # the host's memory is anybody's when it is freed
@@ -151,7 +152,7 @@ class StreamOrder:
         return held
 
     def is_known(self, storage: UntypedStorage) -> bool:
-        """Return whether something is known of a storage."""
+        """Return whether a storage has a record."""
         return getattr(getattr(storage, _HELD, None), "order", None) is self
 
     def allocate(self, storage: UntypedStorage, device: torch.device, pinned: bool, access: Access) -> None:
@@ -170,11 +171,11 @@ class StreamOrder:
             for late in memory.not_before(owner):
                 what = f"{memory.nbytes} bytes on {held.device}, which were freed"
                 self._report(late, access, what, "still uses", "may be given memory that")
-        # What its stream did with the memory before may still run, when others begin with it.
+        # Earlier work of its stream on the memory may still be running when other timelines begin to use it.
         held.memory.note(access, (0, nbytes), True)
 
     def collect(self, *freed: Memory) -> None:
-        """Take back memory that was freed; the host's is anybody's at once."""
+        """Record the release of memory; host memory can be reused immediately."""
         pending = list(freed)
         while self.gone:
             pending.append(self.gone.popleft())
@@ -238,7 +239,7 @@ class StreamOrder:
     # --- collectives ------------------------------------------------------------------------------------------------
 
     def begin(self, work: Any, timeline: Timeline, accesses: list[Access]) -> None:
-        """Note what is in flight until `work` is awaited."""
+        """Record accesses that are in flight until `work` is awaited."""
         self._works[work] = timeline, timeline.moment(), accesses
 
     def finish(self, work: Any, waiting: Timeline, *, on_host: bool = False) -> None:
@@ -264,7 +265,7 @@ def _real_device(storage: UntypedStorage) -> torch.device:
 
 
 def _places() -> tuple[str, ...]:
-    """Return where a user's code is, and before it, where ours is if it is ours that was called."""
+    """Return the location in user code, preceded by the location in this library if user code called it."""
     found: list[str] = []
     frame = sys._getframe(2)
     while frame is not None:

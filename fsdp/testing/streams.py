@@ -1,9 +1,9 @@
-"""`check_streams`: whatever is queued inside on streams, or sent to other ranks, is checked for its order.
+"""`check_streams`: checks the order of work on streams, and of messages to other ranks.
 
-Where there is an accelerator, its streams and events are replaced by subclasses of theirs that tell the `StreamOrder`
-what waits for what. Where there is none, one is simulated: tensors are the CPU's, in program order, and only said to be
-on a device; its streams and events do nothing but tell. So a wait that is missing is found from what was called, and
-not by chance from wrong numbers.
+With an accelerator, its streams and events are replaced by subclasses that report waits to the `StreamOrder`. Without
+an accelerator, a device is simulated: tensors are CPU tensors, computed in program order, that report a device, and
+streams and events only report waits. A missing wait is therefore detected from the sequence of calls, and not by
+chance from wrong results.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from fsdp.testing.stream_order import StreamOrder, StreamOrderError
 
 @contextmanager
 def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
-    """Check that operators which use the same memory on several streams are in order; an error at the end if not.
+    """Check that operators which use the same memory on multiple streams are ordered; otherwise raise an error.
 
-    Every operator is noted with its stream and the bytes that it reads and writes, and every wait: of streams, events
-    and the host, and of the works of collectives. Reported are two operators, one of which writes, that use the same
-    bytes with no order between them; memory that is freed, and may be given to others, while another stream still uses
-    it; pinned memory of the host that is read before a copy to it has arrived, or written while a copy reads it; what a
-    collective gathers or reduces, if it is used before the collective was awaited.
+    The checker records every operator with its stream and the bytes that it reads and writes, and every wait: of
+    streams, events and the host, and of the works of collectives. Reports are made for two operators, at least one of
+    which writes, that use the same bytes without an order. Freed memory that may be reused while another stream still
+    uses it is also reported. For pinned host memory, a read before a copy to it has arrived is reported, or a write
+    while a copy reads it. Further reports are made for buffers of a collective that are used before the collective was
+    awaited.
 
-    Where there is an accelerator with streams, it is observed. Where there is none, one is simulated on the CPU: what
-    is made on `device` or moved to it is the CPU's, and only said to be there, with ``torch.accelerator``,
-    ``torch.Stream``, ``torch.Event`` and torch's module for the type (``torch.cuda``) as the device has them. What
-    models, optimizers and streams are used inside has to be made inside. What is compiled runs inside as it is written.
-    Not collective.
+    If there is an accelerator with streams, it is observed. Otherwise an accelerator is simulated on the CPU: tensors
+    on `device` are CPU tensors that report this device, and ``torch.accelerator``, ``torch.Stream``, ``torch.Event``
+    and torch's module for the type (``torch.cuda``) use the simulation. Models, optimizers and streams that are used
+    inside must be created inside. Compiled code runs eagerly inside. Not collective.
 
     Args:
-        device: the type of the accelerator to simulate if there is none; None: messages between ranks on the CPU
-            are checked alone.
+        device: the type of the accelerator to simulate if there is none. None checks only messages between ranks on
+            the CPU.
 
     Yields:
-        What was found until now is in its `reports`.
+        An object whose `reports` contain the results so far.
 
     Raises:
-        RuntimeError: inside of another one, on any thread.
-        StreamOrderError: at the end, with every pair of operators that is in no order: their names, streams and places
-            in the source, and the memory, by unit and parameter if it is a sharded model's. Another error inside comes
-            before it.
+        RuntimeError: inside another such context, on any thread.
+        StreamOrderError: at the end, with every unordered pair of operators: their names, streams and source
+            locations, and the memory, with unit and parameter for a sharded model. Other exceptions inside take
+            precedence.
     """
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("check_streams() inside of another one: check the whole of it at once")
@@ -79,7 +79,7 @@ _one_at_a_time = threading.Lock()
 
 
 class _Observed:
-    """An accelerator whose names in torch are replaced by such as tell what waits for what."""
+    """An accelerator whose names in torch are replaced by classes and functions that report waits."""
 
     simulated = False
 
@@ -89,7 +89,7 @@ class _Observed:
         self._accelerator = Accelerator(device, self.simulated, self.timeline)
 
     def _classes(self, stream: Any, event: Any, new_event: Callable[[Any, torch.device], Any]) -> tuple[Any, Any]:
-        """Return subclasses of a class of streams and one of events; `new_event` makes one of the latter."""
+        """Return subclasses of a stream class and an event class; `new_event` creates an event."""
         places, order = self, self._order
 
         class Event(event):
@@ -140,7 +140,7 @@ class _Observed:
         return Stream, Event
 
     def timeline(self, stream: Any = None) -> Timeline:
-        """Return that of a stream; of the current one if none is given."""
+        """Return the timeline of a stream, by default of the current stream."""
         found = self.current_stream() if stream is None else stream
         name = f"stream {found.stream_id}" if found.stream_id else "the default stream"
         return self._order.timeline((found.device, found.stream_id), f"{name} of {found.device}")
@@ -150,7 +150,7 @@ class _Observed:
         return self._real_stream()
 
     def names(self) -> Names:
-        """Yield modules and classes of torch, and what stands there meanwhile."""
+        """Yield modules and classes of torch, with temporary replacements."""
         Stream, Event = self._classes(torch.Stream, torch.Event, lambda kind, device: kind(device))  # noqa: N806
 
         def current_stream(device: Any = None) -> Any:
@@ -176,7 +176,7 @@ class _Observed:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Have torch's names tell the order what they are asked for, on this thread and on those that it starts."""
+        """Make torch's names report calls to the order, on this thread and on threads that it starts."""
         run = threading.Thread.run
 
         def run_noted(thread: threading.Thread) -> None:
@@ -184,7 +184,8 @@ class _Observed:
                 run(thread)
 
         with ExitStack() as stack:
-            # Before names are replaced, since this imports torch's compiler, which caches what torch's names stand for.
+            # Before names are replaced, because this imports torch's compiler, which caches the objects of torch's
+            # names.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(_forget_streams)
             for owner, replaced in [*self.names(), *self._common_names(), (threading.Thread, {"run": run_noted})]:
@@ -228,13 +229,13 @@ _WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "is_compl
 
 
 def _forget_streams() -> None:
-    """Have the seam ask torch for its streams again, which are others now."""
+    """Make `fsdp.distributed.devices` look up torch's streams again, because they have changed."""
     for cached in (devices.has_streams, devices._side_stream, torch.get_device_module):
         cached.cache_clear()
 
 
 class _HostAlone(_Observed):
-    """A machine without an accelerator, on which only messages go beside what is computed."""
+    """A machine without an accelerator, where only messages are concurrent with computation."""
 
     def timeline(self, stream: Any = None) -> Timeline:
         return self._order.host
@@ -244,7 +245,7 @@ class _HostAlone(_Observed):
 
 
 class _Simulated(_Observed):
-    """An accelerator that is not there: memory is the host's, and streams and events only tell what is asked."""
+    """A simulated accelerator: it uses host memory, and streams and events only report calls."""
 
     simulated = True
 
@@ -259,12 +260,12 @@ class _Simulated(_Observed):
         return getattr(self._local, "stream", self._default)
 
     def set_stream(self, stream: Any) -> None:
-        """Make a stream the current one of this thread."""
+        """Make a stream this thread's current stream."""
         self._local.stream = stream
 
     @contextmanager
     def entered(self, stream: Any) -> Iterator[Any]:
-        """Have a stream be current inside; None changes nothing."""
+        """Make a stream current inside the context; None has no effect."""
         before = self.current_stream()
         self.set_stream(stream or before)
         try:
@@ -313,7 +314,7 @@ class _Simulated(_Observed):
 
 
 class _SimulatedEvent:
-    """Has happened as soon as it is asked for."""
+    """An event that is complete as soon as it is queried."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -331,7 +332,7 @@ class _SimulatedEvent:
 
 
 class _SimulatedStream:
-    """Runs what it is given at once."""
+    """A stream that runs work immediately."""
 
     of_device: torch.device
     entered: Callable[[Any], Any]

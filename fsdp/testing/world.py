@@ -1,4 +1,4 @@
-"""`World`: ranks of a sharded training as threads of one process, with collectives in memory."""
+"""`World`: ranks of a sharded training as threads of a single process, with collectives in memory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PAGE = 16  # turns of each rank, after which the ranks compare what they have d
 
 
 class WorldError(RuntimeError):
-    """Ranks of a world have raised errors.
+    """Ranks of a world have raised exceptions.
 
     Attributes:
-        errors: by rank, what it has raised; ranks that returned, or have died on command, are left out.
-        results: by rank, what those returned that did.
+        errors: the exceptions by rank, without ranks that returned or have died by a fault.
+        results: the results of the ranks that returned, by rank.
     """
 
     def __init__(self, text: str, errors: dict[int, BaseException], results: dict[int, Any]) -> None:
@@ -46,27 +46,27 @@ class WorldError(RuntimeError):
 
 
 class World:
-    """Ranks that are threads of this process, for tests.
+    """Ranks as threads of this process, for tests.
 
-    Inside of what they run, `torch.distributed` is initialized with all of them, and collectives have gloo's results:
-    ``dist.new_group``, device meshes, `FullyShardedDataParallel`, ``fully_shard``, checkpoints. One rank runs at a
-    time, until it waits for another. What a process has one of, each rank has for itself: random numbers, the default
-    dtype, filters of warnings, ``RANK`` and its like in the environment. Modules and their attributes are common to
-    all. Tensors are on the CPU.
+    In the function that they run, `torch.distributed` is initialized with all ranks, and collectives have gloo's
+    results: ``dist.new_group``, device meshes, `FullyShardedDataParallel`, ``fully_shard``, checkpoints. A single rank
+    runs at a time, until it waits for another rank. Each rank has its own process-wide state: random numbers, the
+    default dtype, warning filters, and ``RANK`` and similar variables in the environment. Modules and their attributes
+    are shared by all ranks. Tensors are on the CPU.
 
     Args:
-        ranks: their number.
-        seed: of the order in which the ranks run, and messages arrive. The same seed gives the same order.
-        late: ranks that run only where no other one can: every message of theirs comes as late as it can.
-        faults: what befalls messages, see `Fault`.
-        timeout: seconds that ranks may run without coming to a collective, before `run` gives up.
+        ranks: the number of ranks.
+        seed: the seed for the order in which ranks run and messages arrive. The same seed gives the same order.
+        late: ranks that run only if no other rank can run: their messages arrive as late as possible.
+        faults: faults of messages, see `Fault`.
+        timeout: seconds that ranks may run without reaching a collective before `run` raises an error.
 
     Attributes:
         world_size: the number of ranks.
-        order: the ranks in the order in which they had their turns, of the last run.
+        order: the sequence of ranks that ran in the last run.
 
     Raises:
-        ValueError: if there is no rank, or a fault or `late` names one that is not there.
+        ValueError: if there is no rank, or a fault or `late` names a rank that does not exist.
     """
 
     def __init__(
@@ -86,13 +86,14 @@ class World:
         self.order: list[int] = []
 
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order; None where one has died.
+        """Call ``body(*args, **kwargs)`` on every rank, and return the results in rank order, None for dead ranks.
 
-        Every rank begins with the caller's random state. The arguments are the same objects on all ranks.
+        Every rank begins with the caller's random state. All ranks share the argument objects.
 
         Raises:
-            WorldError: if a rank raises. Ranks that wait for it raise an error that says so.
-            RuntimeError: if a world runs already in this process, or all return before a fault has befallen any.
+            WorldError: if a rank raises an exception. Ranks that wait for this rank also raise an error.
+            RuntimeError: if a world is already running in this process, or all ranks return before a fault has
+                occurred.
         """
         if not _one_runs.acquire(blocking=False):
             by = "" if _here.rank is None else f", which is called by rank {_here.rank} of it"
@@ -106,7 +107,7 @@ class World:
 
 
 def die() -> None:
-    """End the rank that calls this without a word, as a killed process ends; the others find its connections closed.
+    """Exit the calling rank without a report, like a killed process; other ranks find its connections closed.
 
     Raises:
         RuntimeError: outside of a `World`.
@@ -117,7 +118,7 @@ def die() -> None:
 
 
 class _Here(threading.local):
-    """The rank that this thread belongs to, and what torch knows of its groups."""
+    """The rank of this thread, and torch's record of its groups."""
 
     rank: int | None = None
     groups: Any = None
@@ -128,9 +129,9 @@ _one_runs = threading.Lock()
 
 
 class _RankWorlds:
-    """Stands in the place of torch's record of process groups, and is that of the rank whose thread asks.
+    """Replaces torch's record of process groups by the record of the calling thread's rank.
 
-    Private in torch, whose own comment calls it a point to override (tried on torch 2.13).
+    Private in torch, where a comment permits overriding it (tested with torch 2.13).
     """
 
     def __init__(self, usual: Any) -> None:
@@ -150,7 +151,7 @@ def _no_groups() -> SimpleNamespace:
 
 
 class _Run:
-    """One call of `World.run`."""
+    """A call of `World.run`."""
 
     def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
@@ -219,7 +220,7 @@ class _Run:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Have torch make this world's groups, and threads know their ranks, inside."""
+        """Make torch create this world's groups, and assign ranks to threads, inside the context."""
         network, schedule, groups = self._network, self.schedule, self._groups
         start, join, wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
 
@@ -248,8 +249,8 @@ class _Run:
 
         isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
         with ExitStack() as stack:
-            # All private, tried on torch 2.13: where groups are recorded, what makes those of gloo, and that
-            # threads have names of their own for groups.
+            # All private, tested with torch 2.13: the record of groups, the function that creates gloo's groups, and
+            # thread-local names of groups.
             stack.enter_context(patch.object(c10d, "_world", _RankWorlds(c10d._world)))
             stack.enter_context(patch.object(c10d, "ProcessGroupGloo", ProcessGroupGloo))
             isolate(True)
@@ -283,7 +284,7 @@ class _Run:
                 thread.join(_TICK)
             raise
 
-    # What ranks know of each other
+    # Information that ranks exchange
 
     def _passed(self, last: int, now: int) -> None:
         if last >= 0:
@@ -301,7 +302,7 @@ class _Run:
         return {rank: self._roll_calls[rank].answer(message) for rank in ranks}
 
     def _compare_journals(self) -> None:
-        """Compare what the ranks have done that must be alike, to the last page."""
+        """Compare the journals of all ranks up to the last page."""
         for state in self._states:
             for journal in state.journals:
                 journal.page += 1
@@ -312,7 +313,7 @@ class _Run:
                 self._errors[rank] = RuntimeError(roll_call.difference)
 
     def _stuck(self) -> None:
-        """Have all ranks raise that they wait for each other."""
+        """Make all ranks raise an error about the deadlock."""
         answers: dict[int, Position | str] = {
             rank: self._position(rank) if rank in self._running else self._end(rank) for rank in range(self._ranks)
         }
@@ -348,7 +349,7 @@ class _Run:
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
 
     def _raise(self) -> None:
-        """Raise what the ranks have raised, the causes first."""
+        """Raise the exceptions of the ranks, causes first."""
         errors = sorted(self._errors.items(), key=lambda each: isinstance(each[1], communicator.OtherRankError))
         first = errors[0][1]
         if len(errors) == self._ranks and not any(isinstance(error, Exception) for _, error in errors):
@@ -367,7 +368,7 @@ class _Run:
 
 
 class _Onlooker:
-    """Stands in the place of a rank's watchdog: what that finds out over sockets, the world knows."""
+    """Replaces a rank's watchdog: the world already has the information that the watchdog obtains over sockets."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -379,7 +380,7 @@ class _Onlooker:
         raise RuntimeError("fsdp.recover() connects processes anew, and a World has none: use real ones")
 
     def announce_end(self, error: BaseException, trace: Any) -> None:
-        """The others find it out."""
+        """Not needed: other ranks detect the exit."""
 
     def stop(self) -> None:
         """There is no thread."""

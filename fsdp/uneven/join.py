@@ -28,7 +28,7 @@ def join(
     *optimizers: torch.optim.Optimizer,
     after_step: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> Iterator[Joining]:
-    """Collective. Train with different numbers of batches on the ranks: those that have finished keep serving.
+    """Collective. Train with different numbers of batches on the ranks: finished ranks still take part in collectives.
 
     ::
 
@@ -39,29 +39,31 @@ def join(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop has ended waits at the end of the context. Until all have, it joins their all-gathers, contributes
-    zeros to gradients, clips, steps and zeroes its own shards whenever the others do, with their learning rates.
+    A rank whose loop has ended waits at the end of the context. Until all loops have ended, it joins the other ranks'
+    all-gathers and contributes zero gradients. The rank also clips, steps and zeroes its shards together with the
+    other ranks, with their learning rates.
 
-    Gradients stay sums over ranks divided by the number of *all* ranks, so a batch has the same weight whether other
-    ranks still have one or not, as in `DistributedDataParallel.join` by default. For the mean over the ranks that had a
-    batch, multiply the loss by ``model.world_size / joined.running_ranks``, where ``joined`` is what the context gives.
+    Gradients are sums over ranks divided by the number of *all* ranks. A batch therefore has the same weight whether
+    other ranks still have batches or not, as in `DistributedDataParallel.join` by default. For the mean over the ranks
+    with a batch, multiply the loss by ``model.world_size / joined.running_ranks``, where ``joined`` is the object that
+    the context returns.
 
-    Nothing else inside may need all ranks: `summon_full_params`, state dicts and the like raise, collectives of your
-    own would wait forever. Buffers of ranks that have finished (statistics of batch norm) stay as they are.
+    Other collective functions are not supported inside: `summon_full_params`, state dicts and similar functions raise
+    an error, and user collectives would wait forever. Buffers of finished ranks (batch norm statistics) do not change.
 
     Args:
         model: the outermost wrapper.
-        optimizers: all that step its parameters, in the same order on every rank.
-        after_step: called with the optimizer on ranks that have finished, after each step that they take: for learning
-            rate schedulers and averages, which the loop would have stepped.
+        optimizers: all optimizers of its parameters, in the same order on every rank.
+        after_step: a function that finished ranks call with the optimizer after each step, for learning rate
+            schedulers and averages that the loop would have stepped.
 
     Yields:
         An object with ``running_ranks``, the number of ranks that took part in the last forward with a batch.
 
     Raises:
-        RuntimeError: on an inner wrapper, inside a forward or backward, inside another `join`, or if the ranks give
-            it different optimizers.
-        TypeError: if `model` is no `FullyShardedDataParallel`.
+        RuntimeError: on an inner wrapper, inside a forward or backward, inside another `join`, or if the ranks pass
+            different optimizers.
+        TypeError: if `model` is not a `FullyShardedDataParallel`.
         ValueError: without an optimizer.
         NotImplementedError: inside, for optimizers stepped with a closure, and `ShardedGradScaler`.
     """
@@ -83,10 +85,11 @@ def join(
 
 
 class Joining:
-    """Between the first and the last batch of any rank.
+    """The state of `fsdp.join` between the first and the last batch of any rank.
 
-    While all ranks have batches, they tell each other no more than that, once in each forward. As soon as one has not,
-    the others announce what changes gradients or shards, and those that have finished do the same to theirs.
+    While all ranks have batches, they only exchange this fact, once in each forward. As soon as a rank has no batch,
+    the other ranks announce operations that change gradients or shards, and finished ranks perform the same
+    operations.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Joining:
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Announce what this rank does from now on, until `end`."""
+        """Announce this rank's operations from now on, until `end`."""
         self._runtime.checks.trust_values(self._runtime.root)
         self._visits.joining = self
         for number, optimizer in enumerate(self._optimizers):
@@ -137,7 +140,7 @@ class Joining:
     # --- what ranks with batches tell ---------------------------------------------------------------------------
 
     def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool:
-        """Have ranks that have finished do the same. False if there are none."""
+        """Make finished ranks do the same. Return False if there are none."""
         if self._is_finished or not self.is_uneven:
             return False
         self._visits.announce(Message(kind, subject, argument, extra))
@@ -181,7 +184,7 @@ class Joining:
     # --- what ranks without batches do --------------------------------------------------------------------------
 
     def perform(self, event: Message) -> None:
-        """Do what the others have announced."""
+        """Perform the announced operation."""
         root, units = self._runtime.root, self._runtime.units
         if event.kind == Kind.CLIP_NORM:
             numbers = float_of(event.argument), float_of(event.extra)

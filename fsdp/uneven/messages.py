@@ -1,9 +1,9 @@
-"""Short messages from each rank to all, in rounds, where ranks may do different things.
+"""Short messages from each rank to all ranks, in rounds, while ranks may run different operations.
 
-A round is one small all-gather over all ranks of a root. In each of them a rank either *announces* what it is about to
-do, or *waits* at a position. Of what was announced, one thing is done by all ranks: those that announced it go on, the
-others take part, and announce their own again. So a rank that went astray is found, and named, before anybody waits for
-a collective that never comes.
+A round is a small all-gather over all ranks of a root. In each round a rank either *announces* its next operation, or
+*waits* at a position. All ranks perform a single announced operation: ranks that announced it continue, and other
+ranks take part and announce their own operation again. A diverging rank is therefore detected and named before any
+rank waits for a collective that is never issued.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Kind(IntEnum):
 
 
 _PASSIVE = (Kind.WAIT, Kind.FINISHED)
-# What others can take part in whatever they are about to do, in this order.
+# Operations in which other ranks can take part regardless of their own next operation, in this order.
 _TURNS: dict[int, int] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.REDUCE: 1}
 _LAST = 2
 
 
 class Message(NamedTuple):
-    """One rank's part of a round: four integers of 64 bits."""
+    """A rank's part of a round: four 64-bit integers."""
 
     kind: int
     subject: int = 0
@@ -52,12 +52,12 @@ class Message(NamedTuple):
 
     @property
     def is_event(self) -> bool:
-        """Return whether ranks that wait have to do something."""
+        """Return whether waiting ranks must perform an operation."""
         return self.kind not in _PASSIVE
 
     @property
     def topic(self) -> tuple[int, ...]:
-        """The part that is alike in messages about the same thing, from all ranks."""
+        """The part of messages about the same subject that is equal on all ranks."""
         return self.kind, self.subject, 0 if self.kind == Kind.LEAVE else self.extra
 
 
@@ -72,7 +72,7 @@ def float_of(bits: int) -> float:
 
 
 class Talk:
-    """Rounds of messages among all ranks of one root, those that shard and those that replicate."""
+    """Rounds of messages among all ranks of a root, including replicas."""
 
     def __init__(self, comms: Sequence[Communicator], describe: Callable[[Message], str]) -> None:
         self._comms = [comm for comm in comms if comm.world_size > 1 and comm.peers_answer]

@@ -1,17 +1,18 @@
-"""Modules that not every rank runs (`fsdp.cond`), and how those that don't still take part in their collectives.
+"""Modules that not every rank runs (`fsdp.cond`), and the participation of the other ranks in their collectives.
 
-A *region* is such a module, a *visit* one call of it by all ranks, whether they run it or not. In the round in which
-they come to it they learn who does. If nobody does, nothing more happens; if all do, it runs as always, with an order
-of units of its own, so that what is expected next is alike on all ranks. Otherwise the visit is *mixed*: those that run
-it announce every all-gather and reduction before they begin it, and the others wait for announcements and join in.
+A *region* is such a module, and a *visit* is a collective call of it, whether ranks run it or not. In the first round
+of a visit the ranks exchange which of them run the region. If no rank runs it, the visit ends. If all ranks run it, it
+runs as usual, but with a separate order of units, so that predictions are the same on all ranks. Otherwise the visit
+is *mixed*: ranks that run the region announce every all-gather and reduction in advance, and the other ranks wait for
+announcements and join.
 
-In forward the others wait until the visit is left. In backward they have no graph of the region, so they wait at
-*positions*: places in the order of the forward, which backward passes from the last to the first. A rank that comes to
-a unit in backward, while a mixed visit that came later in forward is still owed its backward, waits until all ranks are
-at this position or before it. The foremost ranks go on, the others serve. So ranks that run different regions serve
-each other in turn, without knowing the order of each other's graphs.
+In forward the other ranks wait until the visit ends. In backward they have no graph of the region, so they wait at
+*positions* in the order of the forward, which backward passes from the last to the first. If a rank reaches a unit in
+backward before the backward of a later mixed visit is complete, it waits until all ranks are at this position or
+before it. The ranks that are furthest from the end continue, and the other ranks serve. Ranks that run different
+regions therefore serve each other in turn, without knowledge of each other's graphs.
 
-`fsdp.join` is one such region, the root itself: ranks that have run out of batches do not run it.
+`fsdp.join` treats the root as a region: ranks without batches do not run it.
 """
 
 from __future__ import annotations
@@ -40,33 +41,34 @@ from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 
 
 def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """Collective. Run a module on the ranks that want to, with the others taking part in its collectives.
+    """Collective. Run a module on a subset of the ranks, while the other ranks take part in its collectives.
 
-    For a vision tower and a batch without images, an expert without tokens, or a layer that is dropped. All ranks of
-    the outermost wrapper call it, at the same place and for the same module, inside of that one's forward. They tell
-    each other with one small message whether they run it:
+    For example, use it for a vision tower and a batch without images, an expert without tokens, or a dropped layer.
+    All ranks of the outermost wrapper call it, at the same place and for the same module, inside the wrapper's
+    forward. The ranks exchange in a small message whether they run the module:
 
-    - if no rank does, nothing else happens, and no parameter of it is all-gathered;
-    - if all do, it runs as if it was called directly;
-    - otherwise, those that run it compute, and the others join their all-gathers, in forward and in backward, and add
-      zeros to its gradients: these are the sum over the ranks that ran it, divided by the number of all ranks.
+    - if no rank runs it, its parameters are not all-gathered;
+    - if all ranks run it, the effect is the same as a direct call;
+    - otherwise, the other ranks join the all-gathers in forward and backward and contribute zero gradients: the
+      gradients are the sum over the ranks that ran the module, divided by the number of all ranks.
 
-    Calls may be inside of each other, and in modules under activation checkpointing. Backward has to come before the
-    next forward. On CUDA, ranks wait for the message on the host; a group with a gloo backend for the CPU besides
-    (``init_process_group("cpu:gloo,cuda:nccl")``) keeps that from waiting for the device.
+    Calls may be nested, and may be in modules with activation checkpointing. Backward must run before the next
+    forward. On CUDA, ranks wait for the message on the host; a group with an additional gloo backend for the CPU
+    (``init_process_group("cpu:gloo,cuda:nccl")``) avoids a device synchronization.
 
     Args:
-        module: part of a wrapped model, wrapped itself, with wrapped modules inside, or plain.
+        module: a part of a wrapped model: a wrapped module, a module with wrapped modules inside, or a plain module.
         run_here: whether this rank runs it.
-        args, kwargs: for the module; not looked at where it does not run.
+        args, kwargs: arguments of the module; ignored on ranks that do not run it.
 
     Returns:
         The module's output, or None on a rank that does not run it.
 
     Raises:
         ValueError: if the module is not part of the wrapped model that runs.
-        RuntimeError: on every rank, if they call it for different modules or run different units in it, if the module
-            raised on one of them, or if it runs twice in one forward and not on all ranks each time.
+        RuntimeError: on every rank, if ranks call it for different modules or run different units in it, or if the
+            module raised an exception on a rank; also if it is called twice in a forward and not all ranks run it each
+            time.
     """
     runtime = _runtime_of(module)
     unit = unit_of_wrapper(module)
@@ -92,7 +94,7 @@ def _runtime_of(module: nn.Module) -> Runtime:
 
 END = -1  # the position behind everything that backward passes
 
-# A position is one number: places in the root's forward, in a visit, in a visit inside of that, and so on.
+# A position is a single number: places in the root's forward, in a visit, in a nested visit, and so on.
 LEVELS = 4
 _BITS = 15
 
@@ -126,12 +128,12 @@ class Region:
         self.backward_order: ExecutionOrder[Unit] = ExecutionOrder()
 
     def order(self, is_backward: bool) -> ExecutionOrder[Unit]:
-        """The order of its units, of its own: the root's is the same whoever runs this."""
+        """The separate order of its units: the root's order does not depend on the ranks that run the region."""
         return self.backward_order if is_backward else self.forward_order
 
 
 class Visit:
-    """One call of a region by all ranks, which at least one of them runs."""
+    """A collective call of a region that at least one rank runs."""
 
     def __init__(self, region: Region, position: int, level: int, runs_here: bool, is_mixed: bool) -> None:
         self.region = region
@@ -152,7 +154,7 @@ class Visit:
 
 
 class Directory:
-    """Numbers that are alike on all ranks, for the modules, units and handles of one root."""
+    """Numbers for the modules, units and handles of a root, equal on all ranks."""
 
     def __init__(self, root: Unit, units: Sequence[Unit], handles: Sequence[FlatParamHandle]) -> None:
         self._root, self.units, self.handles = root, units, handles
@@ -177,7 +179,7 @@ class Directory:
         return clean_name(self._modules[number][0]) or self._root.name
 
     def describe(self, message: Message) -> str:
-        """Return what a rank does, as text."""
+        """Return a description of a rank's operation."""
         kind, subject = Kind(message.kind), message.subject
         if kind in (Kind.VISIT, Kind.LEAVE, Kind.FAILED):
             return ("the end of " if kind is Kind.LEAVE else "") + f"fsdp.cond of {self.name(subject)}"
@@ -202,14 +204,14 @@ class Directory:
 
 
 class Place(NamedTuple):
-    """The place of one call of a unit in the forward that all ranks share."""
+    """The position of a call of a unit in the forward that all ranks share."""
 
     position: int = 0
     visit: Visit | None = None  # the mixed one that it is a part of
 
 
 class StepsOfOthers(Protocol):
-    """The part of `fsdp.join` that visits need: a rank that has finished does the same to its shards as the others."""
+    """The part of `fsdp.join` that visits use: a finished rank performs the other ranks' operations on its shards."""
 
     is_uneven: bool
     running_ranks: int
@@ -228,7 +230,7 @@ TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be t
 
 
 def visits_of(runtime: Runtime) -> Visits:
-    """Return the visits of a root's regions; it has none, and asks nothing of other ranks, before the first call."""
+    """Return the visits of a root's regions; before the first call there are none, and no communication."""
     if not isinstance(runtime.participation, Visits):
         runtime.participation = Visits(runtime)
         runtime.passes.stop()  # ranks that serve do not know which pass other ranks are in
@@ -236,9 +238,9 @@ def visits_of(runtime: Runtime) -> Visits:
 
 
 class Visits(Participation):
-    """The regions of one root, and the visits that are not over: a `Participation` for ranks that do different things.
+    """The regions of a root and its open visits: a `Participation` for ranks that run different modules.
 
-    Calls that the runtime has begun before have positions in front of all others.
+    Calls that the runtime began earlier have positions before all others.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -268,7 +270,7 @@ class Visits(Participation):
         return self.joining is not None
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
-        """A unit computes next; in `fsdp.join`, the forward of the outermost one is a visit of all ranks."""
+        """A unit computes next; in `fsdp.join`, the forward of the outermost unit is a visit of all ranks."""
         unit = call.unit
         if is_outermost and not self._open:
             self._begin_forward()
@@ -324,8 +326,8 @@ class Visits(Participation):
         self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
     ) -> ExecutionOrder[Unit] | None:
         """Return the order in which all ranks run a unit; None if they don't, and take part in its all-gather."""
-        # Checkpointing that keeps the graph begins with the first tensor that backward misses, of whatever part of what
-        # is checkpointed; which part that is depends on what the rank ran. (A re-entrant one begins on all alike.)
+        # Checkpointing that keeps the graph begins with the first tensor that backward misses. The part of this tensor
+        # depends on the modules that the rank ran. (Re-entrant checkpointing begins at the same place on all ranks.)
         if is_recomputed and self.is_uneven and unit not in self._without_graph:
             self._unshard(unit, is_backward, None)
             return None
@@ -363,23 +365,23 @@ class Visits(Participation):
         unit.unshard()
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        """Have ranks that have finished clip by the norm as well."""
+        """Make finished ranks clip by the norm as well."""
         if self.joining is not None:
             self.joining.tell(Kind.CLIP_NORM, int(error_if_nonfinite), bits_of(max_norm), bits_of(norm_type))
 
     def announce_clip_value(self, clip_value: float) -> None:
-        """Have ranks that have finished clip by value as well."""
+        """Make finished ranks clip by value as well."""
         if self.joining is not None:
             self.joining.tell(Kind.CLIP_VALUE, 0, bits_of(clip_value))
 
     def end_join(self) -> None:
-        """All ranks go on alike."""
+        """All ranks run the same operations again."""
         self.joining = self._of_root = None
         self.abandon()
         self._count = 0
 
     def abandon(self) -> None:
-        """Forget all visits: something was given up."""
+        """Discard all visits after a pass was abandoned."""
         for things in (self._open, self._owed, self._visited, self._touched):
             things.clear()
 
@@ -397,7 +399,7 @@ class Visits(Participation):
         self._mode = reduces + 2 * all(param.grad is None for param in listed)
 
     def reach(self, call: Call) -> None:
-        """Backward has reached a call: serve until no rank is further from the end than this one."""
+        """Backward has reached a call: serve until no rank is further from the end than this rank."""
         place = self._places.get(call, _FIRST)
         if place.visit is not None:
             if place.visit not in self._owed:
@@ -434,7 +436,7 @@ class Visits(Participation):
         self._close_backward()
 
     def end_followed_backward(self) -> None:
-        """Collective. The backward has ended on the ranks that run it; this one has finished its batches."""
+        """Collective. The backward has ended on the ranks that run it; this rank has finished its batches."""
         self._settle_owed(Kind.FINISHED)
         self._close_backward()
         self._runtime.finish_backward()
@@ -464,7 +466,7 @@ class Visits(Participation):
     # --- rounds -------------------------------------------------------------------------------------------------
 
     def announce(self, message: Message) -> list[Message]:
-        """Tell all ranks what this one is about to do, and take part in what comes first; the messages of all."""
+        """Announce this rank's next operation, and take part in earlier ones; return the messages of all ranks."""
         while True:
             rows, event = self.round(message)
             if event is None or not message.is_event:
@@ -478,7 +480,7 @@ class Visits(Participation):
             return rows
 
     def round(self, message: Message) -> tuple[list[Message], Message | None]:
-        """One round: the messages of all, and what of it is done first."""
+        """Run a round: return the messages of all ranks, and the operation to perform first."""
         try:
             rows = self.talk.exchange(message)
             return rows, self.talk.event_in(rows)
@@ -487,7 +489,7 @@ class Visits(Participation):
             raise
 
     def serve_one(self, position: int) -> bool:
-        """One round of waiting, with what others announce in it. True if no rank is further than `position`."""
+        """Run a round of waiting; perform announced operations. Return True if no rank is further than `position`."""
         rows, event = self.round(Message(Kind.WAIT, position))
         if event is not None:
             self.perform(event, rows)
@@ -501,7 +503,7 @@ class Visits(Participation):
     # --- taking part --------------------------------------------------------------------------------------------
 
     def perform(self, event: Message, rows: Sequence[Message]) -> None:
-        """Take part in what another rank does."""
+        """Take part in another rank's operation."""
         if event.kind in (Kind.FORWARD, Kind.BACKWARD):
             self._serve_gather(event)
         elif event.kind == Kind.REDUCE:
@@ -557,7 +559,7 @@ class Visits(Participation):
     # --- visits -------------------------------------------------------------------------------------------------
 
     def visit(self, module: nn.Module, run_here: bool, compute: Callable[[], Any]) -> Any:
-        """Collective. Return what `compute` returns where `run_here`; elsewhere take part in its collectives."""
+        """Collective. Return the result of `compute` if `run_here`; otherwise take part in its collectives."""
         if self._runtime.is_in_backward and in_backward():
             return self._recompute(self._directory.region(module), run_here, compute)
         visit = self.open(module, run_here)
@@ -591,8 +593,9 @@ class Visits(Participation):
         return self._enter(region, rows, run_here, position)
 
     def _recompute(self, region: Region, run_here: bool, compute: Callable[[], Any]) -> Any:
-        # Checkpointing may stop before the end, at another place on each rank: so this must not wait for others. What
-        # there was to agree on is known from the forward, and what is unsharded again is announced as in backward.
+        # Checkpointing may stop before the end, at a different place on each rank, so this must not wait for other
+        # ranks. The agreement is known from the forward, and units that are unsharded again are announced as in
+        # backward.
         visit = region.last
         if run_here is not (visit is not None and visit.runs_here):
             raise RuntimeError(
@@ -683,7 +686,7 @@ class Visits(Participation):
 
 
 def _serve_gather(handle: FlatParamHandle) -> None:
-    """Take part in an all-gather that only other ranks need; what is here stays as it is."""
+    """Take part in an all-gather that only other ranks need; this rank's parameters do not change."""
     if handle.is_sharded:
         handle.absorb()
         handle.follow_shard()

@@ -1,14 +1,14 @@
-"""`wrap` makes one module a unit, and `auto_wrap` those that a policy picks; `fsdp.wrap.shard` has both in one call.
+"""`wrap` makes a module a unit, and `auto_wrap` the modules that a policy picks; `fsdp.wrap.shard` does both.
 
-Nothing here knows what a wrapper does: its class comes by argument, from `enable_wrap`. `auto_wrap` first
-settles what becomes a unit (`make_plan`), then makes the wrappers, inner ones first, and puts each in every
-place where its module occurs. A wrapper takes its module's parameters away, so whatever depends on the original tree
-has to be known before: a policy is asked and ties are found, and nothing is changed.
+This module does not depend on the wrapper: `enable_wrap` receives its class as an argument. `auto_wrap` first decides
+which modules become units (`make_plan`). Then it creates the wrappers, inner wrappers first, and replaces each module
+by its wrapper wherever the module is used. A wrapper removes its module's parameters, so all information about the
+original tree must be collected before. Calling the policy and finding ties do not change the model.
 
-A unit may take a parameter only if it contains every use of it: otherwise the modules outside would keep a tensor that
-nobody updates any more. The tree is really a graph, in which a module may have several parents and a parameter several
-holders, so every path from the root to the parameter has to go through the unit. This is seen from the numbers of paths
-(`ModuleGraph.contains_every_use`).
+A unit may contain a parameter only if it contains every use of the parameter. Otherwise modules outside would keep a
+tensor that is no longer updated. The tree is actually a graph, in which a module may have multiple parents and a
+parameter multiple holders. Every path from the root to the parameter must therefore pass through the unit, which is
+checked by counting paths (`ModuleGraph.contains_every_use`).
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """Wrap a module when at least `min_num_params` parameters in it are still without a unit.
+    """Wrap a module if at least `min_num_params` of its parameters belong to no unit yet.
 
-    A policy by size needs no knowledge of the model, but it draws the borders of units where the sizes happen
-    to fall; `module_wrap_policy` draws them at your layers. Fix arguments with `functools.partial`.
+    A policy by size requires no knowledge of the model, but the resulting units need not be layers;
+    `module_wrap_policy` makes each layer a unit. Set arguments with `functools.partial`.
 
     Args:
         module: the module in question.
-        recurse: True asks whether to look inside of `module` at all; no means that neither it nor anything
-            in it is wrapped. False asks whether to wrap it.
-        unwrapped_params: number of parameters (elements) in `module` that no inner unit has taken.
-        module_is_root: whether `module` is the one given to `auto_wrap`.
-        min_num_params: smallest unit worth having. Small units hold less memory at a time and need more,
-            smaller collectives.
-        force_leaf_modules: classes that nobody looks into, because they read their children's weights without
-            calling them; they end up in the unit around them. Default:
+        recurse: If True, the policy returns whether to visit the children of `module`; if not, neither `module` nor
+            any module in it is wrapped. If False, the policy returns whether to wrap `module`.
+        unwrapped_params: number of parameters (elements) in `module` that belong to no inner unit.
+        module_is_root: whether `module` is the argument of `auto_wrap`.
+        min_num_params: minimum size of a unit. Small units need less memory at a time, but more and smaller
+            collectives.
+        force_leaf_modules: classes whose children are not visited, because they read their children's weights without
+            calling them; their parameters belong to the enclosing unit. Default:
             `default_auto_wrap_policy.FORCE_LEAF_MODULES` ({nn.MultiheadAttention}).
-        exclude_wrap_modules: classes that are looked into but never wrapped, because they are never called.
-            Default: `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES` ({nn.ModuleList, nn.ModuleDict}). What has no
-            forward (`nn.ParameterList`, say) is never wrapped either.
-        skip_params_check_for_root: wrap the root however few parameters it has left (unless its class is one
-            of the above).
+        exclude_wrap_modules: classes whose children are visited but which are never wrapped, because they are never
+            called. Default: `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES` ({nn.ModuleList, nn.ModuleDict}). Modules
+            without a forward (for example `nn.ParameterList`) are never wrapped either.
+        skip_params_check_for_root: wrap the root regardless of its number of remaining parameters (unless its class is
+            listed above).
     """
     large_enough = unwrapped_params >= min_num_params or (module_is_root and skip_params_check_for_root)
     if recurse:
@@ -87,7 +87,7 @@ default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  
 
 
 def force_leaf_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes that nobody looks into."""
+    """Return the classes whose children are not visited."""
     return tuple(default_auto_wrap_policy.FORCE_LEAF_MODULES)  # type: ignore[attr-defined]
 
 
@@ -96,10 +96,10 @@ def _exclude_wrap_classes() -> tuple[type[nn.Module], ...]:
 
 
 def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-    """Wrap the modules that have a `wrapper_config` attribute, wherever they are.
+    """Wrap all modules that have a `wrapper_config` attribute.
 
-    The attribute is a dict of keywords for that module's wrapper (see `wrap`); an empty one asks for the
-    context's settings. Sizes and `module_is_root` do not matter.
+    The attribute is a dict of keyword arguments for the module's wrapper (see `wrap`); an empty dict uses the
+    context's settings. Sizes and `module_is_root` have no effect.
     """
     return recurse or hasattr(module, "wrapper_config")
 
@@ -107,19 +107,18 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
 def module_wrap_policy(classes: Iterable[type[nn.Module]], exclude: Iterable[type[nn.Module]] = ()) -> AutoWrapPolicy:
     """Return a policy that wraps the instances of the given classes, such as a model's transformer block.
 
-    The returned policy goes wherever a policy goes. It never wraps a container (a module without a `forward`
-    of its own, such as nn.ModuleList), since a unit works only when its module is called, and it wraps
-    nothing inside of `default_auto_wrap_policy.FORCE_LEAF_MODULES`; such a module itself is wrapped if its
-    class is asked for.
+    The returned policy never wraps a container (a module without its own `forward`, such as nn.ModuleList), because a
+    unit requires that its module is called. Children of `default_auto_wrap_policy.FORCE_LEAF_MODULES` are not wrapped;
+    such a module itself is wrapped if `classes` contains its class.
 
     Args:
         classes: the classes to wrap, subclasses included.
-        exclude: classes that are not wrapped although a base class of theirs is in `classes`. They are still
-            looked into.
+        exclude: classes that are not wrapped although `classes` contains a base class. Their children are still
+            visited.
 
     Raises:
-        ValueError: `classes` is empty; something in it is not an nn.Module class, is one of
-            `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES`, or is in `exclude` too.
+        ValueError: if `classes` is empty, or if an element is not an nn.Module class, is in
+            `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES`, or is also in `exclude`.
     """
     wanted, unwanted = _module_classes("classes", classes), _module_classes("exclude", exclude)
     if not wanted:
@@ -154,13 +153,13 @@ def _module_classes(argument: str, classes: Iterable[type[nn.Module]]) -> tuple[
 def lambda_wrap_policy(predicate: Callable[[nn.Module], bool | Mapping[str, Any]]) -> AutoWrapPolicy:
     """Return a policy that wraps the modules for which `predicate(module)` is true.
 
-    The returned policy goes wherever a policy goes. As with `module_wrap_policy`, containers are looked into
-    and never wrapped (the predicate is not asked), and a module of
-    `default_auto_wrap_policy.FORCE_LEAF_MODULES` is wrapped as a whole or not at all.
+    As with `module_wrap_policy`, containers are never wrapped, but their children are visited (the predicate is not
+    called for containers). A module of `default_auto_wrap_policy.FORCE_LEAF_MODULES` is wrapped as a whole or not at
+    all.
 
     Args:
-        predicate: called with a module of the tree before anything in it is wrapped, perhaps more than once. It may
-            answer with keywords for the module's wrapper, as any policy (see `auto_wrap`).
+        predicate: a function of a module, called before any module in it is wrapped, possibly multiple times. Like any
+            policy, the function may return keyword arguments for the module's wrapper (see `auto_wrap`).
 
     Raises:
         ValueError: `predicate` can not be called.
@@ -174,7 +173,7 @@ class _PredicatePolicy:
     def __init__(self, predicate: Callable[[nn.Module], bool | Mapping[str, Any]]) -> None:
         self._predicate = predicate
         # Answering recurse=True with no would also rule out the forced leaf itself. It is therefore entered
-        # when it is to be wrapped, and what is inside of it is remembered here to be turned down.
+        # when it is to be wrapped, and the modules inside it are recorded here to be rejected.
         self._inside_leaf: WeakSet[nn.Module] = WeakSet()
 
     def __call__(self, module: nn.Module, recurse: bool, unwrapped_params: int, **_: Any) -> bool | Mapping[str, Any]:
@@ -190,16 +189,16 @@ class _PredicatePolicy:
 
 
 class ConfigAutoWrap:
-    """The settings that `wrap` and `auto_wrap` use, held on the class; `enable_wrap` is the way to set them.
+    """The settings of `wrap` and `auto_wrap`, stored on the class; use `enable_wrap` to set them.
 
-    An instance is a context manager, usable again after it has been left. Only one may be active in a
-    process: the state belongs to the class, hence to all threads.
+    An instance is a reusable context manager. Only a single context may be active in a process, because the state
+    belongs to the class and is shared by all threads.
 
     Attributes, to be read on the class:
         in_autowrap_context: whether a context is active.
-        wrapper_cls: what makes a unit of a module; None outside.
-        kwargs: keywords that every wrapper gets; empty outside.
-        auto_wrap_policy: the policy of `auto_wrap` calls that bring none; None outside.
+        wrapper_cls: the class or function that makes a module a unit; None outside.
+        kwargs: keyword arguments of every wrapper; empty outside.
+        auto_wrap_policy: the policy of `auto_wrap` calls without a policy; None outside.
         move_module_cuda_half: whether modules are moved to the current accelerator as float16 first.
     """
 
@@ -236,7 +235,7 @@ class ConfigAutoWrap:
 
     @staticmethod
     def disable_autowrap_context() -> None:
-        """Put the class-level state back to what it is outside of any context."""
+        """Reset the class-level state to its values outside any context."""
         ConfigAutoWrap.in_autowrap_context = False
         ConfigAutoWrap.wrapper_cls = None
         ConfigAutoWrap.move_module_cuda_half = False
@@ -260,9 +259,9 @@ class ConfigAutoWrap:
         keep_wrapped: bool = False,
         **kwargs: Any,
     ) -> tuple[nn.Module, int]:
-        """Do what `auto_wrap` does, and return also the number of parameters that are in a unit now.
+        """Like `auto_wrap`, but also return the number of parameters that now belong to units.
 
-        Raises RuntimeError outside of a context, otherwise as `auto_wrap` does.
+        Raises RuntimeError outside a context, and otherwise the same errors as `auto_wrap`.
         """
         policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
         if not ConfigAutoWrap.in_autowrap_context or policy is None:
@@ -274,44 +273,44 @@ class ConfigAutoWrap:
 
 @contextmanager
 def enable_wrap(auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -> Iterator[None]:
-    """Have `wrap` and `auto_wrap` wrap inside of the context; outside of it they return their module unchanged.
+    """Enable `wrap` and `auto_wrap` inside the context; outside they return their module unchanged.
 
-    A model whose constructor calls `wrap(layer)` can so be built plain or sharded, and layer by layer, so
-    that never more than one layer exists unsharded. The settings are those of the whole process, also for
-    other threads, and are taken back when the context is left, by an exception too. Not a collective call;
-    what `wrapper_cls` does may be one, so enter it on every rank with the same arguments.
+    A model whose constructor calls `wrap(layer)` can therefore be built plain or sharded, and layer by layer, so that
+    at most a single layer is unsharded. The settings apply to the whole process, including other threads, and are
+    restored on exit, also after an exception. Not collective; however, `wrapper_cls` may be collective, so enter the
+    context on every rank with the same arguments.
 
     Args:
-        auto_wrap_policy: used by every `auto_wrap` that brings no policy of its own; default:
-            `default_auto_wrap_policy`. `wrap` does not ask it.
+        auto_wrap_policy: the policy of `auto_wrap` calls without a policy; default: `default_auto_wrap_policy`. `wrap`
+            does not use it.
         **kwargs: `wrapper_cls` (required) is the class, or any callable, that takes a module and returns
-            the wrapped one. `move_module_cuda_half=True` moves each module to the current accelerator and
-            casts it to float16 before it is wrapped. All other keywords go to `wrapper_cls` untouched.
+            the wrapped one. `move_module_cuda_half=True` moves each module to the current accelerator and casts it to
+            float16 before wrapping. All other keyword arguments are passed to `wrapper_cls`.
 
     Raises:
-        ValueError: `wrapper_cls` is missing or can not be called.
-        NotImplementedError: a context is active already.
+        ValueError: if `wrapper_cls` is missing or not callable.
+        NotImplementedError: if a context is already active.
     """
     with ConfigAutoWrap(auto_wrap_policy, **kwargs):
         yield
 
 
 def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
-    """Wrap one module inside of `enable_wrap`; outside, return it unchanged.
+    """Wrap a module inside `enable_wrap`; outside, return it unchanged.
 
-    The wrapper's keywords are those of the context, then those in `module.wrapper_config` if the module has
-    this attribute, then `overrides`; later ones win. Not a collective call; `wrapper_cls` may be one.
+    The wrapper's keyword arguments are the context's, then those in `module.wrapper_config` if the module has this
+    attribute, then `overrides`; later values take precedence. Not collective, unless `wrapper_cls` is.
 
-    A parameter that the module shares with others is not looked for: to keep it tied, wrap the module that
-    contains all its uses, or use `auto_wrap`.
+    Parameters that the module shares with other modules are not detected: to keep them tied, wrap a module that
+    contains all their uses, or use `auto_wrap`.
 
     Args:
-        module: the module that becomes a unit, whatever its size.
+        module: the module that becomes a unit, regardless of its size.
         **overrides: keywords for this wrapper only.
 
     Raises:
-        ValueError: `module.wrapper_config` is not a dict.
-        RuntimeError: the context has `move_module_cuda_half=True` and there is no accelerator.
+        ValueError: if `module.wrapper_config` is not a dict.
+        RuntimeError: if the context has `move_module_cuda_half=True` and there is no accelerator.
     """
     wrapper_cls = ConfigAutoWrap.wrapper_cls
     if not ConfigAutoWrap.in_autowrap_context or wrapper_cls is None:
@@ -343,40 +342,42 @@ def wrapper_config_of(module: nn.Module) -> Mapping[str, Any]:
 def auto_wrap(
     module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None, *, keep_wrapped: bool = False, **kwargs: Any
 ) -> nn.Module:
-    """Wrap what a policy picks among a module and everything in it; outside of `enable_wrap`, change nothing.
+    """Wrap the modules that a policy picks in a module tree; outside `enable_wrap`, return the module unchanged.
 
-    The children are replaced in place and the module, wrapped or not, is returned; it is wrapped itself only
-    if the policy picks it. A module that occurs several times is wrapped once, with the same wrapper in every
-    place. Modules without any parameter are left alone. Not a collective call; `wrapper_cls` may be one, so
-    call it on every rank with the same model and policy.
+    Children are replaced in place, and the module is returned; the module itself is wrapped only if the policy picks
+    it. A module that is used multiple times is wrapped once, and every use is replaced by the same wrapper. Modules
+    without parameters are not wrapped. Not collective; however, `wrapper_cls` may be collective, so call it on every
+    rank with the same model and policy.
 
-    Tied parameters stay tied: a module is not wrapped when it holds a parameter that is also used outside of
-    it (a Parameter that several modules hold, or one in a module with several parents) and that is in no unit
-    further inside. The parameter goes to the lowest unit that contains all its uses, or stays unwrapped if
-    there is none, and one line at INFO of the logger `fsdp.wrap` says so. Only ties inside of `module` can
-    be seen: if `module` shares a parameter with the rest of a bigger model, call `auto_wrap` on that model.
+    Tied parameters stay tied. A module is not wrapped if a parameter that belongs to no inner unit is also used
+    outside (a Parameter of multiple modules, or of a module with multiple parents). The parameter belongs to the
+    lowest unit that contains all its uses, or stays unwrapped if there is none; the logger `fsdp.wrap` reports this at
+    level INFO. Only ties inside `module` are detected: if `module` shares a parameter with other parts of a larger
+    model, call `auto_wrap` on that model.
 
-    Nothing is changed before the policy has been asked about everything, so a policy that raises leaves the
-    module as it was. When `wrapper_cls` raises, the units that it has made already stay in place.
+    The policy is called for all modules before any change, so an exception in the policy leaves the module unchanged.
+    If `wrapper_cls` raises an exception, the units that were already created are kept.
 
     Args:
-        module: the root of what may be wrapped. It may not be wrapped by `wrapper_cls` yet, and neither may anything
-            in it without `keep_wrapped`.
-        auto_wrap_policy: `policy(module=, recurse=, unwrapped_params=, module_is_root=) -> bool`; default:
-            the context's. It is asked with `recurse=True` from the top down whether to go into a module (no:
-            neither the module nor anything in it is wrapped, also where that occurs elsewhere), then with
-            `recurse=False` from the bottom up whether to wrap it. `unwrapped_params` counts the elements of
-            the parameters that are in no inner unit, each parameter once. Instead of True it may answer with a dict
-            of keywords for this wrapper, which win over all others: ``{"reshard_after_forward": False}``.
-        keep_wrapped: leave what is wrapped already as it is, and wrap what is left: a policy that picks a module around
-            it gets the rest. False refuses, as FairScale does.
-        **kwargs: keywords for every wrapper made here; they win over the context's and a `wrapper_config`. What
-            `ignored_modules` and `ignored_parameters` name, here or in the context, is not counted, and in no unit.
+        module: the root of the module tree. The root must not be an instance of `wrapper_cls`, and neither must any
+            module in it unless `keep_wrapped`.
+        auto_wrap_policy: `policy(module=, recurse=, unwrapped_params=, module_is_root=) -> bool`; default: the
+            context's. The policy is first called with `recurse=True` from the top down. If the result is False,
+            neither the module nor any module in it is wrapped, also if they are used elsewhere. Then the policy is
+            called with `recurse=False` from the bottom up and returns whether to wrap the module. `unwrapped_params`
+            counts the elements of the parameters that belong to no inner unit, each parameter once. Instead of True
+            the policy may return a dict of keyword arguments for this wrapper, which take precedence over all other
+            settings: ``{"reshard_after_forward": False}``.
+        keep_wrapped: If True, keep existing wrappers and wrap the remaining modules: an enclosing unit contains the
+            remaining parameters. If False, existing wrappers raise an error, as in FairScale.
+        **kwargs: keyword arguments for all wrappers that this call creates, which take precedence over the context's
+            and a `wrapper_config`. Modules and parameters in `ignored_modules` and `ignored_parameters`, here or in
+            the context, are not counted and belong to no unit.
 
     Raises:
-        ValueError: something inside is an instance of `wrapper_cls` already, is a lazy module that has not
-            been run, or contains itself; or as `wrap` raises.
-        RuntimeError: as `wrap` raises.
+        ValueError: if a module inside is already an instance of `wrapper_cls`, is a lazy module that has not been run,
+            or contains itself; also as in `wrap`.
+        RuntimeError: as in `wrap`.
     """
     if not ConfigAutoWrap.in_autowrap_context:
         _warn_unwrapped("auto_wrap() outside of enable_wrap", module, _ENTER)
@@ -394,7 +395,7 @@ _PICK = "Give a policy that picks parts of it: fsdp.module_wrap_policy({Block}),
 
 
 def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
-    """Warn if several ranks run and nothing has been wrapped, so that each would train its own model."""
+    """Warn if there are multiple ranks and no module was wrapped, so that each rank would train its own model."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"{what} leaves this {type(module).__name__} as it is: unless it is wrapped otherwise, each of the "
@@ -426,13 +427,13 @@ def wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is
 
 
 # Module._modules and _parameters are private by name only (tried on torch 2.11 and 2.13). The public
-# iterators leave out the second place of a module or parameter that occurs twice, which is what matters here.
+# iterators skip repeated uses of a module or parameter, which this function needs.
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module._parameters.items() if p is not None]
 
 
 class ModuleGraph:
-    """The modules and parameters below a module, which may occur more than once, without what is ignored."""
+    """The modules and parameters below a module, without ignored ones; each may be used multiple times."""
 
     def __init__(self, root: nn.Module, ignored: Ignored) -> None:
         self.root = root
@@ -448,7 +449,7 @@ class ModuleGraph:
 
     @classmethod
     def without(cls, root: nn.Module, wrapped: Iterable[nn.Module], options: Mapping[str, Any]) -> ModuleGraph:
-        """Return the graph without the given wrappers, and without what the options of a wrapper ignore."""
+        """Return the graph without the given wrappers, and without modules and parameters that the options ignore."""
         ignored = Ignored.of(options.get("ignored_modules"), options.get("ignored_parameters"))
         return cls(root, ignored | Ignored.of(wrapped, None))
 
@@ -514,7 +515,8 @@ def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) 
 
     enter(graph.root)
     for module in graph.modules:
-        # What was entered in one place may lie in a shut module in another, and stays unwrapped for its sake.
+        # A module that was visited at one place may also be inside a module that is not visited, and is then not
+        # wrapped.
         if module not in entered or module in shut:
             continue
         left = [p for p in graph.uses[module] if p not in plan.owner]
@@ -536,10 +538,10 @@ def wrap_units(
     make_unit: Callable[[nn.Module, Mapping[str, Any]], nn.Module],
     module_is_root: bool = True,
 ) -> tuple[nn.Module, int]:
-    """Wrap what a policy picks, inner modules first.
+    """Wrap the modules that a policy picks, inner modules first.
 
-    `make_unit` is called with each module and the keywords that the policy gave for it. Returns the root, wrapped or
-    not, and the number of elements that are in a unit now.
+    `make_unit` is called with each module and the keyword arguments that the policy returned for it. Returns the root,
+    wrapped or not, and the number of elements that now belong to units.
     """
     plan = make_plan(graph, policy, module_is_root)
     _log_ties(graph, plan)

@@ -21,22 +21,21 @@ def auto_wrap_bn(
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:
-    """Make each batch norm in `module` a unit that computes in full precision, whatever the unit around it does.
+    """Make each batch norm in `module` a unit that computes in full precision, regardless of the enclosing unit.
 
-    For models that are wrapped with FairScale's ``mixed_precision=True``, before the rest is wrapped. A unit of mixed
-    precision keeps batch norms that lie in it in full precision by itself (`MixedPrecision.full_precision_modules`), so
-    this is needed only where batch norms must have a unit, a group or options of their own.
+    Use this function for models with FairScale's ``mixed_precision=True``, before wrapping other modules. A unit with
+    mixed precision keeps its batch norms in full precision automatically (`MixedPrecision.full_precision_modules`), so
+    this function is required only if batch norms need separate units, groups or options.
 
     Args:
         module: the model; it is changed in place.
-        single_rank_pg: don't shard batch norms, and don't average their gradients either: each rank trains its own, as
-            in FairScale. Right for batch norms whose weights are frozen.
-        process_group: over which they are sharded; None means all ranks.
-        fsdp_config: arguments for the wrappers instead of the default ones, which are: full precision, not
-            flattened, not freed after forward, no buckets. Give ``force_input_to_fp32=True`` for `nn.SyncBatchNorm` on
-            16-bit inputs.
-        wrap_it: False only notes the arguments on the batch norms (as ``wrapper_config``), for a later `auto_wrap` with
-            `config_auto_wrap_policy`.
+        single_rank_pg: If True, batch norms are not sharded and their gradients are not averaged: each rank trains its
+            own, as in FairScale. This is suitable for batch norms with frozen weights.
+        process_group: the group for sharding; None means all ranks.
+        fsdp_config: arguments for the wrappers that replace the defaults: full precision, not flattened, not resharded
+            after forward, no buckets. Pass ``force_input_to_fp32=True`` for `nn.SyncBatchNorm` on 16-bit inputs.
+        wrap_it: If False, only set the arguments on the batch norms (as ``wrapper_config``), for a later `auto_wrap`
+            with `config_auto_wrap_policy`.
         assert_on_collision: with ``wrap_it=False``, refuse batch norms that have such a note already; otherwise it is
             replaced.
 

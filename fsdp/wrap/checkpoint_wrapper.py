@@ -1,8 +1,8 @@
-"""`checkpoint_wrapper`: a module that keeps its inputs for backward, and computes its activations again from them.
+"""`checkpoint_wrapper`: a module that keeps its inputs for backward, and recomputes its activations from them.
 
-`torch.utils.checkpoint` does the recomputation, in its way that does not re-enter autograd. Added here is what it takes
-to put that around any module: the tensors of a call, wherever they are in its arguments, become the tensors that the
-checkpoint saves (`_Call`), and a second computation has no effect but its activations (`_statistics_kept`).
+`torch.utils.checkpoint` does the recomputation, in its non-re-entrant variant. This module applies it to any module.
+The tensors in the arguments of a call, however nested, become the tensors that the checkpoint saves (`_Call`), and a
+second computation has no side effects (`_statistics_kept`).
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
-    """Have a module keep its inputs for backward instead of its activations, and compute those again when needed.
+    """Make a module keep its inputs for backward instead of its activations, which are recomputed.
 
-    The module's ``forward`` is replaced, and nothing else: it is the same object, with the same names, parameters and
-    state dict. It can be copied, pickled, and wrapped in `FullyShardedDataParallel` before or after. Results and
-    gradients are those of the plain module: random numbers (of the CPU and the inputs' devices) and autocast are
-    the same in recomputation, outputs require a gradient only if an input or a parameter does, and batch norms update
-    their statistics once. All kinds of backward work, `torch.autograd.grad` and double backward included. Without
-    gradients, and inside `disable_checkpointing`, the module simply runs.
+    Only the module's ``forward`` is replaced: the module is the same object, with the same names, parameters and state
+    dict. The module can be copied, pickled, and wrapped in `FullyShardedDataParallel` before or after. Results and
+    gradients are the same as for the plain module. Random numbers (of the CPU and the inputs' devices) and autocast
+    are restored for recomputation. Outputs require a gradient only if an input or a parameter does, and batch norms
+    update their statistics once. All kinds of backward are supported, including `torch.autograd.grad` and double
+    backward. Without gradients, and inside `disable_checkpointing`, there is no checkpointing.
 
-    Not collective. The recomputation of a module that contains units, or is one, is: as any backward of units. It
-    unshards all units inside, each of which stays unsharded until it has its gradients.
+    Not collective. However, like any backward of units, the recomputation of a unit, or of a module that contains
+    units, is collective. The recomputation unshards all units inside, and each stays unsharded until its gradients are
+    complete.
 
     Args:
-        module: the module; it is changed in place. Wrapping it again is allowed and does nothing.
-        offload_to_cpu: keep the inputs in host memory (pinned, for CUDA) until backward. Those of a module inside of
-            another checkpointed one are not kept anyway, and stay where they are.
+        module: the module, which is changed in place. Wrapping it again has no effect.
+        offload_to_cpu: keep the inputs in host memory (pinned, for CUDA) until backward. Inputs of a module inside
+            another checkpointed module are not kept, and are not moved.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: if it is no module.
-        ValueError: for a module without a ``forward`` (a list of modules, say), or one that is wrapped already with
-            another `offload_to_cpu`.
+        TypeError: if `module` is not a module.
+        ValueError: for a module without a ``forward`` (for example a list of modules), or a module that is already
+            wrapped with a different `offload_to_cpu`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper takes a module, got {type(module).__name__}")
@@ -98,7 +99,7 @@ class _CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        # Under this name for `inspect.signature`, by which trainers find out what a model takes.
+        # Under this name for `inspect.signature`, which trainers use to find a model's arguments.
         return MethodType(type(self.module).forward, self.module) if self._own is None else self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,13 +122,14 @@ class _CheckpointedForward:
                 stacklevel=3,
             )
         call = _Call(self.module, self.__wrapped__, args, kwargs)
-        # What the checkpoint saves inside of another one is dropped with that one's activations.
+        # Tensors that a checkpoint saves inside another checkpoint are released with the outer checkpoint's
+        # activations.
         is_inside = _modes.checkpointing or _modes.recomputing
         with _offloading() if self.offload and not is_inside else nullcontext():
             return checkpoint(call, *call.take_tensors(), use_reentrant=False)
 
     def _compute_compiled(self, args: Any, kwargs: Any) -> Any:
-        # A compiler knows what a checkpoint is, and plans the recomputation itself, without side effects.
+        # A compiler supports checkpoints, and plans the recomputation itself, without side effects.
         module, own = self.module, self._own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -147,11 +149,11 @@ def _keep_from_compilers() -> None:
 
 
 class _Call:
-    """One call of a module: first with its arguments, then, as often as asked, with tensors in their places.
+    """A call of a module: first with its arguments, then any number of times with tensors that replace them.
 
-    The checkpoint gets all tensors one by one, so that it saves each as autograd would (for an outer checkpoint or the
-    host, with a check that nobody writes to it), and knows their devices. What stays here are the containers around
-    them, holding stand-ins. They are copies: a module may change its arguments without changing its recomputation.
+    The checkpoint receives all tensors separately, so that it saves each like autograd (for an outer checkpoint or the
+    host, with a check for writes), and knows their devices. This object keeps copies of the containers with
+    substitutes for the tensors, so a module may change its arguments without affecting recomputation.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -164,7 +166,7 @@ class _Call:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
-            # Of the same look and without memory: containers may check what is put in them.
+            # With the same properties and without memory: containers may check their items.
             shape = tensor.shape if tensor.layout is torch.strided else (0,)
             stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(shape)
             self._stand_ins[id(tensor)] = stand_in
@@ -179,14 +181,15 @@ class _Call:
     def __call__(self, *tensors: Tensor) -> Any:
         if self._arguments is not None:
             (args, kwargs), self._arguments = self._arguments, None
-            # In a backward, the first time here is the second one for the statistics: something around us is computed
-            # again, by this module's means or by others.
+            # In a backward, the first call here is the second for the statistics: an enclosing module is recomputed,
+            # by this module or by another implementation.
             statistics = _statistics_kept(self._module) if in_backward() else nullcontext()
             with _mode(checkpointing=True), statistics:
                 return self._forward(*args, **kwargs)
         found = dict(zip(self._order, tensors, strict=True))
         args, kwargs = map_tensors(lambda stand_in: found[id(stand_in)], self._template)
-        # As the first time, even if backward is called inside `disable_checkpointing`: what is inside must save alike.
+        # As in the first call, even if backward is called inside `disable_checkpointing`: inner modules must save the
+        # same tensors.
         with _mode(recomputing=True, checkpointing=False, disabled=False), _statistics_kept(self._module):
             return self._forward(*args, **kwargs)
 
@@ -195,7 +198,7 @@ class _Call:
 
 
 class _Modes(threading.local):
-    """Modes of this thread; on CUDA, backward and its recomputations run in another one."""
+    """Modes of this thread; on CUDA, backward and its recomputations run in a different thread."""
 
     checkpointing = False
     recomputing = False
@@ -226,9 +229,9 @@ def is_recomputing() -> bool:
 
 
 def disable_checkpointing() -> AbstractContextManager[None]:
-    """Have modules keep their activations inside, on this thread, as if they were not wrapped.
+    """Disable checkpointing inside the context, on this thread: modules keep their activations.
 
-    It is the forward that counts: a backward may be called inside or outside.
+    The context affects the forward; backward may be called inside or outside.
     """
     return _mode(disabled=True)
 
@@ -267,7 +270,7 @@ class _Offloaded:
 
 
 def _offloading() -> saved_tensors_hooks:
-    """Move what autograd saves inside to the host. That is inputs: a checkpoint takes the rest before us."""
+    """Move tensors that autograd saves inside to the host: the inputs, since the checkpoint handles all others."""
     return saved_tensors_hooks(
         lambda tensor: _Kept(tensor) if tensor.device == HOST else _Offloaded(tensor), lambda packed: packed.get()
     )
@@ -275,19 +278,19 @@ def _offloading() -> saved_tensors_hooks:
 
 # --- batch norms ------------------------------------------------------------------------------------------------
 
-# Where a patched batch norm keeps its statistics while it computes with copies.
+# The attribute for the statistics of a patched batch norm while it computes with copies.
 _ASIDE = "_fsdp_statistics"
 
 
 def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
-    """Have the batch norms in a module leave their running statistics alone when they compute in a backward.
+    """Prevent the batch norms in a module from updating their running statistics during a backward.
 
-    `checkpoint_wrapper` does that by itself; this is for modules under `torch.utils.checkpoint` or a recomputation of
-    your own. Instance norms count too. Those that have an attribute ``disable_patch_batchnorm`` which is true are left
-    out, or all if `module` has it. Not collective.
+    `checkpoint_wrapper` does this automatically; use this function for modules under `torch.utils.checkpoint` or your
+    own recomputation. Instance norms are included. Norms with a true attribute ``disable_patch_batchnorm`` are
+    skipped, or all norms if `module` has this attribute. Not collective.
 
     Args:
-        module: its batch norms get hooks.
+        module: the module whose batch norms get hooks.
 
     Returns:
         The handles of the hooks; remove all to undo it.
@@ -302,7 +305,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
 def _norms(module: nn.Module) -> list[nn.Module]:
     if getattr(module, "disable_patch_batchnorm", False):
         return []
-    # Private in torch: what batch and instance norms of all kinds have in common. Tried on torch 2.11 and 2.13.
+    # Private in torch: the common base class of all batch and instance norms. Tested with torch 2.11 and 2.13.
     norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
     return [norm for norm in norms if not getattr(norm, "disable_patch_batchnorm", False)]
 
@@ -329,7 +332,7 @@ def _put_back(norm: nn.Module, inputs: Any = None, output: Any = None) -> None:
 
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Forget what batch norms in a module learn inside."""
+    """Restore the statistics of batch norms in a module on exit."""
     kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     try:
         for norm in _norms(module):

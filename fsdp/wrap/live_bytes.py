@@ -1,4 +1,4 @@
-"""`LiveBytes` follows the memory of tensors through a computation, by what it is for."""
+"""`LiveBytes` tracks the memory of tensors during a computation, by its purpose."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _Result = TypeVar("_Result")
 
 
 def _belongs_to(storage: torch.UntypedStorage, arguments: Any) -> bool:
-    """Return whether it was there before: what an operator returns is a view of what it was given, or is that."""
+    """Return whether an operator's result is one of its arguments, or a view of an argument."""
     given = (each for each in tree_leaves(arguments) if isinstance(each, Tensor) and each.layout is torch.strided)
     return any(each.untyped_storage()._cdata == storage._cdata for each in given)
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, the bytes of all storages that are made on one type of device, until they are freed.
+    """While it is active, counts the bytes of all storages on a type of device from allocation until release.
 
-    What was there before, and memory that an operator allocates and frees inside of itself, is not seen. A storage is
-    of the *kind* that was set when it was first seen, until it is assigned another.
+    Existing storages, and memory that an operator allocates and frees internally, are not counted. A storage has the
+    *kind* that was set when it was first seen, until another kind is assigned.
 
     Args:
         device: the type of device, e.g. "meta".
-        host_kind: what is of this kind stands for memory of the host.
+        host_kind: the kind that represents host memory.
 
     Attributes:
-        kind: what is allocated from now on is for this.
+        kind: the kind of subsequent allocations.
         live: bytes now, by kind.
-        peak: the most bytes of all other kinds together, since `forget_peak`.
+        peak: the peak of the bytes of all other kinds together, since `forget_peak`.
         at_peak: `live` at that time.
-        host_peak: the most bytes of `host_kind` since then.
+        host_peak: the peak of the bytes of `host_kind` since then.
     """
 
     def __init__(self, device: str, host_kind: str | None = None) -> None:
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Begin a new peak at what is alive now."""
+        """Reset the peak to the current live bytes."""
         self.peak, self.at_peak = self._total, Counter(self.live)
         self.host_peak = self.live[self._host_kind] if self._host_kind else 0
 
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """Have what is allocated inside be of a kind."""
+        """Set the kind of allocations inside the context."""
         outer, self.kind = self.kind, kind
         try:
             yield
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
             self.kind = outer
 
     def call(self, kind: str, function: Callable[..., _Result]) -> Callable[..., _Result]:
-        """Return the function, allocating what is of a kind."""
+        """Return the function with its allocations assigned to a kind."""
 
         def called(*args: Any, **kwargs: Any) -> _Result:
             with self.allocating(kind):
@@ -104,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
         return called
 
     def assign(self, tensor: Tensor, kind: str) -> None:
-        """Have a tensor's memory be of a kind from now on."""
+        """Assign a kind to a tensor's memory from now on."""
         storage = tensor.untyped_storage()
         self._see(storage)
         key = storage._cdata

@@ -1,4 +1,4 @@
-"""`shard` makes units of the modules that the caller names, and of the model around them: wrapping in one call."""
+"""`shard` makes the given modules and the whole model units in a single call."""
 
 from __future__ import annotations
 

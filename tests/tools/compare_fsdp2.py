@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table in docs/fully_shard.md")
     if parser.parse_args().write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}")
     else:
         print(table())
 

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, and ours as one format among them."""
+"""Checkpoints of other libraries, with this library's format as another format."""

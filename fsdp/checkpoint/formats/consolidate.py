@@ -1,8 +1,8 @@
-"""Unsharded weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
+"""Unsharded weights from all ranks' shards, offline: without process group or wrapped model, parameter by parameter.
 
-A rank's shards come with metadata that say what they are made of (`local_metadata_dict`). What a parameter's ranks hold
-of it, without their padding, is its elements in rank order; so nothing here knows the layout of shards. The format is
-FairScale's, whose shards are read as well.
+A rank's shards have metadata that describe their contents (`local_metadata_dict`). The ranks' parts of a parameter,
+without padding, are its elements in rank order, so this module does not depend on the layout of shards. The format is
+FairScale's, and FairScale's shards are also supported.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def consolidate(
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Return unsharded weights under plain names from all ranks' shards, FairScale's too. No process group is needed.
+    """Return unsharded weights under plain names from all ranks' shards, without a process group.
 
-    Tensors are new, on the device of the first rank's, and made one parameter at a time: beyond what is given and
-    the result, nothing is held. Tied parameters are one tensor under all their names. Nothing given is changed.
+    Tensors are new, on the device of rank 0's tensors, and created one parameter at a time: only the arguments and the
+    result are held in memory. Tied parameters are the same tensor under all their names. The arguments are not
+    changed.
 
     Args:
         shard_weights: each rank's `local_state_dict`, in rank order; with hybrid sharding of all ranks or of the
             first replica.
         shard_metadata: the same ranks' `local_metadata_dict`.
-        with_module_buffers: whether to add the first rank's buffers, and whatever else is not sharded.
-        strict: False leaves out parameters and buffers that the first rank's weights lack, and keys that no
-            metadata name.
+        with_module_buffers: whether to add rank 0's buffers, and other data that is not sharded.
+        strict: False skips parameters and buffers that rank 0's weights lack, and keys that no metadata name.
 
     Returns:
-        What `state_dict` would give on the first rank: of a unit with fewer ranks than the outermost, those values
-        that the first rank's group has.
+        The same result as `state_dict` on rank 0. For a unit with fewer ranks than the outermost unit, the values are
+        from rank 0's group.
 
     Raises:
-        ValueError: for lists that are empty or not of one length; for missing, cut, reordered or superfluous
-            shards, and those of different models: with the rank and the key.
+        ValueError: for lists that are empty or of different lengths; for missing, truncated, reordered or superfluous
+            shards, and shards of different models, with the rank and the key.
     """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
@@ -56,7 +56,7 @@ def consolidate(
     given = enumerate(zip(shard_weights, shard_metadata, strict=True))
     shards = [Shard(f"rank {rank}", *each) for rank, each in given]
     found = put_together(shards, with_module_buffers, strict)
-    # What has several names is made once.
+    # A tensor with multiple names is created once.
     made = {
         id(each): each.whole() if isinstance(each, Stitched) else each.detach().clone().contiguous()
         for each in found.values()
@@ -66,7 +66,7 @@ def consolidate(
 
 
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
-    """Return `Stitched` tensors by plain name, tied ones several times, and what the first shard has beside tensors."""
+    """Return `Stitched` tensors by plain name, including each name of ties, and other data of the first shard."""
     first = shards[0]
     for other in shards[1:]:
         other.check_alike(first)
@@ -85,7 +85,7 @@ def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: boo
 
 
 def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
-    """Yield what is sharded, in the order of the metadata. Without `strict` only what the first shard has."""
+    """Yield the sharded parameters in the order of the metadata. Unless `strict`, only those in the first shard."""
     for number, entry in enumerate(shards[0].entries):
         holders = shards[:1] if entry["no_broadcast_optim_state"] else shards
         for name in entry["params"]:
@@ -94,7 +94,7 @@ def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
 
 
 class Shard:
-    """The weights and metadata that one rank has saved."""
+    """The weights and metadata that a rank has saved."""
 
     def __init__(self, title: str, weights: Any, metadata: Any) -> None:
         for what, given in (("weights", weights), ("metadata", metadata)):
@@ -123,20 +123,20 @@ class Shard:
         return self.weights[self.keys[key]]
 
     def backings(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield the key of each flat parameter, its unit's path, and the names in it."""
+        """Yield the key of each flat parameter, the path of its unit, and its parameters' names."""
         for entry in self.entries:
             for backing, described in entry["params"].items():
                 yield join(entry["fsdp_path"], backing), entry["fsdp_path"], list(described["names"])
 
     def parameters(self) -> Iterator[tuple[str, torch.Size]]:
-        """Yield names and shapes of what is in the flat parameters, in order."""
+        """Yield names and shapes of the parameters in the flat parameters, in order."""
         for entry in self.entries:
             for described in entry["params"].values():
                 for name, shape in zip(described["names"], described["shapes"], strict=True):
                     yield join(entry["fsdp_path"], name), torch.Size(shape)
 
     def check_alike(self, first: Shard) -> None:
-        """Raise ValueError unless the metadata describe what those of the first rank do; padding may differ."""
+        """Raise ValueError unless the metadata equal the metadata of rank 0, except for padding."""
         for (where, own), (_, others) in zip(self._description(), first._description(), strict=False):
             if own != others:
                 raise ValueError(
@@ -155,7 +155,7 @@ class Shard:
 
 
 class Backing:
-    """One flat parameter, or one parameter that is sharded by itself; and what ranks hold of it, without padding."""
+    """A flat parameter, or a separately sharded parameter, with the ranks' parts of it without padding."""
 
     def __init__(self, number: int, name: str, shards: Sequence[Shard]) -> None:
         entry = shards[0].entries[number]
@@ -220,7 +220,7 @@ class Backing:
         )
 
     def cut(self, pieces: Sequence[Piece]) -> dict[str, Stitched]:
-        """Return the tensors that lie in a vector as the parameters lie in this one."""
+        """Return the tensors in a vector that has the same layout as this flat parameter."""
         return dict(split_vector(pieces, self.names, self._described["shapes"]))
 
 
@@ -238,7 +238,7 @@ def _checked(entry: Any) -> dict[str, Any]:
 
 
 def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
-    """Add what FairScale's metadata leave out: second names, which are known by their memory, and extra state."""
+    """Add data that FairScale's metadata lack: additional names of ties, which share memory, and extra state."""
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
     at = {memory_of(first.get(key)): key for key in gives if first.has(key)}
@@ -259,7 +259,7 @@ def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool,
 
 
 def _renamed(source: str, key: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the names under which `key` has what `source` has: a parameter, or a unit's flat one."""
+    """Return the names under `key` that correspond to `source`: a parameter, or a unit's flat parameter."""
     if list(names) == [source]:
         return {source: key}
     path, _, backing = source.rpartition(".")

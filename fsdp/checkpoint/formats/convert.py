@@ -1,10 +1,11 @@
 """Converting checkpoints: a `Source` is written in another format, with memory for some blocks of 4 MiB.
 
-A file of `torch.save` is written by torch with room for the tensors (``torch.serialization.skip_data``); then each is
-read from the source and written to its place, a block at a time, and its checksum to the archive's lists.
+A file of `torch.save` is written by torch with room for the tensors (``torch.serialization.skip_data``); then each
+tensor is copied from the source to its offset, a block at a time, and the checksum is written to the archive's
+directory.
 
-A converted checkpoint is written beside its place, and moved there when it is complete (`new_place`). Our own folders
-have a life of their own (`fsdp.checkpoint.folder`).
+A converted checkpoint is written under a temporary name and renamed when it is complete (`new_place`).
+`fsdp.checkpoint.folder` handles folders of this library's format.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def content_of(
     only: str | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> Content:
-    """Return what is to be written of a checkpoint; `tied` has more names for tensors of the model."""
+    """Return the contents of a checkpoint to write; `tied` has additional names for tensors of the model."""
     if only == OPTIMIZER and source.optimizer is None:
         raise ValueError(f"{source.path} has no optimizer in it")
     model, optimizer = None, None
@@ -93,10 +94,10 @@ def require_apart(source: Source, target: str) -> None:
 def tree_of(
     content: Content, make: Callable[[Entry], Tensor], *, by_number: bool = False, is_flat: bool = False
 ) -> dict[str, Any]:
-    """Return all of it as dictionaries: ``model``, ``optimizer``, and the values under their own names.
+    """Return the contents as dictionaries: ``model``, ``optimizer``, and the values under their own names.
 
-    Parameters of the optimizer go by names, or by numbers, as in torch's optimizers, or are in one flat dictionary with
-    keys like ``state.<name>.exp_avg``. `make` gives what stands for a tensor.
+    The optimizer's state is keyed by names, by numbers as in torch's optimizers, or as a flat dictionary with keys
+    like ``state.<name>.exp_avg``. `make` returns the object that represents a tensor.
     """
     source = content.source
     tree: dict[str, Any] = {}
@@ -182,7 +183,7 @@ def _written(folder: str, each: TensorSet, advance: Advance) -> TensorFiles:
 def write_safetensors(
     path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance
 ) -> None:
-    """Write a model as one file, if `path` ends with ``.safetensors``, or as a folder with one or several."""
+    """Write a model as a single file if `path` ends with ``.safetensors``, or as a folder of files."""
     model = content.model or []
     if path.endswith(SUFFIX):
         if max_file_bytes is not None:
@@ -197,7 +198,7 @@ def write_safetensors(
 
 
 def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool, advance: Advance) -> None:
-    """Write one file. An optimizer alone is its state, without a dictionary around it."""
+    """Write a single file. If there is only an optimizer, the file contains its state without an outer dictionary."""
     entries: dict[int, Entry] = {}
     rooms: dict[Any, Tensor] = {}  # tied tensors stay tied
 
@@ -256,9 +257,9 @@ def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, in
 
 @contextmanager
 def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None) -> Iterator[str]:
-    """Give a file or folder to write to, which is at `path` if the block succeeds, and nowhere if it fails.
+    """Yield a temporary file or folder, which is renamed to `path` if the block succeeds, and removed if it fails.
 
-    It is a folder if its files have names of their `own`, with which alone a folder is replaced.
+    With `own`, it is a folder, and an existing folder is replaced only if the names of its files match `own`.
     """
     is_folder = own is not None
     place = os.path.realpath(path)
@@ -291,13 +292,13 @@ def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None)
 
 
 def require_free(path: str, overwrite: bool) -> None:
-    """Raise FileExistsError if something is at a place, and must not be replaced."""
+    """Raise FileExistsError if a path exists and must not be replaced."""
     if os.path.lexists(path) and not overwrite and not (os.path.isdir(path) and not os.listdir(path)):
         raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
 
 
 def _remove(place: str) -> None:
-    """Remove a file, or a folder with all that is in it, as far as that can be done."""
+    """Remove a file, or a folder with its contents, as far as possible."""
     if os.path.isdir(place):
         shutil.rmtree(place, ignore_errors=True)
     else:

@@ -1,8 +1,8 @@
 """Folders of `torch.distributed.checkpoint`: read without it, any range of any tensor, and written by it.
 
-``.metadata`` is a pickle: of each tensor it has the shape and the boxes (chunks) that ranks have written, and of each
-chunk its place in a ``.distcp`` file, where a small archive of `torch.save` has it. Its classes are not made when it is
-read, so that nothing in the folder is executed.
+``.metadata`` is a pickle. For each tensor it contains the shape and the boxes (chunks) that ranks have written. Each
+chunk is a small archive of `torch.save` in a ``.distcp`` file. Classes in the pickle are not instantiated, so no code
+of the folder is executed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class DcpFolder:
         return len({match[1] for match in matches if match is not None}) or None
 
     def tree(self) -> Any:
-        """Return what was saved, with lazy tensors."""
+        """Return the saved tree with lazy tensors."""
         root: dict[Any, Any] = {}
         for name in self._described:
             path = self._path(name)
@@ -169,11 +169,11 @@ class DcpFolder:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all that is in files."""
+        """Return the total size of the data in files."""
         return sum(item.nbytes for item in self._items.values())
 
     def archives(self) -> Iterator[Callable[[], TorchArchive]]:
-        """Yield what opens each archive that is where it should be."""
+        """Yield a function that opens each archive, for archives at their expected offsets."""
         for item in self._items.values():
             if os.path.exists(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
                 yield item.open
@@ -211,7 +211,8 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
             if entry is None:
                 return super().resolve_data(write_item)
             if self.last is not None:
-                # It is written. The writer keeps all tensors of a file to its end, so their pages are given back.
+                # The tensor has been written. The writer keeps all tensors of a file until its end, so their pages are
+                # released.
                 self.last.madvise(mmap.MADV_DONTNEED)
                 self.last = None
             if not entry.nbytes:
@@ -225,7 +226,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
     state = tree_of(content, make, is_flat=is_flat)
     with new_place(path, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # Without copying ahead, tensors are asked for one after the other.
+        # Without copying in advance, tensors are requested sequentially.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
         try:
             dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)

@@ -1,10 +1,10 @@
-"""FairScale's files, and ours of `local_state_dict`: one for each rank, read as one checkpoint.
+"""FairScale's files, and files of `local_state_dict`: a file for each rank, read as a single checkpoint.
 
 Each file has the rank's weights and metadata, under any keys: fairseq's are ``model`` and ``fsdp_metadata``, metaseq's
-``model`` and ``shard_metadata``. They are known by what is in them. The state of an optimizer is either each rank's
-own, or FairScale's full one, which the first rank has. Of a flat parameter an optimizer has flat state, which lies as
-the parameter's elements lie; so the metadata of the weights say what is in it. FairScale's full dictionaries have
-tensors in the parameters' shapes, under numbers, which count the parameters in the order of the metadata.
+``model`` and ``shard_metadata``. They are detected by their contents. The state of an optimizer is either each rank's
+own, or FairScale's full state on rank 0. Optimizer state of a flat parameter is flat and has the same layout as the
+parameter, so the metadata of the weights also describe the state. FairScale's full dictionaries have tensors in the
+parameters' shapes, under numbers, which count the parameters in the order of the metadata.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_fairscale(path: str | os.PathLike[str]) -> bool:
 def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = True) -> Source:
     """Open a checkpoint of ranks' files. Close it when it is read.
 
-    Keys that the weights lack or metadata do not name are an error, or are left out unless `strict`.
+    If `strict`, keys that the weights lack or metadata do not name raise an error; otherwise they are skipped.
     """
     ranks = RankFiles(path, choices)
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
@@ -94,10 +94,10 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
 
 
 def _order(shard: Shard) -> tuple[dict[str, int], bool]:
-    """Return the places of tensors in the order of the modules, and whether it is known.
+    """Return the positions of tensors in the order of the modules, and whether this order is known.
 
-    State dicts have it. Of flat parameters they say only where the units are, so that parameters of a unit that come
-    after another one in it cannot be told from those before.
+    State dicts have this order. For flat parameters they contain only the order of units, so it is unknown whether a
+    unit's parameter is before or after an inner unit.
     """
     units = [path for _, path, _ in shard.backings()]
     is_flat = any(len(names) > 1 for _, _, names in shard.backings())
@@ -179,7 +179,7 @@ def _keys_by_number(
 def _add_backing(
     state: NamedState, backing: Backing, number: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> None:
-    """Add the state of one flat parameter."""
+    """Add the state of a flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
     parts = [rank for rank, piece in enumerate(backing.pieces) if piece.numel] or [0]
     wanted = list(entries[parts[0]])

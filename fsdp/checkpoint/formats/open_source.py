@@ -1,4 +1,4 @@
-"""The formats of checkpoints: telling which one is at a path, opening it, and reading it from end to end."""
+"""The formats of checkpoints: detecting the format at a path, opening a checkpoint, and reading it completely."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Format(NamedTuple):
     what: str  # for messages
     is_at: Callable[[str], bool]  # as far as can be seen without reading all of it
     read: Callable[[str, Choices], Source]
-    # Reads it from end to end and adds all that is wrong to a list; returns its size, and what is known if nothing is.
+    # Reads a whole checkpoint and appends all errors to a list; returns its size and a description of the check.
     examine: Callable[[str, Start, list[str]], tuple[int, str]]
 
 
@@ -56,7 +56,7 @@ def _examine_safetensors(path: str, start: Start, problems: list[str]) -> tuple[
 def _examine_archives(
     archives: Iterable[Callable[[], TorchArchive]], nbytes: int, start: Start, problems: list[str]
 ) -> tuple[int, str]:
-    """Examine archives of `torch.save` by their own checksums, if whoever wrote them did not leave them out."""
+    """Examine archives of `torch.save` by their own checksums, unless the writer omitted the checksums."""
     advance, have_checksums = start(nbytes), True
     for opener in archives:
         try:
@@ -128,11 +128,11 @@ WORDS = tuple(each.word for each in FORMATS)
 
 
 def open_source(path: str | os.PathLike[str], word: str | None = None, choices: Choices | None = None) -> Source:
-    """Open a checkpoint of any format. Nothing of it is in memory but what is no tensor.
+    """Open a checkpoint of any format. Tensors are not loaded into memory.
 
     Raises:
-        FileNotFoundError: if there is nothing.
-        ValueError: if it is of no format that is known, not of the format of this `word`, or damaged.
+        FileNotFoundError: if the path does not exist.
+        ValueError: if the checkpoint has an unknown format, not the format `word`, or is damaged.
         OSError: if it cannot be read.
     """
     place, given = os.fspath(path), choices or DEFAULT
@@ -144,9 +144,9 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
 
 
 def examine(found: Format, path: str, start: Start) -> tuple[list[str], int, str]:
-    """Read a checkpoint from end to end, and return all that is wrong, the number of bytes, and what is known if not.
+    """Read a whole checkpoint, and return all errors, the number of bytes, and a description of the check.
 
-    `start` is given the number of bytes that will be read, and returns what is told of them as they are.
+    `start` receives the number of bytes to read, and returns a function that receives the progress.
     """
     problems: list[str] = []
     try:
@@ -157,10 +157,10 @@ def examine(found: Format, path: str, start: Start) -> tuple[list[str], int, str
 
 
 def format_of(path: str, word: str | None = None) -> Format:
-    """Return the format of what is at a path."""
+    """Return the format of the checkpoint at a path."""
     found = next((each for each in FORMATS if (each.is_at(path) if word is None else each.word == word)), None)
     if found is not None:
-        # A checkpoint that was being replaced is beside its place, and files of ranks have a name in common.
+        # A checkpoint that was being replaced has a temporary name, and files of ranks have a common prefix.
         if not os.path.lexists(path) and not found.is_at(path):
             raise FileNotFoundError(f"{path}: there is no such file or folder")
         return found

@@ -1,14 +1,15 @@
-"""Checkpoints with a file for each rank: the files of one are found by their names, and make one source.
+"""Checkpoints with a file for each rank: files are found by their names and combined into a single source.
 
-Those of torch's FullyShardedDataParallel (FSDP1), saved with `torch.save`, are read here, FairScale's in `fairscale`:
+This module reads checkpoints of torch's FullyShardedDataParallel (FSDP1) that were saved with `torch.save`;
+`fairscale` reads FairScale's:
 
-- One file with a full state dict and a full optimizer state (``FSDP.full_optim_state_dict``, or ``optim_state_dict``
-  under ``FULL_STATE_DICT``), which goes by names; or either of the two.
+- A single file with a full state dict, a full optimizer state by names (``FSDP.full_optim_state_dict``, or
+  ``optim_state_dict`` with ``FULL_STATE_DICT``), or both.
 - A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): shards in
-  `ShardedTensor`s or `DTensor`s that say where they belong, read without a process group.
+  `ShardedTensor`s or `DTensor`s, which contain their positions, read without a process group.
 
-Local state dicts (``LOCAL_STATE_DICT``) are refused: they have shards of flat parameters, and nothing in the files says
-which parameters these are made of.
+Local state dicts (``LOCAL_STATE_DICT``) are not supported: they contain shards of flat parameters, and the files do
+not contain the layout of these.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
 
-# What is before a number, the number, and what is after it: the last one, but for a total (``rank3-of-8``).
+# The text before a number, the number, and the text after it, for the last number except a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
 _TOTAL = re.compile(r"^[-_.]?of[-_.]?(\d+)")
-# What is before a rank's number, and not before that of an epoch or a step.
+# The text before a rank's number, but not before the number of an epoch or a step.
 _RANK = re.compile(r"(?:^|(?:shards?|rank|gpu|worker|proc|process)[-_.]?)$", re.IGNORECASE)
 
 _MOST_NAMED = 16  # of the ranks whose files are missing
@@ -63,7 +64,7 @@ _EXTRA = "_extra_state"
 _FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 
-# By what is before and after their numbers, files by number.
+# By the text before and after their numbers, files by number.
 _Groups = dict[tuple[str, str], dict[int, str]]
 
 
@@ -71,13 +72,13 @@ def rank_files(path: Paths) -> list[str]:
     """Return the files of all ranks, in order.
 
     Args:
-        path: a folder with one file for each rank, whose last number is the rank's; one of these files; the name that
-            they have in common (``checkpoint_last.pt`` for ``checkpoint_last-shard0.pt`` and so on); a file that is
-            none of such; or all files, in order.
+        path: a folder with a file for each rank, whose last number is the rank; any of these files; their common name
+            (``checkpoint_last.pt`` for ``checkpoint_last-shard0.pt`` and so on); a single file; or a list of all
+            files, in order.
 
     Raises:
-        FileNotFoundError: if there are none, or if some are missing; says which.
-        ValueError: for a folder in which there are those of several checkpoints.
+        FileNotFoundError: if files are missing, with their names.
+        ValueError: for a folder with the files of multiple checkpoints.
     """
     if not isinstance(path, (str, os.PathLike)):
         return [os.fspath(each) for each in path]
@@ -161,7 +162,7 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
 
 
 class RankFiles:
-    """The files of all ranks, of which one checkpoint is made."""
+    """The files of all ranks, which are combined into a single checkpoint."""
 
     def __init__(self, path: Paths, choices: Choices) -> None:
         self.title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
@@ -172,9 +173,9 @@ class RankFiles:
         self._choices = choices
 
     def optimizers(self, full: Callable[[SavedOptimizer], bool] = lambda saved: False) -> list[SavedOptimizer]:
-        """Return the optimizer's dictionaries, which the first file alone may have. Of several it has none, but a note.
+        """Return the optimizer's dictionaries. If there are multiple optimizers, return none and add a note.
 
-        If the first one is `full`, nobody looks for others.
+        If the first file's dictionary is `full`, other files are not examined.
         """
         given = self._choices.optimizer_files
         if self._choices.only == "model":
@@ -206,7 +207,7 @@ class RankFiles:
         order: Mapping[str, int] | None = None,
         **known: Any,
     ) -> Source:
-        """Return one checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
+        """Return the checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
         tensors, aliases, extra = _sorted_out(found, self.title)
         names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # those of a flat parameter stay first
         if saved and saved[0].others:
@@ -225,7 +226,7 @@ class RankFiles:
         )
 
     def values(self, leave: Iterable[Any]) -> dict[Any, Any]:
-        """Return what the first file has besides what is under some keys, and optimizers."""
+        """Return the other contents of the first file, without some keys and without optimizers."""
         first = self.files[0]
         return values_of(first.content, {*leave, *(each.key for each in optimizers_in(first))}, self.notes)
 
@@ -300,7 +301,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _model_key(file: TorchArchive) -> str | None:
-    """Return the key under which the model is; None if it is not under one."""
+    """Return the key of the model; None if the model has no key."""
     if not isinstance(file.content, Mapping):
         raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
     if _is_state_dict(file.content) or is_optimizer_state(file.content):
@@ -320,7 +321,7 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
 
 
 def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
-    """Return the tensors by name; those that lie in the same memory are one."""
+    """Return the tensors by name; tensors with the same memory become the same object."""
     found: dict[str, Any] = {}
     known: dict[Any, LazyTensor] = {}
     for name, value in models[0].items() if models else ():
@@ -359,7 +360,7 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
 
 
 def _is_sharded(value: Any) -> bool:
-    """Return whether it is one rank's shard of a tensor."""
+    """Return whether a value is a rank's shard of a tensor."""
     return _is_of_torch(value, "ShardedTensor") or _is_of_torch(value, "DTensor")
 
 

@@ -1,12 +1,11 @@
-"""A checkpoint of any format as one thing to read from: named tensors, read by ranges, and all that is no tensor.
+"""A checkpoint of any format as a single source: named tensors, read by ranges, and all other data.
 
-Whatever reads a format makes a `Source` of it; loading, inspecting and converting know nothing else of formats.
+The reader of each format creates a `Source`; loading, inspecting and converting use only this class.
 
-[Note: tensors in files] A tensor lies in a file with strides, as safetensors files and `torch.save` keep them
-(`StridedTensor`), or divided into boxes (`ChunkedTensor`), or as the elements that ranks hold of it one after the other
-(`Stitched`). A range of it in row-major order is a few boxes (`engine.boxes`), and a box is read by one read if its
-bytes follow each other, as all do of a contiguous tensor. Nothing is mapped: pages of a mapping that were touched count
-as memory.
+[Note: tensors in files] A tensor is stored with strides, as in safetensors files and `torch.save` (`StridedTensor`),
+divided into boxes (`ChunkedTensor`), or as consecutive parts of the ranks (`Stitched`). A range in row-major order
+consists of a few boxes (`engine.boxes`). A box is read by a single read if its bytes are contiguous, as in a
+contiguous tensor. Files are not mapped, because touched pages of a mapping count as memory.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Source:
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A tensor that can be read, with the names that messages have for it and its file."""
+    """A tensor that can be read, with its own name and its file's name for messages."""
 
     reader: TensorReader
     name: str
@@ -86,9 +85,9 @@ class FoundTensor:
 
 
 class TensorReader:
-    """Tensors by name, of which nothing is in memory before it is read, and nothing after.
+    """Tensors by name, which are read on demand and not kept in memory.
 
-    As a context manager, it closes the files that it has opened. Messages call it by its `path`.
+    As a context manager, it closes the opened files. Messages use its `path` as name.
     """
 
     def __init__(self, path: str, tensors: Mapping[str, LazyTensor]) -> None:
@@ -126,7 +125,7 @@ class TensorReader:
                 into.copy_(read)
 
     def _fill(self, found: FoundTensor, into: Tensor, start: int) -> None:
-        """Read elements of one block; `into` is flat, of the stored dtype, on the CPU."""
+        """Read elements of a block; `into` is flat, of the stored dtype, on the CPU."""
         found.tensor.fill(self._files, into, start)
 
     @property
@@ -145,7 +144,7 @@ class TensorReader:
 
 
 class SeenFile(NamedTuple):
-    """A file as it was when it was looked at, to tell it from another one that takes its place."""
+    """The identity of a file when it was examined, to detect a replaced file."""
 
     path: str
     nbytes: int
@@ -166,7 +165,7 @@ class OpenFiles:
         self._last: tuple[StridedTensor, Tensor] | None = None
 
     def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
-        """Fill some memory with what a file has from byte `begin` on; ValueError if it has changed or ends before."""
+        """Fill memory with a file's bytes from `begin` on; raise ValueError if the file has changed or is too short."""
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -186,14 +185,14 @@ class OpenFiles:
             done += count
 
     def whole(self, tensor: StridedTensor) -> Tensor:
-        """Return all elements of one that is not contiguous, as they lie in the file; the last one is kept."""
+        """Return all elements of a non-contiguous tensor in file order; the last such tensor is cached."""
         if self._last is None or self._last[0] is not tensor:
             self._last = None  # before there is memory for another one
             self._last = (tensor, tensor.span(self, 0, tensor.extent))
         return self._last[1]
 
     def close(self) -> None:
-        """Close what was opened; reading opens it again."""
+        """Close the opened files; reading opens them again."""
         self._last = None
         while self._open:
             os.close(self._open.popitem()[1])
@@ -213,7 +212,7 @@ class LazyTensor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StridedTensor:
-    """A tensor whose first element is at byte `begin` of `file`, and the others at strides from there, in elements."""
+    """A tensor whose first element is at byte `begin` of `file`, with strides in elements."""
 
     file: SeenFile
     begin: int
@@ -223,7 +222,7 @@ class StridedTensor:
 
     @classmethod
     def contiguous(cls, file: SeenFile, begin: int, dtype: torch.dtype, shape: torch.Size) -> StridedTensor:
-        """Return a tensor whose elements follow each other in row-major order."""
+        """Return a tensor with contiguous elements in row-major order."""
         strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[: len(shape)]
         return cls(file, begin, dtype, shape, tuple(reversed(strides)))
 
@@ -265,7 +264,7 @@ class StridedTensor:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A box of a tensor, which is looked up in its file when it is first read."""
+    """A box of a tensor, whose position in its file is found on first read."""
 
     box: Box
     find: Callable[[], StridedTensor]
@@ -320,7 +319,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def memory_of(value: Any) -> Any:
-    """Return where a tensor lies; for what has no memory, a value that is equal to no other."""
+    """Return the memory location of a tensor; for an object without memory, a unique value."""
     if not is_tensor(value) or value.shape.numel() == 0:
         return object()
     if isinstance(value, Tensor):
@@ -341,7 +340,7 @@ def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _boxes(shape: torch.Size, flat: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the boxes that make a range of a tensor, each with its elements of `flat`, which has those of the range."""
+    """Yield the boxes of a range of a tensor, each with its elements in `flat`, which contains the range."""
     done = 0
     for box in boxes_of(shape, start, start + flat.numel()):
         yield box, flat[done : done + box.numel].view(box.sizes)
@@ -367,7 +366,7 @@ def _bytes_of(flat: Tensor) -> memoryview:
 
 
 class Piece(NamedTuple):
-    """The first elements of a tensor, flat if it is in memory, are what one rank holds of a vector."""
+    """A rank's part of a vector: the first elements of a tensor, which is flat if it is in memory."""
 
     tensor: Tensor | LazyTensor
     numel: int
@@ -380,13 +379,13 @@ class Piece(NamedTuple):
 
 
 class Stitched:
-    """A tensor in a vector that ranks hold one after the other (a `LazyTensor`), put together when it is read."""
+    """A tensor in a vector of consecutive rank parts (a `LazyTensor`), assembled when it is read."""
 
     def __init__(self, pieces: Sequence[Piece], start: int, shape: Sequence[int]) -> None:
         self._pieces, self._start, self.shape, self.dtype = pieces, start, torch.Size(shape), pieces[0].tensor.dtype
 
     def whole(self) -> Tensor:
-        """Return it in memory of its own, on the device of the first piece."""
+        """Return the tensor in separate memory, on the device of the first piece."""
         first = self._pieces[0].tensor
         return whole(self, first.device if isinstance(first, Tensor) else "cpu")
 
@@ -408,7 +407,7 @@ class Stitched:
 def split_vector(
     pieces: Iterable[Piece], names: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, Stitched]]:
-    """Yield the tensors that lie one after the other in a vector, of which ranks hold these pieces, in order."""
+    """Yield the consecutive tensors of a vector, of which ranks hold these pieces, in order."""
     held, start = list(pieces), 0
     for name, shape in zip(names, shapes, strict=True):
         yield name, Stitched(held, start, shape)

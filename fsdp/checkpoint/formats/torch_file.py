@@ -1,17 +1,18 @@
-"""Files of `torch.save`, looked at without loading them: their objects, and the place of each tensor's bytes.
+"""Files of `torch.save`, examined without loading them: their objects, and the offsets of each tensor's bytes.
 
-Such a file is a zip archive without compression: ``data.pkl`` has the objects, in which storages are mentioned by
-number, and ``data/<number>`` has the bytes of each.
+The file is a zip archive without compression: ``data.pkl`` contains the objects, which refer to storages by number,
+and ``data/<number>`` contains the bytes of each storage.
 
-[Note: nothing is called] The objects are read by an unpickler that makes containers, numbers, and what it is told to
-make of tensors (`StridedTensor`). Everything else in a pickle becomes a `Foreign`, which says what it would have been,
-and of what. So files from elsewhere cannot run code, and one strange object does not keep anybody from the rest.
+[Note: nothing is called] The objects are read by an unpickler that creates only containers, numbers and a given
+representation of tensors (`StridedTensor`). Every other object in a pickle becomes a `Foreign`, which records its
+class and arguments. Untrusted files therefore cannot run code, and an unknown object does not prevent reading the
+other objects.
 
-[Note: bounds] The standard library has two unpicklers. The one in C believes what a pickle says: it allocates as many
-bytes as a string claims to have, and a memo of twice the number under which something is remembered. The one in Python,
-from which ours is derived, reads what is there. But keys are hashed, which takes as long as there are paths through a
-tuple of tuples that are the same ones, exponentially many; so tuples count again whenever they are mentioned again. And
-in the end the tree is looked at, since whoever walks through it comes to what is shared as often.
+[Note: bounds] The standard library has two unpicklers. The C unpickler trusts sizes in the pickle: it allocates as
+many bytes as a string claims to have, and a memo of twice the largest memo index. The Python unpickler, which is the
+base class here, reads only existing bytes. However, hashing a key takes time proportional to the number of paths
+through nested shared tuples, which can be exponential. Tuples therefore count again each time they are referenced. At
+the end the tree is also checked, because a walk visits shared objects once per path.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _FREE_PATHS = 1 << 20  # in small ones
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file is one of `torch.save`, or was before it was damaged. A few bytes of it are read."""
+    """Return whether a file was written by `torch.save`, even if it is damaged. Only a few bytes are read."""
     try:
         with opened(path) as file:
             head = file.read(len(_OLD))
@@ -68,7 +69,7 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
 
 
 class Record(NamedTuple):
-    """One file in an archive."""
+    """A file in an archive."""
 
     name: str
     begin: int  # its first byte in the file that the archive is in
@@ -110,10 +111,10 @@ class _Window(io.RawIOBase):
 
 
 class TorchArchive:
-    """An archive that `torch.save` has written: a file, or some bytes of one. Messages call it by `what`.
+    """An archive that `torch.save` has written: a file, or a byte range of a file. Messages use `what` as its name.
 
     Raises:
-        ValueError: if it is none, or damaged.
+        ValueError: if it is not such an archive, or damaged.
         OSError: if it cannot be read.
     """
 
@@ -190,7 +191,7 @@ class TorchArchive:
         return found
 
     def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        """Yield what is wrong with its records, each read once, 4 MiB at a time; `advance` is told of the bytes."""
+        """Yield the errors of the records, reading each once in blocks of 4 MiB; `advance` receives the bytes read."""
         with opened(self.path) as file:
             for record in self.records.values():
                 file.seek(record.begin)
@@ -228,7 +229,7 @@ def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
 
 
 class Foreign:
-    """An object of a class that is not made when a file is read: of which, given what, and with which attributes."""
+    """An object whose class is not instantiated when a file is read, with its class, arguments and attributes."""
 
     origin = ""
 
@@ -245,7 +246,7 @@ class Foreign:
         self.state = state
 
     def _take(self, *_: Any) -> None:
-        """Ignore items of what is a container to others."""
+        """Ignore items that are added to an object that is not a container here."""
 
     append = extend = add = __setitem__ = _take
 
@@ -267,7 +268,7 @@ class Storage(NamedTuple):
 
 
 def _once_more(load: Callable[[Any], None]) -> Callable[[Unpickler], None]:
-    """Return how an object is put on the stack once more: the paths through it count again if it is a tuple."""
+    """Wrap a method that pushes an object on the stack again: if the object is a tuple, its paths count again."""
 
     def loaded(unpickler: Unpickler) -> None:
         load(unpickler)
@@ -283,15 +284,16 @@ def _once_more(load: Callable[[Any], None]) -> Callable[[Unpickler], None]:
 
 
 class Unpickler(pickle._Unpickler):
-    """An unpickler that makes containers, numbers and tensors, and calls nothing that a file names.
+    """An unpickler that creates containers, numbers and tensors, and calls no function that a file names.
 
     Args:
-        content: the pickle, and nothing behind it.
-        make: a tensor of a storage, an offset, a shape, strides, and perhaps a dtype. Without it tensors are foreign.
+        content: the pickle, without trailing bytes.
+        make: a function that creates a tensor from a storage, an offset, a shape, strides and an optional dtype. If
+            None, tensors become `Foreign`.
 
     Raises:
-        Exception: one of `fsdp.checkpoint.untrusted.BROKEN`, if it is none, or asks for more memory or time than its
-            size allows.
+        Exception: a member of `fsdp.checkpoint.untrusted.BROKEN`, if the content is not a pickle, or requires more
+            memory or time than its size permits.
     """
 
     stack: list[Any]
@@ -310,7 +312,7 @@ class Unpickler(pickle._Unpickler):
         return found
 
     def _load_bytearray(self) -> None:
-        """Read what is there, where the standard library allocates what is claimed."""
+        """Read only the existing bytes; the standard library allocates the claimed size."""
         (nbytes,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(nbytes)))
 
@@ -353,7 +355,7 @@ class Unpickler(pickle._Unpickler):
         return self._make(storage, offset, shape, strides, dtype)
 
     def _of_type(self, rebuild: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
-        """Make a tensor of a class, or one that was given attributes."""
+        """Create a tensor of a subclass, or a tensor with attributes."""
         origin = getattr(kind, "origin", "")
         if origin in _PLAIN_TYPES and rebuild in (self._tensor, self._tensor_of_dtype, _data_of):
             return rebuild(*args)
@@ -363,7 +365,7 @@ class Unpickler(pickle._Unpickler):
 
 
 def unpickled(content: bytes) -> Any:
-    """Return the containers and numbers of a pickle, with `Foreign`s for the rest. Nothing that it names is called."""
+    """Return the containers and numbers of a pickle, with `Foreign`s for other objects, without calling functions."""
     try:
         return Unpickler(content).load()
     except BROKEN as error:
@@ -376,7 +378,7 @@ def _foreign_class(origin: str) -> type[Foreign]:
 
 
 def _inside(owner: Any, name: str) -> type[Foreign]:
-    """Stand in for `getattr`, by which pickles get at a class inside of another one, with a class of that name."""
+    """Replace `getattr`, which pickles use to access nested classes, by a class with the nested name."""
     return _foreign_class(f"{getattr(owner, 'origin', '')}.{name}")
 
 
@@ -386,7 +388,7 @@ def _data_of(data: Any, *_: Any) -> Any:
 
 
 def _bytearray(*args: Any) -> bytearray:
-    """Make one of bytes; not of a number, for which there would be as many."""
+    """Create a bytearray from bytes; a number, which would allocate that many bytes, is not supported."""
     if args and not isinstance(args[0], (bytes, str)):
         raise TypeError(f"a bytearray of a {type(args[0]).__name__}")
     return bytearray(*args)
@@ -405,9 +407,9 @@ _HARMLESS: dict[str, Any] = {
 
 
 def _require_small(tree: Any, most: int) -> None:
-    """Raise ValueError if there are more paths through a tree of containers.
+    """Raise ValueError if a tree of containers has more than `most` paths.
 
-    Cycles are left to whoever walks, who finds no end in them at the first try.
+    Cycles are not checked here: any walk through them fails immediately.
     """
     counts: dict[int, int] = {}
     stack = [(tree, False)]
@@ -438,9 +440,9 @@ def _objects_in(value: Any) -> list[Any]:
 
 
 def materialised(value: Any, *, keep_state: bool = False) -> Any:
-    """Return the same tree with small tensors read, and with dictionaries for ``argparse.Namespace``s.
+    """Return the tree with small tensors loaded, and with ``argparse.Namespace``s converted to dictionaries.
 
-    `keep_state` leaves what is under ``state`` alone.
+    `keep_state` skips the values of ``state``.
     """
     if is_lazy(value) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES:
         return whole(value)
@@ -459,7 +461,7 @@ def materialised(value: Any, *, keep_state: bool = False) -> Any:
 
 
 def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]) -> dict[Any, Any]:
-    """Return what else a user has saved, as far as a checkpoint of ours can hold it; notes say what was left out."""
+    """Return the other values that a user has saved and that a checkpoint can contain; `notes` lists skipped values."""
     left, found = set(leave), {}
     for key, value in content.items():
         if key not in left:
@@ -476,7 +478,7 @@ def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]
 
 
 def shown(value: Any) -> str:
-    """Return what messages call a value of its kind."""
+    """Return the name of a value's type for messages."""
     if isinstance(value, Foreign):
         return value.origin
     return "Tensor" if is_lazy(value) else type(value).__name__

@@ -1,12 +1,12 @@
-"""A checkpoint may be a tree of dictionaries, in which the model, the optimizer and all else are found here.
+"""A checkpoint may be a tree of dictionaries; this module finds the model, the optimizer and other values in it.
 
-`torch.save` and `torch.distributed.checkpoint` keep whatever they are given. Most people give them a dictionary with
-``model`` and ``optimizer``, or the model's state alone; here are the rules by which these are found, and the choices
-for everybody else.
+`torch.save` and `torch.distributed.checkpoint` store arbitrary trees. Most trees are dictionaries with ``model`` and
+``optimizer``, or the model's state alone. This module contains the rules that find these, and the choices for all
+other trees.
 
-Optimizers' states are brought into the form of ours (`fsdp.checkpoint.optim`) from three others: that of torch's
-optimizers, in which parameters go by numbers; the same by names, as of `get_optimizer_state_dict` and FSDP1; and flat
-ones, with keys like ``state.<name>.exp_avg``.
+Optimizers' states are converted to the form of `fsdp.checkpoint.optim` from three other forms: torch's optimizers,
+with parameters by numbers; the same form by names, as in `get_optimizer_state_dict` and FSDP1; and flat states, with
+keys like ``state.<name>.exp_avg``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True)
 class Choices:
-    """A user may say of a checkpoint what the rules do not find."""
+    """A user's choices for a checkpoint whose contents the rules do not find."""
 
     model_key: str | None = None  # its place in the tree, with dots between the keys
     optimizer_key: str | None = None
@@ -109,7 +109,7 @@ def _optimizer_place(path: str, tree: Any, choices: Choices, base: Path) -> Path
 
 
 def _base(tree: Mapping[Any, Any]) -> Path:
-    """Return the mapping in which model and optimizer are: the outermost one, or the only one within it (``app``)."""
+    """Return the mapping with model and optimizer: the outermost mapping, or its only inner mapping (``app``)."""
     if any(is_lazy(value) for value in tree.values()) or any(key in tree for key in MODEL_KEYS):
         return ()
     inner = [
@@ -145,7 +145,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
-    """Return the same without what is at some places, and without what is empty then."""
+    """Return the tree without some paths, and without containers that are then empty."""
     gone = [path for path in paths if path]
     if not gone or not isinstance(tree, Mapping):
         return tree
@@ -196,7 +196,7 @@ def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any
 
 
 def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]:
-    """Return what takes out of a name what wrappers put before and into it."""
+    """Return a function that removes the prefixes and parts of wrappers from a name."""
     prefix = _DDP if all(name.startswith(_DDP) for name in names) else ""
 
     def cleaned(name: str) -> str:
@@ -225,12 +225,12 @@ class SavedOptimizer(NamedTuple):
 
     @property
     def others(self) -> dict[Any, Any]:
-        """Return what else is in it (``loss_scale``)."""
+        """Return its other entries (``loss_scale``)."""
         return values_of(self.content, OWN_KEYS, [])
 
 
 def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
-    """Return the dictionaries of optimizers in a file: all of it, or what is under its keys."""
+    """Return the dictionaries of optimizers in a file: the whole file, or the values of its keys."""
     content = file.content
     inside = {"optimizer": content} if is_optimizer_state(content) else content if isinstance(content, Mapping) else {}
     return [SavedOptimizer(key, file, value) for key, value in inside.items() if is_optimizer_state(value)]
@@ -266,7 +266,7 @@ class NamedState:
         self._add([name], key, Elements(value.dtype))
 
     def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
-        """Add state about these parameters as such, one value that all ranks have alike."""
+        """Add state of these parameters that is a single value, equal on all ranks."""
         first, *others = (
             Number(whole(value).item(), value.dtype) if is_tensor(value) else Value(materialised(value))
             for value in values
@@ -298,16 +298,16 @@ class NamedState:
         return kind_to_json(kind, self.where(name, key))
 
     def where(self, name: str, key: str) -> str:
-        """Return what messages call a state."""
+        """Return the name of a state for messages."""
         return f"{self._title}: the optimizer's state '{key}' of {name}"
 
     def odd_shape(self, name: str, key: str, found: Sequence[int], shape: Sequence[int]) -> str:
-        """Return what to say of a tensor that is neither of a parameter's shape nor a number."""
+        """Return the message for a tensor that is neither of a parameter's shape nor a number."""
         remedy = "Convert without it (--only model)."
         return f"{self._title}: {odd_shape(key, name, found, f'the parameter {tuple(shape)}', remedy)}"
 
     def rest(self) -> dict[str, Any]:
-        """Return what is no tensor; TypeError for settings that no checkpoint holds."""
+        """Return the data other than tensors; raise TypeError for settings that a checkpoint cannot contain."""
         named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in self.groups]
         for name in (name for _, names in named for name in names):
             self.add_parameter(name)
@@ -315,7 +315,7 @@ class NamedState:
 
 
 class Names(NamedTuple):
-    """The names of a model's tensors are plain, and `cleaned` makes a plain name of one that is found."""
+    """The plain names of a model's tensors; `cleaned` converts a name in a file to a plain name."""
 
     tensors: Mapping[str, LazyTensor]
     cleaned: Callable[[str], str]
@@ -324,11 +324,12 @@ class Names(NamedTuple):
 def optimizer_state(
     path: str, found: Mapping[str, Any], model: Names, param_order: Sequence[str] | None, notes: list[str]
 ) -> NamedState:
-    """Return an optimizer's state by names, from one by numbers, by names or flat, with lazy tensors.
+    """Return an optimizer's state by names, from a state by numbers, by names or flat, with lazy tensors.
 
     Raises:
-        ValueError: if it goes by numbers, and nobody says which parameters are meant; if it is of other parameters; for
-            state that is neither of the parameter's shape nor a number, or that no checkpoint holds.
+        ValueError: if it is keyed by numbers, and the order of the parameters is not given; if it has other
+            parameters; for state that is neither of the parameter's shape nor a number, or that a checkpoint cannot
+            contain.
     """
     has_groups = _GROUPS in found
     if not has_groups:
@@ -363,7 +364,7 @@ def optimizer_state(
 def names_by_key(
     title: str, found: Mapping[str, Any], order: Sequence[str] | None, cleaned: Callable[[str], str]
 ) -> dict[Any, str]:
-    """Return the plain names of parameters, by what stands for them in an optimizer's dictionary."""
+    """Return the plain names of parameters, by their keys in an optimizer's dictionary."""
     groups = found[_GROUPS]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -409,7 +410,7 @@ def _unflattened(found: Mapping[str, Any], model: Names) -> dict[str, Any]:
 
 
 def _split(text: str, model: Names) -> tuple[str, str]:
-    """Return the name of a parameter, and what follows it, which may both have dots."""
+    """Return the name of a parameter and the remaining text, which may both contain dots."""
     parts = text.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = model.cleaned(".".join(parts[:count]))
