@@ -425,10 +425,8 @@ class FlatParamHandle:
         if not self.kept_shard.has(state):
             numel = self.kept_shard.padded(self.layout.unsharded_numel) // self.kept_shard.comm.world_size
             shard = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
-            self.kept_shard.fill(shard, state, self._gather_replicas_into)
-
-    def _gather_replicas_into(self, full: Tensor) -> Pending:
-        return self._gather_into(full, over=(self.replica_axis, self.replica_tag))
+            over = self.replica_axis, self.replica_tag
+            self.kept_shard.fill(shard, state, partial(self._gather_into, over=over))
 
     def _gather_into(
         self, full: Tensor, outgoing: Tensor | None = None, over: tuple[Communicator, int] | None = None
