@@ -49,7 +49,8 @@ class Bucket:
         handles = sorted(self.divisors, key=lambda handle: handle.number)  # alike on all ranks, however they arrived
         first, *_, last = [handles[0], *handles]
         name = first.unit_name if last is first else f"{first.name} to {last.name}"
-        _note(handles, "reduction started")
+        if is_logged := _log.isEnabledFor(logging.DEBUG):
+            _note(handles, "reduction started")
         if len(handles) == 1 or first.policy.comm_hook is not None:
             each = [handle.reduce() for handle in handles]
         else:
@@ -80,13 +81,13 @@ class Bucket:
             if hook is not None:
                 gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
             handle.accept(gradient)
-        _note(handles, "reduction finished")
+        if is_logged:
+            _note(handles, "reduction finished")
 
 
 def _note(handles: Sequence[FlatParamHandle], event: str) -> None:
-    if _log.isEnabledFor(logging.DEBUG):
-        for handle in handles:
-            _log.debug("rank %d, %s: %s", own_rank(), handle.name, event)
+    for handle in handles:
+        _log.debug("rank %d, %s: %s", own_rank(), handle.name, event)
 
 
 def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:

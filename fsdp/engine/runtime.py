@@ -504,15 +504,15 @@ class Runtime:
         for handle in self.handles:
             handle.mark_unreduced()
         for unit in self.units:
-            unit.backward.end()
+            is_in_use, is_in_forward = unit.is_in_use, unit.state is TrainingState.FORWARD
             # Inside of a running forward, gradients may be stepped next; torch.autograd.grad leaves none.
-            if has_gradient or unit.state is not TrainingState.FORWARD:
+            if is_in_use and (has_gradient or not is_in_forward):
                 self._list_shards(unit)
-            if unit.state is TrainingState.FORWARD:
+            if is_in_forward:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
             unit.is_spare |= unit.placements.keeps_unsharded
-            if unit.is_in_use and (unit.frees_after_backward or unit.is_unsharding):
+            if is_in_use and (unit.frees_after_backward or unit.is_unsharding):
                 unit.reshard()
         self._settle()
         self._defers = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
@@ -674,7 +674,6 @@ class Runtime:
         self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:
-            unit.backward.end()
             for handle in unit.handles:
                 handle.drop_unreduced()
             if unit.state is not TrainingState.FORWARD:

@@ -508,7 +508,7 @@ class Unit:
 
     @property
     def trained_handles(self) -> list[FlatParamHandle]:
-        return [handle for handle in self.handles if handle.requires_grad]
+        return list(filter(_requires_grad, self.handles))
 
     def set_divide_factors(self, pre: float, post: float) -> None:
         """Divide by these from now on, accumulated gradients included.
@@ -548,6 +548,7 @@ class Unit:
 
 
 _has_frozen = operator.attrgetter("has_frozen")
+_requires_grad = operator.attrgetter("requires_grad")
 _phase_of = operator.attrgetter("phase")
 _was_written = operator.attrgetter("was_written")
 

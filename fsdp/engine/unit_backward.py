@@ -70,10 +70,6 @@ class UnitBackward:
         """Record that backward has the gradients of the inputs of a call."""
         self._inside.discard(number)
 
-    def end(self) -> None:
-        """The backward has ended, or was given up: it leaves no more calls."""
-        self._inside.clear()
-
     @property
     def may_come(self) -> bool:
         """Return whether backward may come to calls yet that are older than those that it has come to."""
