@@ -30,7 +30,8 @@ from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, 
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.managed_params import Ignored, group
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import group
 from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.options import Options
 from fsdp.engine.originals import lender_of, note_stale, take_over

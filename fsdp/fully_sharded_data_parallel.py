@@ -28,7 +28,8 @@ from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parall
 from fsdp.engine.forwarding import Forwarding
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import GroupKey, Ignored, ddp_message
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import GroupKey, ddp_message
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way

@@ -37,8 +37,8 @@ from fsdp.distributed.gather_extension import around, values_of
 from fsdp.distributed.gathered_part import write_parts_through
 from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.ignored import Ignored
 from fsdp.engine.layout import Layout, Slot
-from fsdp.engine.managed_params import Ignored
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout

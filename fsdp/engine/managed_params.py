@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import check_extension, holds_extended, values_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import lender_of, owner_of, taken_by, taken_over
 
 Places = list[ParamInfo]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """`ignored_modules`, with all that is inside of them, and `ignored_parameters`: what is not sharded.
-
-    A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
-    """
-
-    modules: frozenset[nn.Module] = frozenset()
-    parameters: frozenset[Tensor] = frozenset()
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
-        """Return what the arguments of a front door name, which must be modules and parameters."""
-        roots = _checked("ignored_modules", modules, nn.Module)
-        inside = frozenset(inner for root in roots for inner in root.modules())
-        named = _checked("ignored_parameters", parameters, nn.Parameter)
-        return cls(
-            inside,
-            frozenset(named)
-            | {param for module in inside for param in module._parameters.values() if param is not None},
-        )
-
-    def __or__(self, other: Ignored) -> Ignored:
-        """Return what either of them leaves alone."""
-        return Ignored(self.modules | other.modules, self.parameters | other.parameters)
-
-    def check(self, sharded: Iterable[ParamInfo]) -> None:
-        """Raise ValueError if an inner unit, whose parameters are used at `sharded`, has taken what is ignored now."""
-        names = [name for name in map(taken_by, self.parameters) if name is not None]
-        names += [
-            f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
-        ]
-        if names:
-            raise ValueError(
-                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
-            )
-
-    def has(self, module: nn.Module, param: Tensor) -> bool:
-        """Return whether a parameter of a module is to be left alone."""
-        return module in self.modules or param in self.parameters
-
-
-def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
-    if isinstance(given, Iterator):
-        raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
-    is_one = isinstance(given, kind) or not isinstance(given, Iterable)
-    found = [] if given is None else [given] if is_one else list(given)
-    for item in found:
-        if not isinstance(item, kind):
-            raise TypeError(f"{argument} must be an iterable of {kind.__name__}s, found a {type(item).__name__} in it")
-    return found
 
 
 def collect(

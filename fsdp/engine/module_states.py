@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import from_everyone, peers_answer, sent_by_first
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.managed_params import Ignored, Places
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Places
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import own_modules
 from fsdp.engine.verify import agree_on_plan

@@ -25,7 +25,8 @@ from fsdp.engine.first_use import new_runtime
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
-from fsdp.engine.managed_params import GroupKey, Ignored, Places, collect, device_of, group, key_of, names_of
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import GroupKey, Places, collect, device_of, group, key_of, names_of
 from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.engine.module_states import take_states_of_first
 from fsdp.engine.optimizer_hooks import watch_optimizers

@@ -17,7 +17,8 @@ from fsdp.engine.fingerprints import take_fingerprints
 from fsdp.engine.flat_param import FlatParameter, refuse_unlike
 from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Ignored, Places, collect, names_of
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Places, collect, names_of
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams

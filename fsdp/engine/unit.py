@@ -21,9 +21,10 @@ from fsdp.distributed.communicator import begin_range, own_rank
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.ignored import Ignored
 from fsdp.engine.kept_shard import KeptShard
-from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
+from fsdp.engine.originals import Places
 from fsdp.engine.placements import Axis, Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules

@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.devices import accelerator
 from fsdp.engine.forward_hooks import has_forward
-from fsdp.engine.managed_params import Ignored
+from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import join
 
 _log = logging.getLogger("fsdp.wrap")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.engine.forward_hooks import has_forward
-from fsdp.engine.managed_params import Ignored
+from fsdp.engine.ignored import Ignored
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.summary import aligned, size_text
 from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes

@@ -15,7 +15,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wra
 from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.communicator import LoneRank
 from fsdp.engine.flat_param import ParamInfo
-from fsdp.engine.managed_params import Ignored
+from fsdp.engine.ignored import Ignored
 from fsdp.engine.module_states import take_states_of_first
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
