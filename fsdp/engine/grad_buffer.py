@@ -84,6 +84,11 @@ class GradientBuffer:
         return self._flat is None and not self._owes
 
     @property
+    def nbytes(self) -> int:
+        """The bytes that are accumulated and not reduced yet."""
+        return sum(each.nbytes for each in (self._flat, *self._scattered) if each is not None)
+
+    @property
     def is_reduced(self) -> bool:
         """True if the backward that runs reduces it."""
         return self.sync is not GradientSync.NONE
