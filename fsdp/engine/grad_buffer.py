@@ -88,6 +88,11 @@ class GradientBuffer:
         """True if it has nothing to reduce."""
         return self._flat is None and not self._owes
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of accumulated gradients that are not reduced yet."""
+        return sum(each.nbytes for each in (self._flat, *self._scattered) if each is not None)
+
     def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
         """Expect gradients; they go as far as `sync` says, zeros for what no rank has included if asked for."""
         if expected != self._expects:

@@ -379,12 +379,12 @@ class FlatParamHandle:
             if state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
-        self._gathered = self._ready_to_send(state)
+        self._gathered = state = self._ready_to_send(state)
         if self.kept_shard is not None:
             self.gather_kept()
         if self.unsharded.is_shard:
             self.storage.read_ahead()
-        elif self.kept_shard is not None and self.kept_shard.has((self.dtype, self._gathered)):
+        elif self.kept_shard is not None and self.kept_shard.has((self.dtype, state)):
             full = self.unsharded.begin_gather(directly=True)
             self._pending = self.kept_shard.gather(full, self.name, self.passes.stage)
         else:
@@ -517,6 +517,16 @@ class FlatParamHandle:
         self._gather_into(full).wait()
         self.storage.release()
         return full
+
+    def serve_unshard(self) -> None:
+        """Collective. Take part in the all-gather of ranks that unshard it; what is here stays as it is."""
+        self.gather_kept()
+        if self.kept_shard is not None and self.kept_shard.has((self.dtype, self.shard_state)):
+            numel = self.kept_shard.padded(self.layout.unsharded_numel)
+            full = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
+            self.kept_shard.gather(full, self.name, self.unit.stage).wait()
+        else:
+            self.gathered(self.dtype)
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

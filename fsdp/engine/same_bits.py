@@ -91,7 +91,8 @@ class SameBits:
             ways = [handle.reduce_comm, handle.replicas]
             way = ways[handle.is_replicated]
             ways[handle.is_replicated] = fronts.setdefault(way, SumByMicroBatch.of(way, self._sums))
-            handle.connect(handle.comm, *ways)
+            reduce_comm, replicas = ways
+            handle.connect(handle.comm, reduce_comm, replicas, replicas)
         hook = register_optimizer_step_pre_hook(_Checking(self))
         weakref.finalize(self, hook.remove)
 
@@ -270,13 +271,15 @@ def _problems(unit: Unit, ranks: int) -> Iterator[str]:
     """Yield what of a unit would have other bits at another number of ranks."""
     if unit.policy.comm_hook is not None or unit.policy.all_reduce_hook is not None:
         yield f"{unit.name} has a communication hook, which sums in its own way: leave it out"
+    if unit.placements.defers_reduction:
+        yield f"{unit.name} has PARTIAL gradients, which are summed over micro-batches first: use SHARD_OPTIM_GRADS"
     for handle in unit.handles:
         yield from _problems_of(handle, ranks)
 
 
 def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
     own = handle.comm.world_size * handle.replicas.world_size
-    if handle.is_sharded and handle.is_replicated:
+    if handle.is_sharded and handle.replica_axis.world_size > 1:
         yield f"{handle.name} is sharded and replicated (hybrid sharding), which sums twice: use FULL_SHARD"
     elif own != ranks and handle.layout.numel:
         yield f"{handle.name} is sharded over {own} ranks, and the model over {ranks}"

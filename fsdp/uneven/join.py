@@ -73,6 +73,11 @@ def join(
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
     runtime = runtime_of_root(model._unit, "join")
     runtime.ensure_idle("begin fsdp.join")
+    if deferring := next((unit.name for unit in runtime.units if unit.placements.defers_reduction), None):
+        raise NotImplementedError(
+            f"fsdp.join: {deferring} has PARTIAL gradients, which the step reduces, and ranks that have finished have "
+            "none. Use SHARD_OPTIM_GRADS, whose backwards reduce them."
+        )
     kinds = ", ".join(type(each).__name__ for each in optimizers)
     agree_on(runtime.root.everyone, "optimizers in fsdp.join", kinds)
     joining = Joining(runtime, model, optimizers, after_step)

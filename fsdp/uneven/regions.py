@@ -691,4 +691,4 @@ def _serve_gather(handle: FlatParamHandle) -> None:
         handle.absorb()
         handle.follow_shard()
         handle.storage.check(handle.name)
-        handle.gathered(handle.dtype)
+        handle.serve_unshard()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -108,8 +108,9 @@ class Plan:
     Attributes:
         world_size, replicas: how many ranks there are, and how many of them hold the same shard.
         units: the units, in the order in which they are all-gathered, the outermost first.
-        parameter_bytes, gradient_bytes, optimizer_bytes: of this rank's shards, their gradients after a backward, and
-            the optimizer's state for them. Without padding they add up over the ranks to those of the unsharded model.
+        parameter_bytes, gradient_bytes, optimizer_bytes: of this rank's shards, the gradients after a backward, and
+            the optimizer's state. Without padding they add up over the ranks to those of the unsharded model, unless
+            gradients are PARTIAL.
         phases: of training, in order.
         has_activations: a sample input was given; without, the peaks are those of the states alone.
         bytes_sent: of parameters and gradients, by this rank in one step.
@@ -219,6 +220,8 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
     for name in options:
         if name in _NOT_MODELLED:
             raise ValueError(f"plan() does not model {name}: {_NOT_MODELLED[name]}")
+    if not isinstance(reshards := _reshards(options), bool):
+        raise ValueError(f"plan() does not model reshard_after_forward={reshards}: plan True, which takes less memory")
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise ValueError(f"replicas must divide world_size, got replicas={replicas} and world_size={world_size}")
     if not 0 <= rank < world_size:
@@ -229,6 +232,12 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
                 f"{name or type(module).__name__} is sharded already: give plan() the plain model, and say by "
                 "auto_wrap_policy what becomes a unit"
             )
+
+
+def _reshards(options: Mapping[str, Any]) -> bool | int:
+    placements = options.get("placements")
+    given = options.get("reshard_after_forward", True) if placements is None else placements.reshard_after_forward
+    return cast("bool | int", given)
 
 
 def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -447,6 +456,7 @@ class _Training:
         if not handle.unsharded.is_shard:
             live.assign(handle.unsharded.full, UNSHARDED)
         for owner, name, kind in (
+            (handle, "gather_kept", UNSHARDED),
             (handle, "unshard", MESSAGES),
             (handle, "reduce", MESSAGES),
             (handle.gradients, "add", GRAD_BUFFERS),
@@ -478,15 +488,17 @@ class _Training:
             value.backward()
             self._note(BACKWARD)
             del value
-        grads = (handle.flat_param.held_gradient for unit in self.units for handle in unit.handles)
+        handles = [handle for unit in self.units for handle in unit.handles]
+        grads = (handle.flat_param.held_gradient for handle in handles)
         self._gradient_bytes = sum(grad.nbytes for grad in grads if grad is not None)
-        self._step = [message for group in self._groups for message in group.sent]
+        self._gradient_bytes += sum(handle.gradients.nbytes for handle in handles)
         if self._optimizer is not None:
             with self._live.allocating(self._optimizer_kind), _optimizers_on_meta():
                 self._live.forget_peak()
                 self._optimizer.step()
             self._note(STEP)
             self._optimizer.zero_grad()
+        self._step = [message for group in self._groups for message in group.sent]
         self._live.forget_peak()
         self._note(BETWEEN)
 
@@ -522,12 +534,12 @@ class _Training:
         gathered = [_number(each) for each in self._groups[0].sent if each.kind == "all-gather"]
         first = {number: place for place, number in reversed(list(enumerate(gathered)))}
         last = len(first)
-        return sorted(self.units, key=lambda unit: min((first.get(one.tag, last) for one in unit.handles), default=0))
+        return sorted(self.units, key=lambda unit: min((first.get(_tag(one), last) for one in unit.handles), default=0))
 
     def _planned(self, unit: Unit) -> PlannedUnit:
         handles = unit.handles
         trained = [handle for handle in handles if handle.requires_grad]
-        numbers = {handle.tag for handle in handles}
+        numbers = set(map(_tag, handles))
         gathers = [each for each in self._groups[0].sent if each.kind == "all-gather" and _number(each) in numbers]
         return PlannedUnit(
             name=self._names[unit],
@@ -543,8 +555,15 @@ class _Training:
         )
 
 
+def _tag(handle: FlatParamHandle) -> int:
+    """Return the tag of a handle's all-gathers along the shard axis."""
+    return handle.tag if handle.kept_shard is None else handle.kept_shard.tag
+
+
 def _number(message: Message) -> Any:
-    return message.tag[0] if isinstance(message.tag, tuple) else message.tag
+    """Return the number in a tag, which begins with a word if the all-gather is one along two axes."""
+    tag = message.tag if isinstance(message.tag, tuple) else (message.tag,)
+    return next((part for part in tag if isinstance(part, int)), None)
 
 
 # --- as text --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from fsdp.engine.summary import size_text
 from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.hybrid import mesh_of
 from tests.helpers.ranks import RankPool
 
 BATCH, CONTEXT, WIDTH = 8, 64, 128
@@ -145,6 +146,8 @@ CASES = {
     "GPT of one unit for each parameter": Case(gpt, options={"flatten_parameters": False, "bucket_cap_mb": 0}),
     "GPT by momentum": Case(gpt, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "GPT by fused AdamW": Case(gpt, optimizer=partial(torch.optim.AdamW, fused=True)),
+    "GPT by ZeRO-1": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
+    "GPT by ZeRO-2": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
     "convolutions": Case(UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)),
     "adapters": Case(adapted_gpt, Adapted),
     "adapters of original parameters": Case(adapted_gpt, Adapted, options={"use_orig_params": True}),
@@ -211,14 +214,15 @@ def train(case: Case, policy: AutoWrapPolicy | None = None, device: str = "cpu")
             note("backward")
             del loss
             handles = [handle for wrapper in fsdp.get_fsdp_instances(model) for handle in wrapper._unit.handles]
-            grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+            grads = [each for each in (handle.flat_param.held_gradient for handle in handles) if each is not None]
+            unreduced = sum(handle.gradients.nbytes for handle in handles)
             forget()
             optimizer.step()
             note("optimizer step")
             state = [each for one in optimizer.state.values() for each in one.values() if isinstance(each, Tensor)]
             measured.states = {
                 "parameters": sum(handle.flat_param.nbytes for handle in handles),
-                "gradients": sum(grad.nbytes for grad in grads),
+                "gradients": sum(grad.nbytes for grad in grads) + unreduced,
                 "optimizer": sum(each.nbytes for each in state),
             }
             del grads, state
@@ -232,15 +236,31 @@ def _train(name: str) -> Measured:
     return train(CASES[name])
 
 
-ON_FOUR_RANKS = ("GPT", "GPT of original parameters", "convolutions")
+ON_FOUR_RANKS = ("GPT", "GPT of original parameters", "convolutions", "GPT by ZeRO-1")
 
 
 @pytest.mark.parametrize(
     ("name", "world_size"), [*((name, 2) for name in CASES), *((name, 4) for name in ON_FOUR_RANKS)]
 )
 def test_what_is_planned_is_what_training_takes(ranks: RankPool, name: str, world_size: int) -> None:
-    plan = CASES[name].plan(world_size)
-    measured: Measured = ranks(world_size).run(_train, name)[0]
+    _compare(CASES[name].plan(world_size), ranks(world_size).run(_train, name)[0])
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
+def test_what_is_planned_with_replicas_is_what_training_takes(ranks: RankPool, strategy: str) -> None:
+    case = Case(gpt, options={"sharding_strategy": ShardingStrategy[strategy]})
+    plan = case.plan(4, replicas=2)
+    _compare(plan, ranks(4).run(_train_with_replicas, strategy)[0])
+    blocks = [unit for unit in plan.units if "blocks" in unit.name]
+    assert [unit.all_gathers for unit in blocks] == [2, 2, 2, 1]
+
+
+def _train_with_replicas(strategy: str) -> Measured:
+    options = {"sharding_strategy": ShardingStrategy[strategy], "process_group": mesh_of(2, 2)}
+    return train(Case(gpt, options=options))
+
+
+def _compare(plan: fsdp.Plan, measured: Measured) -> None:
     planned = {
         "parameters": plan.parameter_bytes,
         "gradients": plan.gradient_bytes,
@@ -409,6 +429,7 @@ def test_the_table_says_what_the_data_say() -> None:
         ({"process_group": None}, "does not model process_group: say how many"),
         ({"world_size": 4, "replicas": 3}, "replicas must divide world_size"),
         ({"rank": 2}, "rank must be one of 0 to 1"),
+        ({"reshard_after_forward": 2}, "does not model reshard_after_forward=2: plan True"),
     ],
 )
 def test_what_is_not_modelled_is_an_error_that_names_it(arguments: dict[str, Any], message: str) -> None:

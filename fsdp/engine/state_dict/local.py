@@ -125,6 +125,12 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
 def _entry(member: Member) -> dict[str, Any]:
     params: dict[str, dict[str, Any]] = {}
+    if member.unit.placements.is_nested:
+        raise NotImplementedError(
+            f"{member.title} has shards that are divided along the replica axis again, in an order that FairScale's "
+            "format does not have. Save state_dict() instead; local_state_dict() by itself is loaded again by the same "
+            "ranks."
+        )
     for handle in member.unit.owned_handles:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
