@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/adapters/train.py
 
-The base is a small Llama with random weights, in bfloat16; yours comes from `AutoModelForCausalLM.from_pretrained`. It
-is to continue sequences that count upwards.
+The base is a small Llama with random weights, in bfloat16; yours comes from `AutoModelForCausalLM.from_pretrained`.
+The model learns to continue sequences that count upwards.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/from_ddp/before.py
 
-`after.py` beside it is the same program, sharded.
+`after.py` in the same folder is the same program with sharding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, BATCH, ACCUMULATE = 64, 16, 24, 2  # BATCH of all ranks toge
 
 
 class Model(nn.Module):
-    """It is to repeat what it reads."""
+    """A small model that learns to repeat its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take the accelerator of this rank, if there is one, and meet the other ranks."""
+    """Collective. Initialize the process group and return the device of this rank."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -65,7 +65,7 @@ def evaluate(model: nn.Module, device: torch.device) -> float:
 
 
 def train(device: torch.device, folder: Path, steps: int = 100, max_norm: float = 1.0) -> list[float]:
-    """Collective. Train, going on from a checkpoint if there is one, and return the losses of the steps."""
+    """Collective. Train, resuming from a checkpoint if there is one, and return the losses of the steps."""
     torch.manual_seed(dist.get_rank())  # DistributedDataParallel takes the weights of the first rank
     model = DistributedDataParallel(Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,6 +1,6 @@
-"""The front door of the training job (`make train`): train on all ranks, then check in a process of its own.
+"""The entry point of the training job (`make train`): train on all ranks, then check the result in a separate process.
 
-What is wrong with the arguments is said here, once and in one line, before any rank starts.
+Errors in the arguments are reported here, in a single line, before any rank starts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CPU_RANKS = 2
 
 
 class OptionError(Exception):
-    """Arguments that this machine cannot do; the message is one line for the user."""
+    """Arguments that this machine does not support; the message is a single line for the user."""
 
 
 def resolve(options: Options) -> Options:
-    """Decide what was left open, for this machine.
+    """Choose default options for this machine.
 
     Raises:
         OptionError: more ranks than the machine has GPUs, no GPU at all, or an output folder that cannot
@@ -84,7 +84,7 @@ def main() -> int:
     print(f"text: {corpus.origin}, {num_bytes:,} bytes to train on and {num_held_out:,} held out")
     print(f"ranks: {options.ranks} on {options.device} with {backend}", flush=True)
 
-    # What an earlier run left must not be taken for this one's.
+    # Files of an earlier run must not be mistaken for files of this run.
     for name in ("model.pt", "report.json"):
         (options.out / name).unlink(missing_ok=True)
     if not options.resume:

@@ -1,8 +1,8 @@
-"""The one GPT of this project: what the training job, the benchmarks and some tests run.
+"""The GPT of this project, which the training job, the benchmarks and some tests use.
 
-Byte-level, so that any text is data and no tokenizer is needed. No dropout: two runs from one seed are equal,
-and so are a sharded and an unsharded model. Imports torch only, so that the same file loads consolidated
-weights in a process that knows nothing of `fsdp`.
+The model is byte-level, so any text is data and no tokenizer is required. There is no dropout, so two runs with the
+same seed are equal, and so are a sharded and an unsharded model. The file imports torch only, so that it can load
+consolidated weights in a process without `fsdp`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What a `GPT` is made of.
+    """The configuration of a `GPT`.
 
     Args:
         num_layers: number of blocks.
@@ -47,7 +47,7 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before."""
+    """Multi-head attention in which a position attends to itself and preceding positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: the natural unit to shard, since all blocks are alike and run one after another."""
+    """A pre-norm layer: the natural unit for sharding, because all blocks are equal and run sequentially."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class GPT(nn.Module):
 
 
 def init_weights(part: nn.Module, config: GPTConfig) -> None:
-    """Draw the weights of a GPT, or of a part of one, anew."""
+    """Initialize the weights of a GPT or of a part of it."""
     # What is added to the residual stream is scaled down by the number of additions, so that the
     # variance at the last block does not depend on the depth.
     residual_std = 0.02 / (2 * config.num_layers) ** 0.5
@@ -149,7 +149,7 @@ SIZES: dict[str, GPTConfig] = {
     "small": GPTConfig(num_layers=4, num_heads=4, width=128, context=128),
     "17M": GPTConfig(num_layers=8, num_heads=8, width=416),
     "46M": GPTConfig(num_layers=8, num_heads=8, width=688),
-    # For disk offload: many layers, each small beside the whole.
+    # For disk offload: many layers, each small compared to the whole model.
     "85M": GPTConfig(num_layers=27, num_heads=8, width=512),
     "300M": GPTConfig(num_layers=24, num_heads=16, width=1024),
 }

@@ -13,7 +13,7 @@ from examples.gpt.model import SIZES
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to train, on what, for how long; the help texts of `parse_options` say more.
+    """The options of a training run; the help texts of `parse_options` explain them.
 
     `ranks` and `device` are None until the launcher has looked at the machine.
     """
@@ -54,7 +54,7 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; an error is one line on stderr and ends the process with status 2."""
+    """Parse the command line; an error prints a single line to stderr and exits with status 2."""
     description = "Train a small byte-level GPT, sharded, and check it."
     parser = _Parser(prog="python -m examples.gpt.launch", description=description)
     count, amount = _positive(int), _positive(float)

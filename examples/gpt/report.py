@@ -1,4 +1,4 @@
-"""What a training run says about itself, and what its tensors hold; written by train, read by verify."""
+"""The report of a training run with the memory of its tensors; written by train, read by verify."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.gpt.model import GPTConfig
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one process holds between backward and the optimizer's next step."""
+    """Bytes that a process holds between backward and the next optimizer step."""
 
     parameters: int
     gradients: int
@@ -27,7 +27,7 @@ class HeldBytes:
 
 
 def measure_held_bytes(model: nn.Module, optimizer: optim.Optimizer) -> HeldBytes:
-    """Count what the live tensors hold; call it after `step()` and before `zero_grad()`."""
+    """Count the bytes of live tensors; call it after `step()` and before `zero_grad()`."""
     parameters = list(model.parameters())
     states = (value for state in optimizer.state.values() for value in state.values())
     return HeldBytes(
@@ -47,7 +47,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """One training run, as `OUT/report.json`.
+    """The report of a training run, stored as `OUT/report.json`.
 
     Args:
         config: sizes of the model.
@@ -56,7 +56,7 @@ class Report:
         first_loss, last_loss: validation loss of the sharded model before and after training.
         digest: of the text; data and max_bytes say how to read it again.
         batch, max_batches: how the validation windows are put together.
-        steps, seconds: of this run; those before it was resumed are not counted.
+        steps, seconds: of this run, without earlier runs that it has resumed.
     """
 
     config: GPTConfig

@@ -1,7 +1,7 @@
-"""Text as bytes for the training job: where it comes from, how it is split, and which windows are seen.
+"""Text as bytes for the training job: its source, its split, and its windows.
 
-Knows nothing of ranks beyond a seed, and nothing of sharding: the process that checks the saved weights
-reads the same text and the same validation batches through the same functions.
+The module depends on ranks only by a seed, and is independent of sharding: the process that checks the saved weights
+reads the same text and validation batches through the same functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALIDATION_FRACTION = 0.1
 
 
 class TextError(Exception):
-    """The data cannot be trained on; the message is one line for the user."""
+    """The data cannot be used for training; the message is a single line for the user."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Corpus:
     Args:
         train: `[num_bytes]` uint8, the beginning of the text.
         validation: `[num_bytes]` uint8, its last tenth: never trained on.
-        digest: of all the bytes, so that another process can tell that it reads the same text.
-        origin: what the text is, for the reader of the output.
+        digest: of all the bytes, so that another process can check that it reads the same text.
+        origin: a description of the text for the output.
     """
 
     train: Tensor
@@ -122,7 +122,8 @@ def training_batches(text: Tensor, *, batch: int, context: int, seed: int) -> It
 
 
 def validation_batches(text: Tensor, *, batch: int, context: int, max_batches: int) -> list[Tensor]:
-    """The same windows for everybody, evenly spread over the text; all but the last hold `batch` of them."""
+    """Return evenly spread windows, equal on all ranks; all batches except the last contain `batch` windows.
+    """
     num_windows = min(batch * max_batches, (len(text) - 1) // context)
     starts = torch.linspace(0, len(text) - context - 1, num_windows, dtype=torch.float64).long()
     return [_windows(text, piece, context) for piece in starts.split(batch)]

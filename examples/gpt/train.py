@@ -1,7 +1,7 @@
-"""One rank of the training job: sharded training of the byte-level GPT on real text.
+"""A rank of the training job: sharded training of the byte-level GPT on real text.
 
-`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun, and afterwards has
-`examples.gpt.verify` compare what it leaves behind with a plain, unsharded model:
+`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun. Afterwards
+`examples.gpt.verify` compares its output with a plain, unsharded model:
 
     OUT/model.pt     the consolidated weights under the plain model's names
     OUT/report.json  what was trained and measured (`Report`)
@@ -80,7 +80,7 @@ def join_group(options: Options) -> Place:
 
 
 def shard(plain: GPT) -> FullyShardedDataParallel:
-    """Collective. One unit for each block, and one for what is left."""
+    """Collective. Create a unit for each block, and a unit for all other parameters."""
     return fsdp.shard(plain, units={Block})
 
 
@@ -96,7 +96,7 @@ def validation_loss(model: nn.Module, batches: list[Tensor], place: Place) -> fl
     model.eval()
     loss = 0.0
     for first in range(0, len(batches), place.world_size):
-        # Every rank has to call the model equally often; beyond the end, a batch counts for nothing.
+        # Every rank must call the model the same number of times; batches beyond the end are not counted.
         index = first + place.rank
         weight = index < len(batches)
         loss += weight * next_byte_loss(model, batches[min(index, len(batches) - 1)].to(place.device)).item()
@@ -120,7 +120,7 @@ class Trainer:
         self.options = options
         self.place = place
         self.steps = options.steps  # fewer when they would take too long, see `_affordable_steps`
-        # Made after wrapping: what it sees is one flat shard per unit.
+        # Created after wrapping: the optimizer sees a flat shard per unit.
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.held_bytes: HeldBytes | None = None  # known after the first step
         self.first = 0  # the step to begin with
@@ -131,7 +131,7 @@ class Trainer:
         return self.place.world_size * self.options.batch * SIZES[self.options.size].context
 
     def resume(self) -> bool:
-        """Take model, optimizer and step of the newest checkpoint, if there is one and it is asked for."""
+        """Load model, optimizer and step of the newest checkpoint, if requested and available."""
         newest = fsdp.checkpoint.newest(self.options.out / "checkpoints") if self.options.resume else None
         if newest is None:
             return False

@@ -1,4 +1,4 @@
-"""Checks a finished training run from outside: one process, a plain GPT, and no `fsdp` anywhere.
+"""Checks a finished training run from outside: a single process with a plain GPT and without `fsdp`.
 
 `python -m examples.gpt.verify OUT` reads `OUT/model.pt` and `OUT/report.json`, compares, prints what it found,
 and exits with status 1 when anything disagrees.
@@ -27,7 +27,7 @@ SAMPLE_BYTES = 400
 
 
 class Findings:
-    """Checks done so far; a failed one is printed at once and remembered."""
+    """The checks so far; a failed check is printed immediately and recorded."""
 
     def __init__(self) -> None:
         self.num_failed = 0
@@ -51,7 +51,7 @@ def validation_loss(model: GPT, batches: list[Tensor]) -> float:
 
 
 def replicated_bytes(model: GPT, batch: Tensor) -> HeldBytes:
-    """What every rank holds in replicated training: one step of the plain model, measured the same way."""
+    """The bytes of each rank in replicated training: a step of the plain model, measured in the same way."""
     optimizer = torch.optim.AdamW(model.parameters())
     next_byte_loss(model, batch.to(model.head.weight.device)).backward()
     optimizer.step()
@@ -101,7 +101,7 @@ def check_bytes(findings: Findings, report: Report, replicated: HeldBytes) -> No
         measured == num_params + padding,
         f"{world_size} shards hold {measured:,} elements: {num_params:,} parameters, {padding:,} of padding",
     )
-    # Adam's state is two elements for each parameter, and one number of steps for each flat parameter.
+    # Adam's state has two elements for each parameter, and a number of steps for each flat parameter.
     expected = HeldBytes(shard * bytes_each, shard * bytes_each, (2 * shard + len(report.unit_numels)) * bytes_each)
     wrong = {rank: held for rank, held in enumerate(report.held_bytes) if held != expected}
     findings.check(

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/image/train.py
 
-The images are made here: noise with a brighter square in one of four corners, which is the class.
+The images are generated: noise with a brighter square in one of four corners, which is the class.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/larger_than_memory/train.py
 
-So that it is seen on any machine, each process forbids itself to take more than 192 MiB besides what Python and torch
-need. Linux only. The model learns to give back what it gets.
+To demonstrate this on any machine, each process limits itself to 192 MiB in addition to the memory of Python and
+torch. Linux only. The model learns to reproduce its input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 def limit_memory(nbytes: int) -> None:
-    """Let this process have `nbytes` more of memory of its own. Files that are mapped into memory do not count."""
+    """Limit this process to `nbytes` of additional private memory. Memory-mapped files do not count."""
     found = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found
     resource.setrlimit(resource.RLIMIT_DATA, (int(found[1]) * 1024 + nbytes, resource.RLIM_INFINITY))

@@ -1,9 +1,9 @@
-"""Ranks on several machines: sharded within each machine, replicated across, with checkpoints on a disk that all see.
+"""Ranks on multiple machines: sharded within each machine, replicated across, with checkpoints on a shared disk.
 
     bash examples/two_machines/here.sh
 
-`here.sh` makes two machines of this one. On real ones, torchrun is started on each with the arguments that are in the
-README. The model learns to repeat what it reads.
+`here.sh` emulates two machines on this machine. On real machines, start torchrun on each with the arguments in the
+README. The model learns to repeat its input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sequences(step: int, device: torch.device) -> Tensor:
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, going on from the newest checkpoint if there is one, and return the losses of the steps."""
+    """Collective. Train, resuming from the newest checkpoint if there is one, and return the losses."""
     model = build(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first = 0

@@ -50,7 +50,7 @@ def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def train(device: torch.device, folder: Path, steps: int = 60, resume: bool = False, **options: Any) -> list[float]:
-    """Collective. Train, going on from the newest checkpoint if asked to, and return the losses on other data."""
+    """Collective. Train, optionally resuming from the newest checkpoint, and return the losses on other data."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
