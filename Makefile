@@ -1,10 +1,10 @@
-# Two targets do everything: `make train` and `make test`. Both set up the environment first, once.
+# The main targets are `make train` and `make test`. Both create the environment first, once.
 #
 #   PYTHON=python3.12      the interpreter that makes the environment
 #   VENV=path              another environment; an existing one is used as it is
-#   CONSTRAINTS=           no pinned versions: keeps a torch (>= 2.11) that the environment already has
+#   CONSTRAINTS=           no pinned versions: keeps the environment's torch (>= 2.11)
 #   DATA=path              train on this file or folder instead of the standard library's source
-#   SESSIONS=1             how many sessions of `make test` run side by side; without it one for each core, up to four
+#   SESSIONS=1             number of parallel sessions of `make test`; by default one for each core, up to four
 #   ARGS="--steps 100"     further arguments of the training job, or of pytest for `make test`
 
 PYTHON ?= python3
@@ -16,13 +16,13 @@ ARGS ?=
 
 py := $(VENV)/bin/python
 install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-# Extras that tests use where they can be had.
+# Extras that tests use if they are available.
 clients := transformers accelerate lightning peft docs optimizers
 comma := ,
 
-# Ranks share the cores: with more threads each they take turns instead of computing.
+# Ranks share the cores: more threads per rank would compete for them.
 export OMP_NUM_THREADS ?= 1
-# Every rank imports the tests: where Python is told to keep no bytecode, each would compile them anew.
+# Every rank imports the tests: without cached bytecode, each rank would compile them again.
 test: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help train test lint bench docs clean
@@ -50,7 +50,7 @@ bench: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.overhead
 	$(py) -m benchmarks.lora
 
-# To be opened as files, without a network. Made anew, since a build on an earlier one may lose words of the search.
+# Pages can be opened as files, without a network. Always a full build, because an incremental build may lose search words.
 docs: $(VENV)/.fsdp-docs
 	$(py) -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 	@echo "built: build/site/index.html"
@@ -61,21 +61,21 @@ clean:
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
-# One stamp for each extra: remade when what it installs may have changed, so that a second call starts at once.
+# A stamp file for each extra, rebuilt if its packages may have changed, so that a second call starts immediately.
 $(VENV)/.fsdp-%: $(VENV)/pyvenv.cfg setup.py $(CONSTRAINTS)
 	$(py) -m pip --version >/dev/null 2>&1 || $(py) -m ensurepip
 	$(install) -e ".[$*]"
 	@touch $@
 
-# In one installation. The tests that need one of these skip without it, so where the index has it not, the others are
-# installed by themselves.
+# In a single installation. Tests without their package are skipped, so if the index lacks a package, the other packages
+# are installed separately.
 $(VENV)/.fsdp-clients: $(VENV)/.fsdp-test
 	$(install) -e ".[$(subst $() ,$(comma),$(clients))]" || for extra in $(clients); do \
 		$(install) -e ".[$$extra]" || echo "$$extra could not be installed: the tests that need it are skipped"; done
 	@touch $@
 
-# The last Lightning with a strategy for FairScale, in a folder that only its tests look into. It imports pkg_resources,
-# which later setuptools do not have.
+# The last Lightning version with a strategy for FairScale, in a folder that only its tests use. It imports pkg_resources,
+# which newer setuptools do not contain.
 $(VENV)/.fsdp-lightning-1.9: $(VENV)/.fsdp-clients
 	$(py) -m pip install --no-deps --target $(VENV)/lightning-1.9 --upgrade pytorch_lightning==1.9.5 "setuptools<81" \
 		|| echo "Lightning 1.9 could not be installed: the tests that need it are skipped"

@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    # Read as text: importing the package would need torch, which an isolated build does not have.
+    # Read as text: importing the package requires torch, which an isolated build does not have.
     source = (HERE / "fsdp" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
     if match is None:
@@ -20,7 +20,7 @@ def read_version() -> str:
 
 
 def read_description() -> str:
-    """Read the README for a place where its neighbours are not: a link to one of them, or a picture, becomes text."""
+    """Read the README and replace relative links and pictures, which do not work in a package index, by text."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
     return re.sub(r"!?\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
 

@@ -1,12 +1,10 @@
 """A strategy for Lightning's Trainer. Importing this registers ``Trainer(strategy="fsdp_flat")``.
 
-This module requires ``import lightning.pytorch`` (2.6.4 or newer); the package ``pytorch_lightning`` has different
-classes.
+This module requires ``lightning.pytorch`` (2.6.4 or newer), not the package ``pytorch_lightning``.
 
 The LightningModule becomes the module of an outermost wrapper. Inside this wrapper are the units that
 `configure_model` wraps and the units that the policy selects. The Trainer calls its steps through the wrapper's
-forward. Checkpoints are either a single file with unsharded tensors, or a folder to which every rank writes its
-shards.
+forward. Checkpoints are a single file with unsharded tensors, or a folder with the shards of all ranks.
 
 [Note: restored early, loaded late] The Trainer restores a checkpoint either before `setup`, when the model is not
 wrapped, or after it, but then without the user's ``weights_only``. The strategy therefore restores before `setup`, and
@@ -14,8 +12,7 @@ keeps the model's state until `setup` has wrapped the model.
 
 [Note: manual optimization] In manual optimization, backward and optimizer steps are in the middle of `training_step`,
 where gradients of a unit that is still in its forward cannot be clipped. The step is therefore called outside the
-outermost wrapper's forward. The outermost wrapper must then have no parameters of its own: each module that the step
-calls is a unit.
+outermost wrapper's forward. The outermost wrapper must have no parameters of its own: each called module is a unit.
 
 [Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` during training.
 Callbacks assume that a checkpoint exists when `save` has returned, and remove the previous checkpoint. Removals

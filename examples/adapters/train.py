@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/adapters/train.py
 
 The base is a small Llama with random weights, in bfloat16; yours comes from
-`AutoModelForCausalLM.from_pretrained`. It is to continue sequences that count upwards.
+`AutoModelForCausalLM.from_pretrained`. The model learns to continue sequences that
+count upwards.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ def configuration() -> LlamaConfig:
 
 
 def build(device: torch.device) -> FullyShardedDataParallel:
-    """Collective. Freeze the base, in bfloat16, and train the adapters, in float32.
-
-    Units have some of both.
+    """Collective. The base is frozen, in bfloat16; the adapters are trained, in
+    float32. Units have some of both.
     """
     torch.manual_seed(0)  # the same weights on every rank
     base = LlamaForCausalLM(configuration()).bfloat16()
@@ -50,7 +50,9 @@ def build(device: torch.device) -> FullyShardedDataParallel:
 
 
 def sequences(step: int, device: torch.device) -> Tensor:
-    """Return this rank's batch of a step, [BATCH, LENGTH]: numbers that count up."""
+    """This rank's batch of a step: numbers that count up from anywhere, [BATCH,
+    LENGTH].
+    """
     generator = torch.Generator().manual_seed(
         step * dist.get_world_size() + dist.get_rank()
     )
@@ -77,8 +79,9 @@ def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
 
     state = model.state_dict(rank0_only=True)  # collective
     if dist.get_rank() == 0:
-        # For PeftModel.from_pretrained(base, folder).
-        model.module.module.save_pretrained(folder, state_dict=state)
+        model.module.module.save_pretrained(
+            folder, state_dict=state
+        )  # for PeftModel.from_pretrained(base, folder)
         print(f"saved {sorted(path.name for path in folder.iterdir())}")
     return losses
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/from_ddp/after.py
 
-`diff examples/from_ddp/before.py examples/from_ddp/after.py` shows what has changed.
+`diff examples/from_ddp/before.py examples/from_ddp/after.py` shows the changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCABULARY, LENGTH, BATCH, ACCUMULATE = 64, 16, 24, 2  # BATCH of all ranks toge
 
 
 class Model(nn.Module):
-    """It is to repeat what it reads."""
+    """A small model that learns to repeat its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
+    """Collective. Initialize the process group and return the device of this rank."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -75,7 +75,9 @@ def evaluate(model: nn.Module, device: torch.device) -> float:
 def train(
     device: torch.device, folder: Path, steps: int = 100, max_norm: float = 1.0
 ) -> list[float]:
-    """Collective. Train, from a checkpoint if there is one, and return the losses."""
+    """Collective. Train, resuming from a checkpoint if there is one, and return the
+    losses of the steps.
+    """
     torch.manual_seed(dist.get_rank())
     model = fsdp.shard(
         Model().to(device), units={nn.TransformerEncoderLayer}, sync_module_states=True

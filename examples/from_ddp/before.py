@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/from_ddp/before.py
 
-`after.py` beside it is the same program, sharded.
+`after.py` in the same folder is the same program with sharding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, BATCH, ACCUMULATE = 64, 16, 24, 2  # BATCH of all ranks toge
 
 
 class Model(nn.Module):
-    """It is to repeat what it reads."""
+    """A small model that learns to repeat its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
+    """Collective. Initialize the process group and return the device of this rank."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -74,9 +74,12 @@ def evaluate(model: nn.Module, device: torch.device) -> float:
 def train(
     device: torch.device, folder: Path, steps: int = 100, max_norm: float = 1.0
 ) -> list[float]:
-    """Collective. Train, from a checkpoint if there is one, and return the losses."""
-    # DistributedDataParallel takes the weights of the first rank.
-    torch.manual_seed(dist.get_rank())
+    """Collective. Train, resuming from a checkpoint if there is one, and return the
+    losses of the steps.
+    """
+    torch.manual_seed(
+        dist.get_rank()
+    )  # DistributedDataParallel takes the weights of the first rank
     model = DistributedDataParallel(Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     path, first = folder / "checkpoint.pt", 0
@@ -108,8 +111,8 @@ def train(
         losses.append(mean(loss))
         if step % 20 == 19 and dist.get_rank() == 0:
             print(
-                f"step {step}: loss {losses[-1]:.3f}, "
-                f"on other data {evaluate(model.module, device):.3f}",
+                f"step {step}: loss {losses[-1]:.3f}, on other data "
+                f"{evaluate(model.module, device):.3f}",
                 flush=True,
             )
     if dist.get_rank() == 0:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/from_fairscale/train.py
 
-Before: `from fairscale.nn import ...`. All else, saving included, is as it was, and the
-files are FairScale's.
+Before: `from fairscale.nn import ...`. All other code, including saving, is unchanged,
+and the files have FairScale's format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
 
 
 class Model(nn.Module):
-    """It is to repeat what it reads."""
+    """A small model that learns to repeat its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
+    """Collective. Initialize the process group and return the device of this rank."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -95,7 +95,9 @@ def save(
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, from a checkpoint if there is one, and return the losses."""
+    """Collective. Train, resuming from a checkpoint if there is one, and return the
+    losses of the steps.
+    """
     torch.manual_seed(0)  # the same weights on every rank
     model = shard(Model().to(device), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

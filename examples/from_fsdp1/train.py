@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/from_fsdp1/train.py
 
-What has changed are the imports, `shard`, and how a checkpoint is saved and loaded.
+Only the imports, `shard`, and saving and loading checkpoints have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
 
 
 class Model(nn.Module):
-    """It is to repeat what it reads."""
+    """A small model that learns to repeat its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
+    """Collective. Initialize the process group and return the device of this rank."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -79,7 +79,9 @@ def shard(plain: Model, device: torch.device) -> FullyShardedDataParallel:
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, from the newest checkpoint if any, and return the losses."""
+    """Collective. Train, resuming from the newest checkpoint if there is one, and
+    return the losses.
+    """
     torch.manual_seed(0)  # the same weights on every rank
     model = shard(Model(), device)
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]

@@ -1,10 +1,10 @@
-"""A program written for torch's fully_shard (FSDP2), of which one import was changed.
+"""A program written for torch's fully_shard (FSDP2), with a single changed import.
 
     torchrun --nproc-per-node 2 examples/from_fsdp2/train.py
 
 Before: `from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard`.
-Parameters are `DTensor`s as before, and checkpoints go through
-`torch.distributed.checkpoint` as before.
+Parameters are still `DTensor`s, and checkpoints still use
+`torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
 
 
 class Model(nn.Module):
-    """It is to repeat what it reads."""
+    """A small model that learns to repeat its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def mean(loss: Tensor) -> float:
 
 
 def join() -> torch.device:
-    """Collective. Take this rank's accelerator, if any, and join the other ranks."""
+    """Collective. Initialize the process group and return the device of this rank."""
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -79,7 +79,9 @@ def shard(plain: Model) -> nn.Module:
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, from a checkpoint if there is one, and return the losses."""
+    """Collective. Train, resuming from a checkpoint if there is one, and return the
+    losses of the steps.
+    """
     torch.manual_seed(0)  # the same weights on every rank
     model = shard(Model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

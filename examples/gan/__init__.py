@@ -1,1 +1,1 @@
-"""Two sharded models in one checkpoint: a GAN."""
+"""Two sharded models in a single checkpoint: a GAN."""

@@ -1,4 +1,5 @@
-"""A GAN: two sharded models with an optimizer each, saved as one checkpoint.
+"""A GAN: two sharded models with separate optimizers, saved and resumed as a single
+checkpoint.
 
     torchrun --nproc-per-node 2 examples/gan/train.py
 
@@ -49,9 +50,8 @@ def judged(logits: Tensor, as_real: bool) -> Tensor:
 def train(device: torch.device, folder: Path, steps: int = 400) -> list[float]:
     """Collective. Train both models, from the newest checkpoint if there is one.
 
-    Returns:
-        The mean distance of generated points from the circle, every 100 steps and at
-        the end.
+    Returns: The mean distance of generated points from the circle, every 100 steps and
+    at the end.
     """
     torch.manual_seed(0)  # the same weights on every rank
     generator = FullyShardedDataParallel(layers(NOISE, 2).to(device))
@@ -60,7 +60,7 @@ def train(device: torch.device, folder: Path, steps: int = 400) -> list[float]:
         torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
         torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99)),
     ]
-    # One module with both models: its keys are `generator.0.weight`,
+    # A module with both models: its keys are `generator.0.weight`,
     # `discriminator.0.weight` and so on.
     both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
     newest = fsdp.checkpoint.newest(folder)
@@ -92,8 +92,8 @@ def train(device: torch.device, folder: Path, steps: int = 400) -> list[float]:
         optimizers[1].step()
         optimizers[1].zero_grad()
 
-        # The generator's gradient comes through the discriminator, whose own gradients
-        # are dropped.
+        # The generator's gradient passes through the discriminator, whose own gradients
+        # are discarded.
         judged(discriminator(generated), True).backward()
         optimizers[0].step()
         for optimizer in optimizers:

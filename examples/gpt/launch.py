@@ -1,7 +1,7 @@
-"""The front door of the training job (`make train`): train on all ranks, then verify.
+"""The entry point of the training job (`make train`): train on all ranks, then check
+the result in a separate process.
 
-What is wrong with the arguments is said here, once and in one line, before any rank
-starts.
+Errors in the arguments are reported here, in a single line, before any rank starts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ CPU_RANKS = 2
 
 
 class OptionError(Exception):
-    """Arguments that this machine cannot do; the message is one line for the user."""
+    """Arguments that this machine does not support; the message is a single line for
+    the user.
+    """
 
 
 def resolve(options: Options) -> Options:
-    """Decide what was left open, for this machine.
+    """Choose default options for this machine.
 
     Raises:
         OptionError: more ranks than the machine has GPUs, no GPU at all, or an output
-            folder that cannot be made.
+        folder that cannot be made.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = options.device or ("cuda" if num_gpus else "cpu")
@@ -98,12 +100,12 @@ def main() -> int:
     backend = "NCCL" if options.device == "cuda" else "gloo"
     num_bytes, num_held_out = len(corpus.train), len(corpus.validation)
     print(
-        f"text: {corpus.origin}, {num_bytes:,} bytes to train on "
-        f"and {num_held_out:,} held out"
+        f"text: {corpus.origin}, {num_bytes:,} bytes to train on and {num_held_out:,} "
+        "held out"
     )
     print(f"ranks: {options.ranks} on {options.device} with {backend}", flush=True)
 
-    # What an earlier run left must not be taken for this one's.
+    # Files of an earlier run must not be mistaken for files of this run.
     for name in ("model.pt", "report.json"):
         (options.out / name).unlink(missing_ok=True)
     if not options.resume:
@@ -123,8 +125,8 @@ def main() -> int:
         return status
     status = run_module(["examples.gpt.verify", str(options.out)])
     print(
-        f"{'done' if status == 0 else 'FAILED'} "
-        f"after {time.perf_counter() - start:.0f} s"
+        f"{'done' if status == 0 else 'FAILED'} after "
+        f"{time.perf_counter() - start:.0f} s"
     )
     return status
 

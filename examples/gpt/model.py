@@ -1,9 +1,9 @@
-"""The GPT of this project, in the training job, the benchmarks and some tests.
+"""The GPT of this project, which the training job, the benchmarks and some tests use.
 
-Byte-level, so that any text is data and no tokenizer is needed. No dropout: two runs
-from one seed are equal, and so are a sharded and an unsharded model. Imports torch
-only, so that the same file loads consolidated weights in a process that knows nothing
-of `fsdp`.
+The model is byte-level, so any text is data and no tokenizer is required. There is no
+dropout, so two runs with the same seed are equal, and so are a sharded and an unsharded
+model. The file imports torch only, so that it can load consolidated weights in a
+process without `fsdp`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What a `GPT` is made of.
+    """The configuration of a `GPT`.
 
     Args:
         num_layers: number of blocks.
@@ -51,7 +51,9 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before."""
+    """Multi-head attention in which a position attends to itself and preceding
+    positions.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -62,8 +64,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
-        # Each [batch, heads, time, channels].
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(
+            0
+        )  # each [batch, heads, time, channels]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
 
@@ -81,9 +84,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: the natural unit to shard.
-
-    All blocks are alike and run one after another.
+    """A pre-norm layer: the natural unit for sharding, because all blocks are equal and
+    run sequentially.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -99,7 +101,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes: tokens `[batch, time]` to logits `[batch, time, vocab]`.
+    """A decoder over bytes: `[batch, time]` int64 tokens in, `[batch, time, vocab]`
+    logits out.
 
     Args:
         config: the sizes; kept as `self.config`.
@@ -133,7 +136,7 @@ class GPT(nn.Module):
 
 
 def init_weights(part: nn.Module, config: GPTConfig) -> None:
-    """Draw the weights of a GPT, or of a part of one, anew."""
+    """Initialize the weights of a GPT or of a part of it."""
     # What is added to the residual stream is scaled down by the number of additions, so
     # that the variance at the last block does not depend on the depth.
     residual_std = 0.02 / (2 * config.num_layers) ** 0.5
@@ -148,12 +151,12 @@ def init_weights(part: nn.Module, config: GPTConfig) -> None:
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in nats, of bytes after those before them.
-
-    `windows` is `[batch, time + 1]`.
+    """Mean cross-entropy, in nats, of each byte of `windows` `[batch, time + 1]` after
+    those before it.
     """
-    # Whatever was computed in: 16 bits hold no more than two digits of a loss.
-    logits = model(windows[:, :-1]).float()
+    logits = (
+        model(windows[:, :-1]).float()
+    )  # whatever was computed in: 16 bits hold no more than two digits of a loss
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
@@ -164,7 +167,7 @@ SIZES: dict[str, GPTConfig] = {
     "small": GPTConfig(num_layers=4, num_heads=4, width=128, context=128),
     "17M": GPTConfig(num_layers=8, num_heads=8, width=416),
     "46M": GPTConfig(num_layers=8, num_heads=8, width=688),
-    # For disk offload: many layers, each small beside the whole.
+    # For disk offload: many layers, each small compared to the whole model.
     "85M": GPTConfig(num_layers=27, num_heads=8, width=512),
     "300M": GPTConfig(num_layers=24, num_heads=16, width=1024),
 }

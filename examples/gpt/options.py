@@ -1,4 +1,6 @@
-"""The training job's arguments: checked by the launcher, handed on to every rank."""
+"""The training job's arguments, which the launcher checks once and then hands on to
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from examples.gpt.model import SIZES
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to train, on what, for how long; the help texts of `parse_options` say more.
+    """The options of a training run; the help texts of `parse_options` explain them.
 
     `ranks` and `device` are None until the launcher has looked at the machine.
     """
@@ -55,15 +57,17 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; an error is one line on stderr, with status 2."""
+    """Parse the command line; an error prints a single line to stderr and exits with
+    status 2.
+    """
     description = "Train a small byte-level GPT, sharded, and check it."
     parser = _Parser(prog="python -m examples.gpt.launch", description=description)
     count, amount = _positive(int), _positive(float)
     add = parser.add_argument
     add(
         "--data",
-        help="a file or a folder of text; "
-        "default: the source of Python's standard library",
+        help="a file or a folder of text; default: the source of Python's standard "
+        "library",
     )
     add(
         "--out",

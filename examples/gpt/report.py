@@ -1,4 +1,6 @@
-"""What a run reports, and what its tensors hold: train writes, verify reads."""
+"""The report of a training run with the memory of its tensors; written by train, read
+by verify.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from examples.gpt.model import GPTConfig
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one process holds between backward and the optimizer's next step."""
+    """Bytes that a process holds between backward and the next optimizer step."""
 
     parameters: int
     gradients: int
@@ -27,7 +29,8 @@ class HeldBytes:
 
 
 def measure_held_bytes(model: nn.Module, optimizer: optim.Optimizer) -> HeldBytes:
-    """Count what live tensors hold; call it after `step()` and before `zero_grad()`."""
+    """Count the bytes of live tensors; call it after `step()` and before "
+    "`zero_grad()`."""
     parameters = list(model.parameters())
     states = (value for state in optimizer.state.values() for value in state.values())
     return HeldBytes(
@@ -52,17 +55,16 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """One training run, as `OUT/report.json`.
+    """The report of a training run, stored as `OUT/report.json`.
 
     Args:
         config: sizes of the model.
         unit_numels: elements of the parameters of each unit, counted before wrapping.
-        held_bytes: of each rank.
-        first_loss, last_loss: validation loss of the sharded model before and after
-            training.
-        digest: of the text; data and max_bytes say how to read it again.
-        batch, max_batches: how the validation windows are put together.
-        steps, seconds: of this run; those before it was resumed are not counted.
+        held_bytes: of each rank. first_loss, last_loss: validation loss of the sharded
+        model before and after training.
+        digest: of the text; data and max_bytes say how to read it again. batch,
+        max_batches: how the validation windows are put together. steps, seconds: of
+        this run, without earlier runs that it has resumed.
     """
 
     config: GPTConfig
@@ -95,7 +97,9 @@ class Report:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all, even if the process is stopped."""
+    """Write a file that is there completely or not at all, even if the process is
+    stopped.
+    """
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)

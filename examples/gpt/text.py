@@ -1,8 +1,8 @@
 """Text as bytes for the training job: its source, its split, and its windows.
 
-Knows nothing of ranks beyond a seed, and nothing of sharding: the process that checks
-the saved weights reads the same text and the same validation batches through the same
-functions.
+The module depends on ranks only by a seed, and is independent of sharding: the process
+that checks the saved weights reads the same text and validation batches through the
+same functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _VALIDATION_FRACTION = 0.1
 
 
 class TextError(Exception):
-    """The data cannot be trained on; the message is one line for the user."""
+    """The data cannot be used for training; the message is a single line for the "
+    "user."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Corpus:
     Args:
         train: `[num_bytes]` uint8, the beginning of the text.
         validation: `[num_bytes]` uint8, its last tenth: never trained on.
-        digest: of all the bytes, so that another process can tell that it reads the
-            same text.
-        origin: what the text is, for the reader of the output.
+        digest: of all the bytes, so that another process can check that it reads the
+        same text.
+        origin: a description of the text for the output.
     """
 
     train: Tensor
@@ -54,9 +55,9 @@ def load_corpus(data: str | None, *, context: int, max_bytes: int) -> Corpus:
 
     Args:
         data: a file or a folder of text files; None for the source of Python's standard
-            library.
+        library.
         context: the window that is trained on; there must be enough text for some of
-            them.
+        them.
         max_bytes: how much to read at most, in the sorted order of the paths.
 
     Raises:
@@ -75,8 +76,8 @@ def load_corpus(data: str | None, *, context: int, max_bytes: int) -> Corpus:
     if len(text) - split < needed:
         found = f"{len(text):,} bytes of text in {folder if data is None else data}"
         raise TextError(
-            f"{found} are too few: at least "
-            f"{int(needed / _VALIDATION_FRACTION):,} are needed. "
+            f"{found} are too few: at least {int(needed / _VALIDATION_FRACTION):,} are "
+            "needed. "
             "Give a longer file or a folder with DATA=path."
         )
     tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
@@ -101,7 +102,9 @@ def _user_files(path: Path) -> Iterator[Path]:
 
 
 def _walk(folder: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Regular files below `folder`, in an order that every file system gives."""
+    """Regular files below `folder`, in an order that does not depend on the file
+    system.
+    """
     for parent, folders, names in os.walk(folder):
         # In place: that is how `os.walk` is told where to go.
         folders[:] = sorted(
@@ -136,7 +139,9 @@ def _concatenate(files: Iterator[Path], max_bytes: int) -> bytes:
 def training_batches(
     text: Tensor, *, batch: int, context: int, seed: int
 ) -> Iterator[Tensor]:
-    """Endless random windows, `[batch, context + 1]` int64; each seed has others."""
+    """Endless random windows, `[batch, context + 1]` int64; every rank takes another
+    seed.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - context, (batch,), generator=generator)
@@ -146,7 +151,9 @@ def training_batches(
 def validation_batches(
     text: Tensor, *, batch: int, context: int, max_batches: int
 ) -> list[Tensor]:
-    """The same windows for all ranks, evenly spread over the text, in batches."""
+    """Return evenly spread windows, equal on all ranks; all batches except the last
+    contain `batch` windows.
+    """
     num_windows = min(batch * max_batches, (len(text) - 1) // context)
     starts = torch.linspace(
         0, len(text) - context - 1, num_windows, dtype=torch.float64

@@ -1,8 +1,7 @@
-"""One rank of the training job: sharded training of the byte-level GPT on real text.
+"""A rank of the training job: sharded training of the byte-level GPT on real text.
 
-`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun,
-and afterwards has `examples.gpt.verify` compare what it leaves behind with a plain,
-unsharded model:
+`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun.
+Afterwards `examples.gpt.verify` compares its output with a plain, unsharded model:
 
     OUT/model.pt     the consolidated weights under the plain model's names
     OUT/report.json  what was trained and measured (`Report`)
@@ -59,20 +58,23 @@ class Place:
         return reduced.item()
 
     def peak_bytes(self) -> int:
-        """This process's peak of memory: the GPU's, or else the whole process's."""
+        """This process's memory at its highest: the GPU's, or else the whole "
+        "process's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # In bytes there, in KiB elsewhere.
-        return peak if sys.platform == "darwin" else peak * 1024
+        return (
+            peak if sys.platform == "darwin" else peak * 1024
+        )  # in bytes there, in KiB elsewhere
 
 
 def join_group(options: Options) -> Place:
-    """Collective. Set up the process group that torchrun's environment describes."""
+    """Collective. Set up the process group that torchrun described in the "
+    "environment."""
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(
-            "error: this is one rank of many. Start it with: "
-            "python -m examples.gpt.launch"
+            "error: this is one rank of many. Start it with: python -m "
+            "examples.gpt.launch"
         )
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -85,7 +87,7 @@ def join_group(options: Options) -> Place:
 
 
 def shard(plain: GPT) -> FullyShardedDataParallel:
-    """Collective. One unit for each block, and one for what is left."""
+    """Collective. Create a unit for each block, and a unit for all other parameters."""
     return fsdp.shard(plain, units={Block})
 
 
@@ -101,8 +103,8 @@ def validation_loss(model: nn.Module, batches: list[Tensor], place: Place) -> fl
     model.eval()
     loss = 0.0
     for first in range(0, len(batches), place.world_size):
-        # Every rank has to call the model equally often; beyond the end, a batch counts
-        # for nothing.
+        # Every rank must call the model the same number of times; batches beyond the
+        # end are not counted.
         index = first + place.rank
         weight = index < len(batches)
         loss += (
@@ -124,7 +126,9 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
 
 
 class Trainer:
-    """The model, its optimizer and the bar; `run` is the training loop. Collective."""
+    """The model, its optimizer and the bar; `run` is the training loop. Collective, as
+    all of it trains.
+    """
 
     def __init__(
         self, model: FullyShardedDataParallel, options: Options, place: Place
@@ -132,9 +136,10 @@ class Trainer:
         self.model = model
         self.options = options
         self.place = place
-        # Fewer when they would take too long, see `_affordable_steps`.
-        self.steps = options.steps
-        # Made after wrapping: what it sees is one flat shard per unit.
+        self.steps = (
+            options.steps
+        )  # fewer when they would take too long, see `_affordable_steps`
+        # Created after wrapping: the optimizer sees a flat shard per unit.
         self.optimizer = torch.optim.AdamW(
             model.parameters(), betas=(0.9, 0.95), weight_decay=0.1
         )
@@ -151,7 +156,9 @@ class Trainer:
         )
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, if there is one and it is asked for."""
+        """Load model, optimizer and step of the newest checkpoint, if requested and
+        available.
+        """
         newest = (
             fsdp.checkpoint.newest(self.options.out / "checkpoints")
             if self.options.resume
@@ -262,8 +269,9 @@ def save_weights(
 def train(options: Options, place: Place, corpus: Corpus) -> Report:
     """Collective. Train and save; the report is the same on all ranks."""
     config = SIZES[options.size]
-    # The same on all ranks: sharding does not broadcast the weights.
-    torch.manual_seed(options.seed)
+    torch.manual_seed(
+        options.seed
+    )  # the same on all ranks: sharding does not broadcast the weights
     plain = GPT(config).to(place.device)
     unit_numels = count_units(plain)
     trainer = Trainer(shard(plain), options, place)

@@ -1,4 +1,5 @@
-"""Checks a finished training run from outside: one process, a plain GPT, no `fsdp`.
+"""Checks a finished training run from outside: a single process with a plain GPT and
+without `fsdp`.
 
 `python -m examples.gpt.verify OUT` reads `OUT/model.pt` and `OUT/report.json`,
 compares, prints what it found, and exits with status 1 when anything disagrees.
@@ -28,7 +29,7 @@ SAMPLE_BYTES = 400
 
 
 class Findings:
-    """Checks done so far; a failed one is printed at once and remembered."""
+    """The checks so far; a failed check is printed immediately and recorded."""
 
     def __init__(self) -> None:
         self.num_failed = 0
@@ -39,10 +40,8 @@ class Findings:
 
 
 def load_plain(path: Path, report: Report) -> GPT:
-    """Return a plain model with the saved weights.
-
-    Raises:
-        RuntimeError: for missing, unexpected or misshapen ones.
+    """The saved weights in an ordinary model; missing, unexpected or misshapen ones
+    raise RuntimeError.
     """
     model = GPT(report.config).to(report.device)
     model.load_state_dict(
@@ -60,7 +59,9 @@ def validation_loss(model: GPT, batches: list[Tensor]) -> float:
 
 
 def replicated_bytes(model: GPT, batch: Tensor) -> HeldBytes:
-    """Return what a rank of replicated training holds: a step of the plain model."""
+    """The bytes of each rank in replicated training: a step of the plain model,
+    measured in the same way.
+    """
     optimizer = torch.optim.AdamW(model.parameters())
     next_byte_loss(model, batch.to(model.head.weight.device)).backward()
     optimizer.step()
@@ -101,19 +102,21 @@ def check_losses(
     first, last = report.first_loss, report.last_loss
     findings.check(
         last < CLEARLY_FALLEN * first,
-        f"validation loss fell from {first:.4f} to {last:.4f} nats per byte "
-        f"(below {CLEARLY_FALLEN:.0%})",
+        f"validation loss fell from {first:.4f} to {last:.4f} nats per byte (below "
+        f"{CLEARLY_FALLEN:.0%})",
     )
     again = validation_loss(model, batches)
     findings.check(
         abs(again - last) <= LOSS_TOLERANCE,
-        f"the plain model's is {again:.4f}, {abs(again - last):.1e} away "
-        f"(allowed: {LOSS_TOLERANCE:.0e})",
+        f"the plain model's is {again:.4f}, {abs(again - last):.1e} away (allowed: "
+        f"{LOSS_TOLERANCE:.0e})",
     )
 
 
 def check_bytes(findings: Findings, report: Report, replicated: HeldBytes) -> None:
-    """Compare each rank's shards with equal pieces of each unit, rounded up."""
+    """Every rank's shards against the plain arithmetic of equal pieces, rounded up in
+    each unit.
+    """
     world_size, bytes_each = len(report.held_bytes), 4
     num_params = replicated.parameters // bytes_each
     shard = sum(-(-numel // world_size) for numel in report.unit_numels)
@@ -124,7 +127,7 @@ def check_bytes(findings: Findings, report: Report, replicated: HeldBytes) -> No
         f"{world_size} shards hold {measured:,} elements: {num_params:,} parameters, "
         f"{padding:,} of padding",
     )
-    # Adam's state is two elements for each parameter, and one number of steps for each
+    # Adam's state has two elements for each parameter, and a number of steps for each
     # flat parameter.
     expected = HeldBytes(
         shard * bytes_each,
@@ -136,8 +139,8 @@ def check_bytes(findings: Findings, report: Report, replicated: HeldBytes) -> No
     }
     findings.check(
         not wrong,
-        "every rank holds one shard of parameters and gradients, "
-        "and two of optimizer state"
+        "every rank holds one shard of parameters and gradients, and two of optimizer "
+        "state"
         + "".join(
             f"; rank {rank}: {held}, expected {expected}"
             for rank, held in wrong.items()
@@ -148,8 +151,8 @@ def check_bytes(findings: Findings, report: Report, replicated: HeldBytes) -> No
 def print_table(report: Report, replicated: HeldBytes) -> None:
     rank0, world_size = report.held_bytes[0], len(report.held_bytes)
     print(
-        f"\nbytes that live tensors hold, {replicated.parameters // 4:,} parameters "
-        "in float32"
+        f"\nbytes that live tensors hold, {replicated.parameters // 4:,} parameters in "
+        "float32"
     )
     print(
         f"{'':18}{f'sharded, each of {world_size}':>22}"
@@ -205,8 +208,9 @@ def main(folder: Path) -> int:
         corpus.digest == report.digest, "the text is the one that was trained on"
     )
     check_losses(findings, report, model, batches)
-    # Last of all, since it changes the weights.
-    replicated = replicated_bytes(model, batches[0])
+    replicated = replicated_bytes(
+        model, batches[0]
+    )  # last of all, since it changes the weights
     check_bytes(findings, report, replicated)
     print_table(report, replicated)
     return 1 if findings.num_failed else 0

@@ -1,11 +1,9 @@
-"""A sharded image classifier, with batch norms and an average of the weights.
-
-Gradients are accumulated, the learning rate follows a cosine, and each epoch is
-evaluated.
+"""A sharded image classifier: batch norms, an average of the weights, accumulation, a
+cosine schedule, evaluation.
 
     torchrun --nproc-per-node 2 examples/image/train.py
 
-The images are made here: noise with a brighter square in one of four corners, which is
+The images are generated: noise with a brighter square in one of four corners, which is
 the class.
 """
 
@@ -83,7 +81,9 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 def train(
     device: torch.device, folder: Path, epochs: int = 4, count: int = 512
 ) -> float:
-    """Collective. Train, save the averaged weights, and return their accuracy."""
+    """Collective. Train, save the averaged weights, and return their accuracy on other
+    images.
+    """
     torch.manual_seed(0)  # the same weights on every rank
     model = fsdp.shard(Classifier().to(device), units={Block})
     ema = EMA(model, decay=0.9)
@@ -103,8 +103,9 @@ def train(
         sampler.set_epoch(epoch)
         for number, (batch, classes) in enumerate(batches, start=1):
             is_last = number % ACCUMULATE == 0
-            # Gradients travel with the last batch only.
-            with nullcontext() if is_last else model.no_sync():
+            with (
+                nullcontext() if is_last else model.no_sync()
+            ):  # gradients travel with the last batch only
                 loss = F.cross_entropy(model(batch.to(device)), classes.to(device))
                 (loss / ACCUMULATE).backward()
             if is_last:
@@ -116,8 +117,8 @@ def train(
         found = accuracy(ema, held_out, device)
         if dist.get_rank() == 0:
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, "
-                f"accuracy of the average {found:.3f}",
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy of the average "
+                f"{found:.3f}",
                 flush=True,
             )
     fsdp.save(folder, ema.module)  # for anybody: folder/model.safetensors

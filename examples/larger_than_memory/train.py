@@ -1,12 +1,10 @@
-"""A model that is larger than memory.
-
-Its parameters, gradients and optimizer state are kept on disk.
+"""A model whose parameters, gradients and optimizer state are larger than memory: they
+are kept on disk.
 
     torchrun --nproc-per-node 2 examples/larger_than_memory/train.py
 
-So that it is seen on any machine, each process forbids itself to take more than 192 MiB
-besides what Python and torch need. Linux only. The model learns to give back what it
-gets.
+To demonstrate this on any machine, each process limits itself to 192 MiB in addition to
+the memory of Python and torch. Linux only. The model learns to reproduce its input.
 """
 
 from __future__ import annotations
@@ -39,7 +37,9 @@ class Layer(nn.Module):
 
 
 def limit_memory(nbytes: int) -> None:
-    """Let this process have `nbytes` more of memory; mapped files do not count."""
+    """Limit this process to `nbytes` of additional private memory. Memory-mapped files
+    do not count.
+    """
     found = re.search(
         r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
     )
@@ -50,9 +50,8 @@ def limit_memory(nbytes: int) -> None:
 
 
 def build(width: int, layers: int, **options: Any) -> FullyShardedDataParallel:
-    """Collective. Make the model without values, and fill it layer by layer.
-
-    So it is never in memory as a whole.
+    """Collective. Make the model without values, and give them layer by layer: it is
+    nowhere in memory as a whole.
     """
     with torch.device("meta"):
         plain = nn.Sequential(*(Layer(width) for _ in range(layers)))
@@ -63,8 +62,9 @@ def build(width: int, layers: int, **options: Any) -> FullyShardedDataParallel:
 
 def train(model: FullyShardedDataParallel, width: int, steps: int = 5) -> list[float]:
     """Collective. Return this rank's losses."""
-    # Parameter by parameter, without copies.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, fused=True
+    )  # parameter by parameter, without copies
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(
@@ -90,12 +90,13 @@ def main() -> None:
     folder = Path("runs/larger_than_memory")
     folder.mkdir(parents=True, exist_ok=True)  # on a local disk
     model = build(WIDTH, LAYERS, offload="disk", offload_folder=folder)
-    # In float32: itself, its gradient, two averages.
-    state = sum(param.numel() for param in model.parameters()) * 4 * 4
+    state = (
+        sum(param.numel() for param in model.parameters()) * 4 * 4
+    )  # float32: itself, its gradient, two averages
     if dist.get_rank() == 0:
         print(
-            f"each rank: {state / 2**20:.0f} MiB of state, "
-            f"{LIMIT / 2**20:.0f} MiB of memory",
+            f"each rank: {state / 2**20:.0f} MiB of state, {LIMIT / 2**20:.0f} MiB of "
+            "memory",
             flush=True,
         )
     train(model, WIDTH, steps)

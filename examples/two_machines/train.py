@@ -1,11 +1,10 @@
-"""Ranks on several machines: sharded within each machine, replicated across.
-
-Checkpoints are on a disk that all machines see.
+"""Ranks on multiple machines: sharded within each machine, replicated across, with
+checkpoints on a shared disk.
 
     bash examples/two_machines/here.sh
 
-`here.sh` makes two machines of this one. On real ones, torchrun is started on each with
-the arguments that are in the README. The model learns to repeat what it reads.
+`here.sh` emulates two machines on this machine. On real machines, start torchrun on
+each with the arguments in the README. The model learns to repeat its input.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all ranks together
 
 
 def build(device: torch.device) -> FullyShardedDataParallel:
-    """Collective. Shard within a machine, and replicate across machines.
-
-    Between machines, a rank sends its shard's gradient only.
+    """Collective. All-gathers stay within a machine; between machines, a rank sends its
+    shard's gradient only.
     """
     torch.manual_seed(0)  # the same weights on every rank
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
@@ -53,7 +51,9 @@ def sequences(step: int, device: torch.device) -> Tensor:
 
 
 def train(device: torch.device, folder: Path, steps: int = 100) -> list[float]:
-    """Collective. Train, from the newest checkpoint if any, and return the losses."""
+    """Collective. Train, resuming from the newest checkpoint if there is one, and
+    return the losses.
+    """
     model = build(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first = 0

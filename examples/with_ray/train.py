@@ -1,11 +1,10 @@
-"""A sharded model on two workers of Ray Train, one of which is killed.
-
-Ray starts them again and training goes on.
+"""A sharded model on two workers of Ray Train, one of which is killed; Ray restarts
+them and training continues.
 
     python examples/with_ray/train.py
 
-Ray sets up the process group, so the function that it runs on each worker begins where
-others are after `init_process_group`. The model learns to repeat what it reads.
+Ray creates the process group, so the function on each worker does not call
+`init_process_group`. The model learns to repeat its input.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 24  # of all workers together
 
 
 def build() -> FullyShardedDataParallel:
-    """Collective. A unit for each layer, and one for the rest."""
+    """Collective. Create a unit for each layer, and a unit for all other parameters."""
     torch.manual_seed(0)  # the same weights on every worker
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     plain = nn.Sequential(
@@ -51,7 +50,7 @@ def sequences(step: int) -> Tensor:
 
 
 def train_on_worker(config: dict[str, Any]) -> None:
-    """Collective. Train, from the checkpoint that was reported last if there is one."""
+    """Collective. Train, starting from the last reported checkpoint if there is one."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first = 0
@@ -79,11 +78,11 @@ def train_on_worker(config: dict[str, Any]) -> None:
 
 
 def report(path: Path, metrics: dict[str, Any]) -> None:
-    """Collective. Hand Ray a checkpoint, which it copies before this returns.
+    """Collective. Report a checkpoint to Ray, which copies the folder to its storage
+    before this function returns.
 
-    Every worker has written its part of the folder, so one of them reports it. Where
-    workers have no file system in common, `fsdp.save` has sent all parts to the first
-    one.
+    Every worker has written its part of the folder, so a single worker reports it. If
+    workers do not share a file system, `fsdp.save` has sent all parts to rank 0.
     """
     ray.train.report(
         metrics,
@@ -117,8 +116,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="[%(default)s]")
     found = train(Path("runs/with_ray"), parser.parse_args().steps).metrics
     print(
-        f"step {found['step']}: loss {found['loss']:.3f}; "
-        f"the last start was at step {found['first']}"
+        f"step {found['step']}: loss {found['loss']:.3f}; the last start was at step "
+        f"{found['first']}"
     )
 
 

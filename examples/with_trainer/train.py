@@ -1,6 +1,5 @@
-"""Adapters of peft on a sharded transformers model, trained by the Trainer.
-
-The Trainer resumes on any number of ranks.
+"""Adapters of peft on a sharded transformers model, trained by the Trainer, which
+resumes on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/with_trainer/train.py
 
@@ -30,7 +29,9 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 48  # of all ranks together
 
 
 def build(device: torch.device) -> FullyShardedDataParallel:
-    """Collective. Freeze the base: only adapters have gradients and optimizer state."""
+    """Collective. The base is frozen; only the adapters are trained, and have gradients
+    and optimizer state.
+    """
     torch.manual_seed(0)  # the same weights on every rank
     base = LlamaForCausalLM(
         LlamaConfig(
@@ -66,7 +67,9 @@ def train(
     resume: bool = False,
     **options: Any,
 ) -> list[float]:
-    """Collective. Train, from the newest checkpoint if asked to; return the losses."""
+    """Collective. Train, optionally resuming from the newest checkpoint, and return the
+    losses on other data.
+    """
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -89,8 +92,9 @@ def train(
         eval_dataset=sequences(96, seed=2),
     )
     trainer.train(resume_from_checkpoint=resume or None)
-    # For PeftModel.from_pretrained(base, folder / "adapters").
-    trainer.save_model(str(folder / "adapters"))
+    trainer.save_model(
+        str(folder / "adapters")
+    )  # for PeftModel.from_pretrained(base, folder / "adapters")
     return [
         entry["eval_loss"]
         for entry in trainer.state.log_history
