@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ OPTIONS = ["--steps", str(STEPS), "--every", str(EVERY), "--pause", "0.1"]
 PATIENCE = 240.0  # seconds for each thing that is waited for; it takes three
 
 
+@pytest.mark.waiting
 def test_a_training_that_loses_a_machine_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     with _two_machines(tmp_path) as machines:
         _until(lambda: any(len(steps) > EVERY for steps in _lives(tmp_path, "rank-1-of-2")), machines)

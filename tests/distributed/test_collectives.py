@@ -266,6 +266,7 @@ def _settle(way: str) -> None:
 # What goes wrong
 
 
+@pytest.mark.waiting
 def test_a_rank_that_never_comes_is_an_error_that_names_the_unit(ranks: RankPool, tmp_path: Path) -> None:
     # Processes of their own, since what is left of these groups would be in the way of other tests.
     for message in ranks(2, backend=None).run(_wait_in_vain, tmp_path / "store")[0]:
@@ -281,7 +282,7 @@ def _wait_in_vain(store: Path) -> list[str]:
     full, shard = torch.empty(2_000_000), torch.ones(1_000_000)
     for peer_sends in (False, True):
         dist.barrier()
-        comm = DirectExchange(dist.new_group(timeout=timedelta(seconds=10)))
+        comm = DirectExchange(dist.new_group(timeout=timedelta(seconds=5)))
         comm.all_gather(full, shard, "all-gather of blocks.0", tag=0).wait()
         comm.settle()
         if rank == 0:

@@ -474,12 +474,13 @@ class Branching(nn.Module):
         return self.hardly(self.rarely(self.seldom(hidden))) if rarely else hidden
 
 
+@pytest.mark.waiting
 def test_a_rank_that_skips_a_unit(ranks: RankPool) -> None:
     ranks(2).run(_skip_a_unit_on_rank_1)
 
 
 def _skip_a_unit_on_rank_1() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=10))  # of which the first step takes a part
+    group = dist.new_group(timeout=timedelta(seconds=5))  # of which the first step takes a part
     model = FullyShardedDataParallel(Branching(group), group)
     model(torch.ones(2, 5), rarely=True).sum().backward()
     skips = dist.get_rank() == 1

@@ -25,7 +25,7 @@ from tests.helpers.ranks import RankPool
 pytestmark = pytest.mark.waiting
 
 INPUTS = torch.ones(2, 5)
-PATIENCE = timedelta(seconds=6)  # what each case costs, and what a busy machine may need for the step before it
+PATIENCE = timedelta(seconds=5)  # what each case costs, and what a busy machine may need for the step before it
 
 Act = Callable[[Any], Any]
 

@@ -3,13 +3,13 @@
 Ranks that work in step leave cores idle while they wait for each other, and those of another session use them.
 
 The sessions are forked when the tests are collected. Each takes the next file out of a hat (a pipe filled beforehand)
-when it is about to finish one, and sends what becomes of its tests. The session that was started shows each file when
+when it is about to finish one, and sends what becomes of its tests. Large files come first, so that all sessions end at
+about the same time. Tests that mostly wait are no part of their file there: one session more runs them. The session that was started shows each file when
 it is complete, as if it had run it; so there is one report, and options that concern it mean what they always do.
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sessions",
         default="1",
         metavar="N",
-        help="share the files of tests out among N sessions, side by side, and one more for those that are marked as "
+        help="share the files of tests out among N sessions, side by side, and one more for tests that are marked as "
         f"waiting; 'auto': one for each core, up to {MOST}. With -x, --maxfail or --pdb there is only one.",
     )
 
@@ -42,12 +43,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option
     if session.testsfailed or option.collectonly or option.usepdb or option.maxfail:
         return None  # as pytest does it
-    files = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
+    files = _shared_out(session.items)
     number = min(_wanted(option.sessions), len(files))
     if number < 2:
         return None
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one folder for all
-    waiting = [place for place, items in enumerate(files) if items[0].get_closest_marker("waiting")]
+    waiting = [place for place, items in enumerate(files) if _waits(items[0])]
     hat, hat_of_waiting = _filled_hat(set(range(len(files))).difference(waiting)), _filled_hat(waiting)
     players: list[Player] = []
     try:
@@ -60,6 +61,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         os.close(hat)
         os.close(hat_of_waiting)
     return True
+
+
+def _shared_out(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
+    """Return the tests of each file, those that wait apart from the others, and the files with most tests first."""
+    files: dict[tuple[Path, bool], list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault((item.path, _waits(item)), []).append(item)
+    return sorted(files.values(), key=len, reverse=True)
+
+
+def _waits(item: pytest.Item) -> bool:
+    return item.get_closest_marker("waiting") is not None
 
 
 def _wanted(sessions: str) -> int:

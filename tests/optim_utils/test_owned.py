@@ -44,7 +44,7 @@ def test_muon_by_owners_beside_sharded_adamw(ranks: RankPool, world_size: int, f
 
 def _train(form: str) -> None:
     model = talk(FORMS[form])
-    train_both(model, owned(model, muon_and_adamw()), Twin(muon_and_adamw()), range(10))
+    train_both(model, owned(model, muon_and_adamw()), Twin(muon_and_adamw()), range(4))
 
 
 # Ways to train

@@ -209,7 +209,7 @@ def _train_in_float64(wrap: Callable[[nn.Module], nn.Module], rank: int, size: i
     try:
         model = nested_mlp(wrap)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(10):
+        for step in range(3):
             inputs = torch.randn(64, 5, generator=torch.Generator().manual_seed(step))
             own = inputs.view(size, -1, 5)[rank]
             optimizer.zero_grad()
