@@ -372,6 +372,20 @@ def in_stage(stage: str, what: str, tag: int) -> tuple[str, Tag]:
     return f"{what} in {stage}" if stage and not call else what, (tag, call or stage) if stage else tag
 
 
+def named(ranks: Iterable[int]) -> str:
+    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    if not runs:
+        return "no ranks"
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"
+
+
 def own_rank() -> int:
     """This rank's number among all, for errors."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -36,10 +36,11 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from fsdp.distributed import communicator, paths
+from fsdp.distributed.communicator import named
 from fsdp.distributed.journal import journals, settings
 from fsdp.distributed.positions import Position, Report, last_place, longest_wait
 from fsdp.distributed.reports import Event, Kind
-from fsdp.distributed.roll_call import RollCall, named
+from fsdp.distributed.roll_call import RollCall
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
 _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do

@@ -26,13 +26,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
-from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
 from fsdp.distributed.communicator import in_stage, labelled, own_rank
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
@@ -46,9 +45,12 @@ from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
 from fsdp.engine.shard import Shard
-from fsdp.engine.shard_metadata import FlatParamShardMetadata
 from fsdp.engine.shard_values import ShardValues
 from fsdp.engine.unsharded_params import UnshardedParameters
+
+if TYPE_CHECKING:
+    from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
+    from fsdp.engine.shard_metadata import FlatParamShardMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -176,6 +178,8 @@ class FlatParamHandle:
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return which elements of which parameters are in this rank's shard."""
+        from fsdp.engine.shard_metadata import FlatParamShardMetadata  # for code that was written for FSDP1
+
         return FlatParamShardMetadata.of(self.layout, self.comm.rank)
 
     @property
@@ -555,7 +559,7 @@ class FlatParamHandle:
         if hook is None or not self.layout.numel:
             reduce_scatter = self.reduce_comm.reduce_scatter
             return labelled("reduce_scatter", self.unit.name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
-        call = HookCall(self.name, self.reduce_comm, self.reduce_tag)
+        call = (self.name, self.reduce_comm, self.reduce_tag)
         shard = labelled("reduce_scatter", self.unit.name, hook.reduce, gradient, call, dtype)
         return Pending(what, (), lambda: shard)
 

@@ -34,7 +34,6 @@ from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.memory import return_freed_memory
-from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.registration import Contents
@@ -278,6 +277,8 @@ class Runtime:
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
                 )
+            from fsdp.engine.merged_writes import merge_written  # a layer for the few models that do this
+
             for handle in unit.handles:
                 if handle.was_written:
                     merge_written(handle)
