@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 # What modules list may be the wrapped module's; not there before the constructor of `nn.Module`.
 _ENTRIES = ("_parameters", "_buffers")
+_GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -286,7 +287,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         holder = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
-        if name in layers.copying.ASSIGNED and "_unit" in self.__dict__ and not layers.copying.is_missing(value):
+        if name in _GROUPS and "_unit" in self.__dict__ and not layers.copying.is_missing(value):
             self.__dict__.update(layers.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()

@@ -68,6 +68,9 @@ class Listing(dict[str, Any]):
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
+        registry = self._registries.get(name)
+        if registry is not None:
+            registry.refuse_removal(self._module(), name)
         super().__delitem__(name)
         module = self._module()
         if name in self._registries and module is not None:
@@ -286,6 +289,15 @@ class Registry:
         if len(new) < len(values) or not all(_are_equal(value, new[0]) for value in new):
             raise ValueError(f"a parameter was replaced under only some of its names ({names})")
         return new[0]
+
+    def refuse_removal(self, module: nn.Module | None, name: str) -> None:
+        """Raise RuntimeError if a parameter is taken out of its module while it is sharded, as by weight norm."""
+        # Inside of its unit's forward a parameter is a leaf, and a parametrization is for that forward alone.
+        if self._leaves is None and (module, name) in [at[:2] for at in self._at]:
+            raise RuntimeError(
+                f"'{name}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
+                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
+            )
 
     def refuse_lent(self, what: str, unit: str) -> None:
         """Raise RuntimeError if modules of `unit` compute with tensors that were given for one call."""

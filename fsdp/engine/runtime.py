@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -39,10 +39,12 @@ from fsdp.engine.reduction import Reductions
 from fsdp.engine.registration import Contents
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.steps import Steps
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
+
+if TYPE_CHECKING:
+    from fsdp.engine.steps import Steps
 
 
 class Runtime:
@@ -59,6 +61,8 @@ class Runtime:
             parameter was added after wrapping.
     """
 
+    steps: Steps  # of its optimizers, as far as they are compared; whoever makes the runtime gives it these
+
     def __init__(self, root: Unit, *, bucket_bytes: int) -> None:
         self.root = root
         named_units = units_in(root)
@@ -71,7 +75,6 @@ class Runtime:
         self.has_run = False  # a forward has begun with the root
         self._reductions = Reductions(bucket_bytes)
         self._usage = Usage()
-        self.steps = Steps(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since

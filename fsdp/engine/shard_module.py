@@ -113,6 +113,14 @@ def meet_torch() -> None:
     teach_torch()
 
 
+def _new_runtime(root: Unit, bucket_bytes: int) -> Runtime:
+    from fsdp.engine.steps import Steps  # a layer, by which the ranks compare their optimizer steps
+
+    runtime = Runtime(root, bucket_bytes=bucket_bytes)
+    runtime.steps = Steps(root)
+    return runtime
+
+
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
     """Have units that were outermost until now, or the module's own from an earlier wrapper, make way for a new one."""
     for unit in units:
@@ -204,7 +212,7 @@ def _make_unit(
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,
-        new_runtime=partial(Runtime, bucket_bytes=options.bucket_bytes),
+        new_runtime=partial(_new_runtime, bucket_bytes=options.bucket_bytes),
     )
     for each in unit.modules:
         hooks = ForwardHooks(
