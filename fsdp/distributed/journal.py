@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_KEPT = 1024  # pages on which there is something, with the open one
+KEPT = 1024  # pages on which there is something
 
 
 @dataclass
@@ -47,7 +47,9 @@ class Journal:
     It knows nothing of the model, which the watchdog's thread would keep alive.
 
     Attributes:
-        noted: what was noted on the open page: each entry is something and its text, as for `note`.
+        page: the number of the page that is open.
+        notes: by page, how often each thing was noted with each text. `note` writes to them, and so do hot paths, which
+            call `forget` if there are too many pages.
         difference: how the ranks differ; empty while nobody has found that they do.
         is_raised: this rank knows it, by an error.
         warning: the first difference that is no error; empty while nobody has found one.
@@ -59,10 +61,9 @@ class Journal:
         self._error, self._warning_of = error, warning_of
         self.difference = self.warning = ""
         self.is_raised = False
-        self.noted: list[tuple[Hashable, str]] = []
-        self._page = 0
+        self.page = 0
         self.first_unsent = 0  # those before it have been sent to the rank that compares, or are forgotten
-        self._notes: dict[int, dict[tuple[Hashable, str], int]] = {}
+        self.notes: dict[int, dict[tuple[Hashable, str], int]] = {}
         # A model before it may have had the name, in another default process group, and not be freed yet.
         for before in [each for each in list(journals) if each.name == self.name]:
             journals.discard(before)
@@ -76,30 +77,16 @@ class Journal:
                 with the most notes counts.
             text: describes it, alike on all ranks; several lines are shown each by itself.
         """
-        self.noted.append((what, text))
+        notes = self.notes.setdefault(self.page, {})
+        notes[what, text] = notes.get((what, text), 0) + 1
+        if len(self.notes) > KEPT:
+            self.forget()
 
-    @property
-    def page(self) -> int:
-        """The number of the page that is open."""
-        return self._page
-
-    @page.setter
-    def page(self, page: int) -> None:
-        self._enter()
-        self._page = page
-
-    def _enter(self) -> None:
-        """Enter what was noted."""
-        if not self.noted:
-            return
-        notes = self._notes.setdefault(self._page, {})
-        for each in self.noted:
-            notes[each] = notes.get(each, 0) + 1
-        self.noted.clear()
-        if len(self._notes) >= _KEPT:
-            oldest = next(iter(self._notes))
-            self.first_unsent = max(self.first_unsent, oldest + 1)
-            del self._notes[oldest]
+    def forget(self) -> None:
+        """Forget the oldest page."""
+        oldest = next(iter(self.notes))
+        self.first_unsent = max(self.first_unsent, oldest + 1)
+        del self.notes[oldest]
 
     def finding(self, lines: Iterable[str]) -> tuple[Finding, list[str]]:
         """Return what is to be said of lines that not all ranks have, and which of them it is about."""
@@ -119,11 +106,9 @@ class Journal:
         return kept, digests[kept - first :]
 
     def lines(self, page: int) -> list[str]:
-        """Return the text of a page."""
-        if page == self._page:
-            self._enter()
+        """Return the text of a closed page."""
         most: dict[str, int] = {}
-        for (_, text), count in self._notes.get(page, {}).items():
+        for (_, text), count in self.notes.get(page, {}).items():
             most[text] = max(count, most.get(text, 0))
         times = {text: "" if count == 1 else f" ({count} times)" for text, count in most.items()}
         return sorted(line + times[text] for text in most for line in text.split("\n"))

@@ -24,7 +24,7 @@ from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.consensus import peers_answer
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.distributed.journal import Finding, Journal, settings
+from fsdp.distributed.journal import KEPT, Finding, Journal, settings
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, units_in
@@ -201,7 +201,7 @@ class Steps:
         if counts != part.counts:
             part.counts, part.written = counts, list(_written_gradients(counts))
         for change in part.written:
-            self._journal.noted.append((object(), change))
+            self._journal.notes.setdefault(self._journal.page, {})[object(), change] = 1
 
     def _report(self, journal: Journal) -> None:
         if journal.difference:
@@ -219,8 +219,14 @@ class Steps:
         """Note that a step was taken, and what it has left."""
         self._begun = None
         self.taken += 1
-        if self._journal is not None:
-            self._journal.noted.append((id(optimizer), part.described(optimizer)))
+        if self._journal is not None:  # without a call of `Journal.note`: this is done in each step
+            notes, key = (
+                self._journal.notes.setdefault(self._journal.page, {}),
+                (id(optimizer), part.described(optimizer)),
+            )
+            notes[key] = notes.get(key, 0) + 1
+            if len(self._journal.notes) > KEPT:
+                self._journal.forget()
             for rest in part.watched:
                 rest.left = list(map(rest.version, rest.tensors))
 
