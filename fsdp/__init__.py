@@ -2,30 +2,19 @@
 
 __version__ = "0.1.0"
 
-from fsdp import checkpoint, optim_utils, state_dict_utils
-from fsdp.checkpoint.loader import load, load_safetensors
-from fsdp.checkpoint.writer import save
+from typing import TYPE_CHECKING
+
 from fsdp.distributed.collectives import use_torch_collectives
-from fsdp.distributed.comm_hooks import bf16_compress_hook
 from fsdp.distributed.messages import check_messages
-from fsdp.distributed.start import init_distributed
-from fsdp.distributed.watchdog import set_watchdog
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.grad_clipping import reduce_gradients
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.lazy import lazily
 from fsdp.engine.module_overrides import register_fsdp_forward_method
-from fsdp.engine.nonfinite import detect_nonfinite
 from fsdp.engine.placements import Placed, Placement, Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.recovery import recover
-from fsdp.engine.same_bits import SameBits
-from fsdp.engine.shard_metadata import FlatParamShardMetadata
 from fsdp.engine.sharding_strategy import ProcessGroupName
-from fsdp.engine.standalone_handle import StandaloneHandle, flat_param_handles
-from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
-from fsdp.engine.state_dict.materialize import materialize
-from fsdp.engine.trace import trace
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
     CPUOffloadPolicy,
@@ -38,14 +27,6 @@ from fsdp.fully_shard import (
     share_comm_ctx,
 )
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
-from fsdp.optim_utils.ema import EMA
-from fsdp.optim_utils.fingerprint import fingerprint
-from fsdp.optim_utils.grad_scaler import ShardedGradScaler
-from fsdp.optim_utils.owned import OwnedOptimizer
-from fsdp.optim_utils.recording import record_fingerprints
-from fsdp.state_dict_utils.stager import StateDictStager
-from fsdp.uneven.join import join
-from fsdp.uneven.regions import cond
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,
@@ -56,17 +37,76 @@ from fsdp.wrap import (
     module_wrap_policy,
     wrap,
 )
-from fsdp.wrap.batch_norm import auto_wrap_bn
-from fsdp.wrap.checkpoint_wrapper import (
-    checkpoint_wrapper,
-    disable_checkpointing,
-    is_checkpointing,
-    is_recomputing,
-    patch_batchnorm,
-)
-from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
-from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
-from fsdp.wrap.shard import shard
+
+if TYPE_CHECKING:
+    from fsdp import checkpoint, optim_utils, state_dict_utils
+    from fsdp.checkpoint.loader import load, load_safetensors
+    from fsdp.checkpoint.writer import save
+    from fsdp.distributed.comm_hooks import bf16_compress_hook
+    from fsdp.distributed.start import init_distributed
+    from fsdp.distributed.watchdog import set_watchdog
+    from fsdp.engine.nonfinite import detect_nonfinite
+    from fsdp.engine.recovery import recover
+    from fsdp.engine.same_bits import SameBits
+    from fsdp.engine.shard_metadata import FlatParamShardMetadata
+    from fsdp.engine.standalone_handle import StandaloneHandle, flat_param_handles
+    from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
+    from fsdp.engine.state_dict.materialize import materialize
+    from fsdp.engine.trace import trace
+    from fsdp.optim_utils.ema import EMA
+    from fsdp.optim_utils.fingerprint import fingerprint
+    from fsdp.optim_utils.grad_scaler import ShardedGradScaler
+    from fsdp.optim_utils.owned import OwnedOptimizer
+    from fsdp.optim_utils.recording import record_fingerprints
+    from fsdp.state_dict_utils.stager import StateDictStager
+    from fsdp.uneven.join import join
+    from fsdp.uneven.regions import cond
+    from fsdp.wrap.batch_norm import auto_wrap_bn
+    from fsdp.wrap.checkpoint_wrapper import (
+        checkpoint_wrapper,
+        disable_checkpointing,
+        is_checkpointing,
+        is_recomputing,
+        patch_batchnorm,
+    )
+    from fsdp.wrap.plan import Plan, PlannedPhase, PlannedUnit, plan
+    from fsdp.wrap.plan_wrapping import PlannedWrapping, plan_wrapping
+    from fsdp.wrap.shard import shard
+
+# The layers around the engine, which are loaded when their names are first used.
+_LAYERS = {
+    "fsdp.checkpoint": "",
+    "fsdp.optim_utils": "",
+    "fsdp.state_dict_utils": "",
+    "fsdp.checkpoint.loader": "load load_safetensors",
+    "fsdp.checkpoint.writer": "save",
+    "fsdp.distributed.comm_hooks": "bf16_compress_hook",
+    "fsdp.distributed.start": "init_distributed",
+    "fsdp.distributed.watchdog": "set_watchdog",
+    "fsdp.engine.nonfinite": "detect_nonfinite",
+    "fsdp.engine.recovery": "recover",
+    "fsdp.engine.same_bits": "SameBits",
+    "fsdp.engine.shard_metadata": "FlatParamShardMetadata",
+    "fsdp.engine.standalone_handle": "StandaloneHandle flat_param_handles",
+    "fsdp.engine.state_dict.full": "no_pre_load_state_dict_hook",
+    "fsdp.engine.state_dict.materialize": "materialize",
+    "fsdp.engine.trace": "trace",
+    "fsdp.optim_utils.ema": "EMA",
+    "fsdp.optim_utils.fingerprint": "fingerprint",
+    "fsdp.optim_utils.grad_scaler": "ShardedGradScaler",
+    "fsdp.optim_utils.owned": "OwnedOptimizer",
+    "fsdp.optim_utils.recording": "record_fingerprints",
+    "fsdp.state_dict_utils.stager": "StateDictStager",
+    "fsdp.uneven.join": "join",
+    "fsdp.uneven.regions": "cond",
+    "fsdp.wrap.batch_norm": "auto_wrap_bn",
+    "fsdp.wrap.checkpoint_wrapper": "checkpoint_wrapper disable_checkpointing is_checkpointing is_recomputing "
+    "patch_batchnorm",
+    "fsdp.wrap.plan": "Plan PlannedPhase PlannedUnit plan",
+    "fsdp.wrap.plan_wrapping": "PlannedWrapping plan_wrapping",
+    "fsdp.wrap.shard": "shard",
+}
+__getattr__, __dir__ = lazily(__name__, _LAYERS)
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 import torch
 from torch import nn
 
+from fsdp import layers
 from fsdp.distributed.collectives import Communicator, communicator
-from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import behind
-from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
 from fsdp.distributed.devices import accelerator, current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
-from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import has_forward
@@ -42,17 +40,15 @@ from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
-from fsdp.engine.sharded_methods import explain_methods
 from fsdp.engine.sharding_strategy import Groups, group_apart, mesh_of_all
 from fsdp.engine.shared_params import share, split_off, tie_assigned
-from fsdp.engine.state_dict.full import explain
-from fsdp.engine.summary import summary
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
+    from fsdp.distributed.custom_collectives import Collective
     from fsdp.engine.dtensor_params import DataParallelSpread
 
     _Base = nn.Module  # which it is always mixed with
@@ -472,7 +468,7 @@ class FSDPModule(_Base):
 
     def extra_repr(self) -> str:
         """Return the module's line of ``print(model)``, with its parameters and how much of them this rank holds."""
-        own, sharded = super().extra_repr(), summary(unit_of(self))
+        own, sharded = super().extra_repr(), layers.summary(unit_of(self))
         return ", ".join(filter(None, [own, sharded and f"sharded: {sharded}"]))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -631,7 +627,7 @@ class FSDPModule(_Base):
 
         It allocates what is sent and received. A world of one has nothing to gather.
         """
-        _of(self).connect(lambda handle: (CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
+        _of(self).connect(lambda handle: (layers.CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
 
     def set_custom_reduce_scatter(self, comm: Collective) -> None:
         """Reduce-scatter the module's gradients with an object that has the interface of torch's ``ReduceScatter``.
@@ -639,7 +635,7 @@ class FSDPModule(_Base):
         It allocates what is sent and received, and is always asked to sum; gradients are divided apart from that. A
         world of one has nothing to reduce.
         """
-        _of(self).connect(lambda handle: (handle.comm, CustomReduceScatter.of(handle.reduce_comm, comm)))
+        _of(self).connect(lambda handle: (handle.comm, layers.CustomReduceScatter.of(handle.reduce_comm, comm)))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call a function with each reduced gradient of the module, which it may change in place.
@@ -654,7 +650,7 @@ class FSDPModule(_Base):
         """
         if stream is not None and _of(self).replicas.world_size > 1:
             raise ValueError("set_all_reduce_hook: a stream cannot be given for a module with replicas, leave it out")
-        _of(self).policy.all_reduce_hook = AllReduceHook(hook, stream)
+        _of(self).policy.all_reduce_hook = layers.AllReduceHook(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Collective. Set whether gradients are reduced over a process group of their own, or that of all-gathers.
@@ -664,7 +660,7 @@ class FSDPModule(_Base):
         """
         for unit in _units(self, recurse):
             to = partial(_reduced_apart, unit.device) if enable else lambda handle: handle.comm
-            unit.connect(lambda handle, to=to: (handle.comm, moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
+            unit.connect(lambda handle, to=to: (handle.comm, layers.moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Have the process group allocate what is sent and received: where its backend cannot, nothing changes.
@@ -712,12 +708,12 @@ class FSDPModule(_Base):
             with unswapped():
                 return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            explain(error, self, state_dict)
+            layers.explain(error, self, state_dict)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         for unit in _units(self, recurse=True):
-            prepare_to_copy(unit)
+            layers.copying.prepare_to_copy(unit)
         copied = memo[id(self)] = object.__new__(type(self))
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -792,4 +788,4 @@ def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
 @cache
 def _fsdp_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module of this one gets."""
-    return explain_methods(type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__}))
+    return layers.explain_methods(type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__}))

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.formats.consolidate import consolidate
+from fsdp import layers
 from fsdp.distributed.collectives import during
-from fsdp.distributed.comm_hooks import CommHook
 from fsdp.distributed.consensus import agree_on
-from fsdp.engine import copying
 from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.engine.forwarding import Forwarding
-from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.managed_params import GroupKey, ddp_message
@@ -35,36 +32,23 @@ from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.placements import Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision, check_dtype
-from fsdp.engine.report import Report, last_report
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_dict.full import (
-    Loading,
-    ensure_agreed,
-    ensure_same_values,
-    load_full,
-    save_full,
-    with_wrapped_metadata,
-)
-from fsdp.engine.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
-from fsdp.engine.state_dict.materialize import ParamInit, materialize_unit
-from fsdp.engine.state_dict.sharded import TensorPart, load_sharded_state, sharded_state
-from fsdp.engine.state_dict.summon import params_shown, shapes_summoned, summoned
 from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
-from fsdp.engine.summary import options_in_use
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
-from fsdp.optim_utils.gather import fairscale_dictionary
-from fsdp.optim_utils.params import is_uncollected
-from fsdp.optim_utils.scatter import become_shard, reshard_optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fsdp.engine.report import Report
+    from fsdp.engine.state_dict.materialize import ParamInit
+
 # What modules list may be the wrapped module's; not there before the constructor of `nn.Module`.
 _ENTRIES = ("_parameters", "_buffers")
+_GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -192,9 +176,9 @@ class FullyShardedDataParallel(nn.Module):
         unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
         self._unit = unit
         self._forward_entries()
-        self._loading = Loading(self, unit)
+        self._loading = layers.Loading(self, unit)
         if param_init_fn is not None:
-            materialize_unit(unit, param_init_fn)
+            layers.materialize_unit(unit, param_init_fn)
 
     # --- attributes -------------------------------------------------------------------------------------------------
 
@@ -219,7 +203,7 @@ class FullyShardedDataParallel(nn.Module):
     )
     uncollected_opt_state = property(lambda self: {}, doc="Empty; FairScale sets aside here what it does not gather.")
     is_connected = property(
-        lambda self: copying.is_connected(self._unit),
+        lambda self: layers.copying.is_connected(self._unit),
         doc="False after unpickling, until `process_group` is assigned.",
     )
 
@@ -255,7 +239,7 @@ class FullyShardedDataParallel(nn.Module):
     def no_broadcast_optim_state(self) -> bool:
         """True if its optimizer state is left out of the gathered one: so asked, or known whole to the first rank."""
         runtime = self._unit.runtime
-        return is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
+        return layers.is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
@@ -306,8 +290,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         holder = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
-        if name in copying.ASSIGNED and "_unit" in self.__dict__ and not copying.is_missing(value):
-            self.__dict__.update(copying.assign_group(self.__dict__, self._unit, name, value))
+        if name in _GROUPS and "_unit" in self.__dict__ and not layers.copying.is_missing(value):
+            self.__dict__.update(layers.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
         elif any(isinstance(one, Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)):
@@ -342,7 +326,7 @@ class FullyShardedDataParallel(nn.Module):
             yield clean_name(name) if plain else name, param
 
     def extra_repr(self) -> str:
-        return options_in_use(self, self._unit)
+        return layers.options_in_use(self, self._unit)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -379,7 +363,7 @@ class FullyShardedDataParallel(nn.Module):
             NotImplementedError: if meshes of `DTensor`s overlap in part.
         """
         runtime = runtime_of_root(self._unit, "clip_grad_norm_")
-        return clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
+        return layers.clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients to at most `clip_value` in absolute value. Not collective.
@@ -387,7 +371,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
         """
-        clip_by_value(runtime_of_root(self._unit, "clip_grad_value_"), float(clip_value))
+        layers.clip_by_value(runtime_of_root(self._unit, "clip_grad_value_"), float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
@@ -422,7 +406,7 @@ class FullyShardedDataParallel(nn.Module):
         self._unit.require_idle("register a communication hook")
         for wrapper in get_fsdp_instances(self):
             wrapper._options.require_no_other_division(wrapper._unit)
-        comm_hook = CommHook(hook, state)
+        comm_hook = layers.CommHook(hook, state)
         agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:
             unit.set_divide_factors(1.0, 1.0)  # the hook divides by itself, what is accumulated already included
@@ -438,7 +422,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
         """
-        return last_report(self._unit)
+        return layers.last_report(self._unit)
 
     def _units(self) -> list[Unit]:
         return [unit for _, unit in units_in(self._unit)]
@@ -476,7 +460,7 @@ class FullyShardedDataParallel(nn.Module):
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         units = self._units() if recurse else [self._unit]
         self._prepare_to_summon(form, recurse)
-        with summoned(units, form):
+        with layers.summoned(units, form):
             yield
 
     def summon_units(
@@ -497,23 +481,23 @@ class FullyShardedDataParallel(nn.Module):
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         self._prepare_to_summon(form, recurse=True)
         for name, unit in units_in(self._unit):
-            with summoned([unit], form):
-                yield unit.module, params_shown(unit, "" if unit is self._unit else f"{name}.")
+            with layers.summoned([unit], form):
+                yield unit.module, layers.params_shown(unit, "" if unit is self._unit else f"{name}.")
 
     @contextmanager
     def summon_shapes(self) -> Iterator[None]:
         """Show unsharded parameters without values, on the meta device, for what counts and prints. Not collective."""
         self._unit.require_idle("summon shapes")
-        with shapes_summoned(self._units()):
+        with layers.shapes_summoned(self._units()):
             yield
 
     @during("summon_full_params()")
     def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:
         self._unit.require_idle("summon full parameters")
-        ensure_agreed(self._unit)
+        layers.ensure_agreed(self._unit)
         require_values_everywhere(self._unit, "summon full parameters", recurse)
         if not form.keeps_changes:
-            ensure_same_values(self._unit)
+            layers.ensure_same_values(self._unit)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Collective. Call `nn.Module.apply` with unsharded parameters visible; changes are kept."""
@@ -567,7 +551,7 @@ class FullyShardedDataParallel(nn.Module):
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
-        return save_full(self, self._unit, asked, destination, prefix, keep_vars)
+        return layers.save_full(self, self._unit, asked, destination, prefix, keep_vars)
 
     @during("load_state_dict()")
     def load_state_dict(
@@ -587,8 +571,8 @@ class FullyShardedDataParallel(nn.Module):
         if assign:
             raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
         self._unit.require_idle("load a state dict")
-        ensure_agreed(self._unit)
-        return load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
+        layers.ensure_agreed(self._unit)
+        return layers.load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
 
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return this rank's shards, and buffers, under FairScale's names (docs/local_state.md). Not collective.
@@ -600,8 +584,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         if self._unit.request(LocalState) is None:
             require_values(self._unit.module, "take a local state dict")
-        with local(self._unit, "take a local state dict"):
-            return local_state(self._unit, destination, prefix, keep_vars)
+        with layers.local(self._unit, "take a local state dict"):
+            return layers.local_state(self._unit, destination, prefix, keep_vars)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what `local_state_dict`, or FairScale's, gave on the same rank of as many ranks. Not collective.
@@ -613,8 +597,8 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; or for keys and sizes that do not fit, or
                 shards that say that they are another rank's, with the unit, the rank, and both sizes.
         """
-        with local(self._unit, "load a local state dict"):
-            return LocalLoad(self, members_in(self), state_dict, strict).run()
+        with layers.local(self._unit, "load a local state dict"):
+            return layers.LocalLoad(self, layers.members_in(self), state_dict, strict).run()
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/local_state.md).
@@ -622,10 +606,28 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
         """
-        with local(self._unit, "take local metadata"):
-            return local_metadata(self, members_in(self))
+        with layers.local(self._unit, "take local metadata"):
+            return layers.local_metadata(self, layers.members_in(self))
 
-    consolidate_shard_weights = staticmethod(consolidate)
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, Any]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Return unsharded weights under plain names from all ranks' shards, FairScale's too. No process group is used.
+
+        Args:
+            shard_weights: the `local_state_dict` of each rank, in rank order; with replicas, of all or of the first.
+            shard_metadata: the `local_metadata_dict` of the same ranks.
+            with_module_buffers: whether to add the first rank's buffers, and entries that are not sharded.
+            strict: False skips parameters and buffers that the first rank's weights lack, and keys without metadata.
+
+        Raises:
+            ValueError: for shards that are missing, cut, reordered or of different models: with the rank and the key.
+        """
+        return layers.consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
     @during("sharded_state_dict()")
     def sharded_state_dict(self, *, prefix: str = "") -> Any:
@@ -639,8 +641,8 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
         """
         require_shards(self._units(), "take a sharded state dict")
-        ensure_agreed(self._unit)
-        return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
+        layers.ensure_agreed(self._unit)
+        return layers.sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
     @during("load_sharded_state_dict()")
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
@@ -654,12 +656,12 @@ class FullyShardedDataParallel(nn.Module):
                 kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
         """
         require_shards(self._units(), "load a sharded state dict")
-        ensure_agreed(self._unit)
-        given = with_wrapped_metadata(state_dict, self)
+        layers.ensure_agreed(self._unit)
+        given = layers.with_wrapped_metadata(state_dict, self)
         for key, value in state_dict.items():
-            if isinstance(value, TensorPart) and value.is_blank:
+            if isinstance(value, layers.TensorPart) and value.is_blank:
                 del given[key]
-        return load_sharded_state(
+        return layers.load_sharded_state(
             self._unit, self._units(), lambda: nn.Module.load_state_dict(self, given, strict=strict)
         )
 
@@ -683,7 +685,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; if ranks have other options, or one fails.
             TypeError, ValueError: for what is no optimizer of the model; if state differs or cannot be gathered.
         """
-        return fairscale_dictionary(self, optim, recipient_rank)
+        return layers.fairscale_dictionary(self, optim, recipient_rank)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.
@@ -696,7 +698,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`.
             TypeError, ValueError: for another model's; for state that cannot be sharded. Nothing is changed then.
         """
-        return become_shard(self, full_optim_state_dict)
+        return layers.become_shard(self, full_optim_state_dict)
 
     def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.
@@ -709,15 +711,15 @@ class FullyShardedDataParallel(nn.Module):
             TypeError, ValueError: if it cannot go on as it was; it is not changed then. See docs/parameters.md.
         """
         self._unit.require_idle("hand over an optimizer")
-        reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
+        layers.reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return copying.state_to_pickle(self._unit, self.__dict__)
+        return layers.copying.state_to_pickle(self._unit, self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state.pop(copying.END, None)
+        state.pop(layers.copying.END, None)
         if "_unit" not in state:
             raise RuntimeError(
                 "this FullyShardedDataParallel was pickled by FairScale, whose wrappers have other parts. Load it "
@@ -733,9 +735,9 @@ class FullyShardedDataParallel(nn.Module):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copying.prepare_to_copy(self._unit)
+        layers.copying.prepare_to_copy(self._unit)
         copied = memo[id(self)] = type(self).__new__(type(self))
-        for name in copying.GROUPS:
+        for name in layers.copying.GROUPS:
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,17 +29,21 @@ ROOMS: dict[str, set[str]] = {
     "uneven ranks": {"uneven"},
     "wrapping": {"wrap"},
     "front doors": {"fully_sharded_data_parallel", "fully_shard"},
+    "layers that the front doors use": {"layers"},
     "checkpoints": {"checkpoint"},
     "optimizer state": {"optim_utils"},
     "state": {"engine.state_dict", "state_dict_utils"},
     "engine": {"engine"},
     "communication": {"distributed"},
 }
-MAX_ENTRIES = 16
+MAX_ENTRIES = 17
+MAX_LOADED = 60  # modules, by `import fsdp`
 # Packages that say what they are for, and whose modules are imported from where they are.
 INDEXES = {"distributed", "engine", "engine.state_dict", "uneven", "compat"}
 # Of the integrations, those that are written as a user's own code would be.
 CLIENTS = {"accelerate", "transformers", "lightning"}
+# Modules with names that are loaded at their first use, in a table beside the same imports for type checkers.
+LAZY = ("__init__", "layers", "checkpoint.__init__", "optim_utils.__init__")
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
 # The files that one reads to know how the library works, listed in docs/architecture.md.
 CENTRAL = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
@@ -379,15 +385,21 @@ def test_errors_are_raised_and_not_asserted() -> None:
 def public_names() -> dict[str, str]:
     """What `fsdp/__init__.py` re-exports: the name, and the module that it comes from."""
     init = PACKAGE / "__init__.py"
-    statements = parse(init).body if init.exists() else []
-    froms = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+    own = [node for node in statements_of(parse(init)) if isinstance(node, ast.ImportFrom)]
+    froms = [node for node in own if node.module not in ("__future__", "typing", "fsdp.engine.lazy")]
     return {alias.name: module for node in froms for alias, module in zip(node.names, _imported_by(node), strict=True)}
+
+
+def statements_of(tree: ast.Module) -> list[ast.stmt]:
+    """Return the statements of a module, with those for type checkers."""
+    guarded = (node.body if isinstance(node, ast.If) else [node] for node in tree.body)
+    return [statement for body in guarded for statement in body]
 
 
 def definition(name: str, module: str) -> ast.stmt | ast.Module | None:
     """The statement that defines a name, through re-exports, or the module of that name."""
     place = PACKAGE / module.replace(".", "/")
-    body = parse(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).body
+    body = statements_of(parse(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")))
     for node in reversed(body):  # the last one of overloads is the function itself
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node
@@ -404,13 +416,56 @@ def documentation() -> str:
 
 
 def test_the_package_is_nothing_but_its_public_names() -> None:
-    for node in parse(PACKAGE / "__init__.py").body:
+    for node in statements_of(parse(PACKAGE / "__init__.py")):
         code = ast.unparse(node)
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_name = isinstance(node, ast.ImportFrom) or code.startswith(("__version__ =", "__all__ ="))
+        is_name = isinstance(node, ast.ImportFrom) or code.startswith(
+            ("__version__ =", "__all__ =", "_LAYERS =", "__getattr__, __dir__ = lazily(")
+        )
         assert docstring or is_name, f"fsdp/__init__.py is no place for: {code}"
         if code.startswith("__all__ ="):
             assert sorted(ast.literal_eval(code.partition("=")[2].strip())) == sorted(public_names())
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_names_that_load_at_first_use_are_those_that_type_checkers_see(name: str) -> None:
+    tree = parse((PACKAGE / name.replace(".", "/")).with_suffix(".py"))
+    table = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("_LAYERS", "_HOMES")
+    )
+    loaded = {(f"{home}.{each}" if each else home) for home, names in table.items() for each in names.split() or [""]}
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        f"{node.module}.{alias.name}"
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert loaded == seen
+
+
+# What `import fsdp` loads: the engine, the ways between ranks that it uses, the front doors and `wrap`.
+LOADED_AT_ONCE = {
+    "": "fsdp",
+    "fsdp.": "distributed engine fully_shard fully_sharded_data_parallel layers wrap",
+    "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages paths",
+    "fsdp.engine.": "autograd boxes call_stack counted_data deferred_init fingerprints flat_param "
+    "flatten_params_wrapper foreign_names forward_hooks grad_buffer gradient_hooks handle layout lazy "
+    "managed_params memory module_overrides names offload options orig_params participation placeholder policy "
+    "post_forward_shard precision reduction registration rows_layout runtime schedule shard shard_module shard_values "
+    "sharding_strategy shared_params state_requests trees unit unit_backward unsharded_params usage "
+    "user_attributes verify",
+}
+
+
+def test_importing_the_package_loads_the_engine_and_the_front_doors() -> None:
+    code = "import sys, fsdp; print(*(name for name in sys.modules if name.split('.')[0] == 'fsdp'))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    allowed = {f"{package}{name}" for package, names in LOADED_AT_ONCE.items() for name in names.split()}
+    assert set(found.stdout.split()) == allowed
+    assert len(allowed) <= MAX_LOADED
 
 
 def test_public_names_have_docstrings() -> None:

@@ -9,48 +9,25 @@ checkpoints, which treat checkpoints of this library as another `Source`. All re
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from typing import TYPE_CHECKING
 
-from fsdp.checkpoint.folder import newest as newest
-from fsdp.checkpoint.folder import steps as steps
-from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.loader import Loaded as Loaded
-from fsdp.checkpoint.loader import load as load
-from fsdp.checkpoint.manifest import Manifest, complete, examine_ours
-from fsdp.checkpoint.writer import Saved as Saved
-from fsdp.checkpoint.writer import Saver as Saver
-from fsdp.checkpoint.writer import save as save
+from fsdp.engine.lazy import lazily
 
+if TYPE_CHECKING:
+    from fsdp.checkpoint.folder import newest as newest
+    from fsdp.checkpoint.folder import steps as steps
+    from fsdp.checkpoint.loader import Loaded as Loaded
+    from fsdp.checkpoint.loader import load as load
+    from fsdp.checkpoint.manifest import values as values
+    from fsdp.checkpoint.manifest import verify as verify
+    from fsdp.checkpoint.writer import Saved as Saved
+    from fsdp.checkpoint.writer import Saver as Saver
+    from fsdp.checkpoint.writer import save as save
 
-def values(path: str | os.PathLike[str]) -> Any:
-    """Return the `values` that a checkpoint was saved with, in a single process and without reading a tensor.
-
-    Args:
-        path: its folder.
-
-    Raises:
-        FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if its manifest is damaged.
-    """
-    return decoded(Manifest.read(complete(path)).values)
-
-
-def verify(path: str | os.PathLike[str]) -> int:
-    """Read a whole checkpoint and compare its checksums, in a single process with 4 MiB of memory.
-
-    Args:
-        path: its folder.
-
-    Returns:
-        The number of bytes of its tensors.
-
-    Raises:
-        FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if the checkpoint is damaged; the message names all damaged files and tensors.
-    """
-    problems: list[str] = []
-    nbytes, _ = examine_ours(path, lambda nbytes: lambda done: None, problems)
-    if problems:
-        raise ValueError(f"{complete(path)} is damaged:\n\t" + "\n\t".join(problems))
-    return nbytes
+_HOMES = {
+    "fsdp.checkpoint.folder": "newest steps",
+    "fsdp.checkpoint.loader": "Loaded load",
+    "fsdp.checkpoint.manifest": "values verify",
+    "fsdp.checkpoint.writer": "Saved Saver save",
+}
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -271,3 +271,36 @@ def _what_is_there(path: str) -> str:
     if any(os.path.exists(os.path.join(path, name)) for name in tensors):
         return f"there is no {MANIFEST} in it. fsdp.load_safetensors loads a model's tensors alone"
     return f"there is no {MANIFEST} in it"
+
+
+def values(path: str | os.PathLike[str]) -> Any:
+    """Return the `values` that a checkpoint was saved with. In one process, and without reading a tensor.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        ValueError: if what describes it is damaged.
+    """
+    return decoded(Manifest.read(complete(path)).values)
+
+
+def verify(path: str | os.PathLike[str]) -> int:
+    """Read a checkpoint from end to end and compare its checksums. In one process, which needs 4 MiB of memory.
+
+    Args:
+        path: its folder.
+
+    Returns:
+        The number of bytes of its tensors.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        ValueError: if it is damaged; it names all files and tensors that are.
+    """
+    problems: list[str] = []
+    nbytes, _ = examine_ours(path, lambda nbytes: lambda done: None, problems)
+    if problems:
+        raise ValueError(f"{complete(path)} is damaged:\n\t" + "\n\t".join(problems))
+    return nbytes

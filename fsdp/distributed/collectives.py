@@ -50,7 +50,6 @@ from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, checked, give_up, wire_tag
-from fsdp.distributed.watchdog import watch
 
 if dist.is_available():
     # Its functions take the default group of when it is imported for their default. torch imports it lazily: that group
@@ -332,7 +331,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available
 def communicator(group: Group, device: torch.device) -> Communicator:
     """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
     if group.size() == 1:
-        watch()  # others may wait for this rank, in a group that it was to be in
+        _watch()  # others may wait for this rank, in a group that it was to be in
         return LONE_RANK
     is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
     # A user's object in front of a group is there to see collectives.
@@ -342,6 +341,12 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     if key not in communicators:
         way = (DirectExchange if is_host(device) else StagedExchange) if is_ours else TorchCollectives
         communicators[key] = way(known)
-        watch()
+        _watch()
     found: Communicator = communicators[key]
     return found
+
+
+def _watch() -> None:
+    from fsdp.distributed.watchdog import watch  # a layer, which has a socket and threads; collectives need none
+
+    watch()

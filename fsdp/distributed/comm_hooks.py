@@ -67,12 +67,13 @@ class CommHook:
             "Save state_dict(), or pickle the model before register_comm_hook."
         )
 
-    def reduce(self, gradient: Tensor, call: HookCall, dtype: torch.dtype) -> Tensor:
+    def reduce(self, gradient: Tensor, of: tuple[str, Communicator, int], dtype: torch.dtype) -> Tensor:
         """Collective, as far as the hook is. Return this rank's shard ``[n]`` of the average, of this dtype.
 
         The gradient ``[world_size * n]`` is in the dtype of the reduction and not divided by anything; the hook may do
         with it what it likes. What goes wrong in it is a RuntimeError that names the flat parameter.
         """
+        call = HookCall(*of)
         # Not zeros, and not what happens to be in memory: what a hook forgets to fill shall be noticed.
         shard = gradient.new_full((gradient.numel() // call.comm.world_size,), float("nan"))
         expected = _kind(shard)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -382,6 +383,20 @@ def in_stage(stage: str, what: str, tag: int) -> tuple[str, Tag]:
     return f"{what} in {stage}" if stage and not call else what, (tag, call or stage) if stage else tag
 
 
+def named(ranks: Iterable[int]) -> str:
+    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    if not runs:
+        return "no ranks"
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"
+
+
 def own_rank() -> int:
     """This rank's number among all, for errors."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -426,26 +441,44 @@ def _leave_groups_to_parent() -> None:
         one.group = _Forked(own_rank())
 
 
-os.register_at_fork(after_in_child=_leave_groups_to_parent)
-
-
 # --- process groups -------------------------------------------------------------------------------------------------
 
 
 def made_once_for_groups() -> dict[Any, Any]:
-    """Return a dictionary for what is made once for a process group, which is emptied when the process ends.
+    """Return a dictionary for objects that are created once for a process group; it is emptied when the process ends.
+
+    Nothing is registered before the first entry (`before_groups_end`).
 
     A thread of gloo may still have to free a tensor of a user's last collective, for which it needs the GIL. A group
     that dies waits for its threads; if it dies while the interpreter is torn down, where there is no GIL to be had, the
     process is aborted ("terminate called without an active exception", torch 2.13).
     """
-    made: dict[Any, Any] = {}
-    atexit.register(made.clear)
+    made = _MadeForGroups()
     _made.append(made)
     return made
 
 
-_made: list[dict[Any, Any]] = []
+class _MadeForGroups(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _watch_process()
+        super().__setitem__(key, value)
+
+
+_made: list[_MadeForGroups] = []
+_before_end: list[Callable[[], None]] = []
+
+
+def before_groups_end(function: Callable[[], None]) -> None:
+    """Call a function when the process ends, while it still has its process groups."""
+    _watch_process()
+    _before_end.append(function)
+
+
+@cache
+def _watch_process() -> None:
+    """Register for the end of the process, and for forks of it. Done when the first process group is used."""
+    atexit.register(_let_groups_go)
+    os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
 def forget_groups(groups: Collection[Any]) -> None:
@@ -460,11 +493,14 @@ def forget_groups(groups: Collection[Any]) -> None:
 communicators: dict[tuple[Any, str, type, bool], Any] = made_once_for_groups()
 
 
-@atexit.register
 def _let_groups_go() -> None:
-    """Leave models that live until the end without their groups; see above."""
+    """Leave models that live until the end without their groups; see `made_once_for_groups`."""
+    for function in _before_end:
+        function()
     for comm in communicators.values():
         comm.group = None
+    for made in _made:
+        made.clear()
     gc.collect()  # models that nobody has any more, and that are full of cycles, hold their groups too
 
 

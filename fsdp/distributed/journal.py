@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_KEPT = 1024  # pages on which there is something
+KEPT = 1024  # pages on which there is something
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Journal:
 
     Attributes:
         page: the number of the page that is open.
+        notes: by page, how often each thing was noted with each text. `note` writes to them, and so do hot paths, which
+            call `forget` if there are too many pages.
         difference: how the ranks differ; empty while nobody has found that they do.
         is_raised: this rank knows it, by an error.
         warning: the first difference that is no error; empty while nobody has found one.
@@ -61,7 +63,7 @@ class Journal:
         self.is_raised = False
         self.page = 0
         self.first_unsent = 0  # those before it have been sent to the rank that compares, or are forgotten
-        self._notes: dict[int, dict[tuple[Hashable, str], int]] = {}
+        self.notes: dict[int, dict[tuple[Hashable, str], int]] = {}
         # A model before it may have had the name, in another default process group, and not be freed yet.
         for before in [each for each in list(journals) if each.name == self.name]:
             journals.discard(before)
@@ -75,12 +77,16 @@ class Journal:
                 with the most notes counts.
             text: describes it, alike on all ranks; several lines are shown each by itself.
         """
-        notes = self._notes.setdefault(self.page, {})
+        notes = self.notes.setdefault(self.page, {})
         notes[what, text] = notes.get((what, text), 0) + 1
-        if len(self._notes) > _KEPT:
-            oldest = next(iter(self._notes))
-            self.first_unsent = max(self.first_unsent, oldest + 1)
-            del self._notes[oldest]
+        if len(self.notes) > KEPT:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget the oldest page."""
+        oldest = next(iter(self.notes))
+        self.first_unsent = max(self.first_unsent, oldest + 1)
+        del self.notes[oldest]
 
     def finding(self, lines: Iterable[str]) -> tuple[Finding, list[str]]:
         """Return what is to be said of lines that not all ranks have, and which of them it is about."""
@@ -102,7 +108,7 @@ class Journal:
     def lines(self, page: int) -> list[str]:
         """Return the text of a closed page."""
         most: dict[str, int] = {}
-        for (_, text), count in self._notes.get(page, {}).items():
+        for (_, text), count in self.notes.get(page, {}).items():
             most[text] = max(count, most.get(text, 0))
         times = {text: "" if count == 1 else f" ({count} times)" for text, count in most.items()}
         return sorted(line + times[text] for text in most for line in text.split("\n"))

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from fsdp.distributed.roll_call import named
+from fsdp.distributed.communicator import named
 
 _KEPT = 8  # passes
 _MOST_UNITS = 1000  # of a pass; a forward that loops inside of itself may come to any number

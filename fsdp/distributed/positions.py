@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fsdp.distributed import communicator, paths
+from fsdp.distributed.communicator import named
 from fsdp.distributed.paths import Pass
-from fsdp.distributed.roll_call import named
 
 _FRAMES = 3  # of the user's code, that a report shows of a rank
 _PASSES = 2  # that it shows

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from fsdp.distributed.roll_call import named
+from fsdp.distributed.communicator import named
 
 _ENDING = ".fsdp-report.jsonl"
 _OWN = re.compile(r"^rank \d+: |(?<=^fsdp: )rank \d+ |(?m: for \d+ s\.$)")  # in which ranks and times differ

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from fsdp.distributed.communicator import named
 from fsdp.distributed.journal import Journal, journals
 
 _PER_SECOND = 64  # ranks that the first one hears; where there are more, each comes more seldom
@@ -108,17 +109,3 @@ class RollCall:
         journal.difference = message.get("difference", journal.difference)
         journal.warning = message.get("warning", journal.warning)
         return {"lines": journal.lines(message.get("page", 0))}
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    if not runs:
-        return "no ranks"
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"

@@ -6,13 +6,16 @@ asks all ranks where they are, makes a report of the answers (`positions`), and 
 machine prints it. A rank that is ended by an exception tells the others before it goes. Nothing of this goes through
 the collectives that it is about.
 
+The socket listens on the interface by which the ranks reach the first rank, or on the loopback device, and answers a
+message only if it contains a secret that the ranks have exchanged through the store. The end of a process is noticed
+when Python runs the functions that are registered for it; an exception that ended the process is then `sys.last_value`.
+
 A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
 lock. On NCCL, where the host does not wait for collectives, nobody is found waiting.
 """
 
 from __future__ import annotations
 
-import atexit
 import hmac
 import json
 import os
@@ -25,10 +28,12 @@ import threading
 import time
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, cast
@@ -36,16 +41,18 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from fsdp.distributed import communicator, paths
+from fsdp.distributed.communicator import named
 from fsdp.distributed.journal import journals, settings
 from fsdp.distributed.positions import Position, Report, last_place, longest_wait
 from fsdp.distributed.reports import Event, Kind
-from fsdp.distributed.roll_call import RollCall, named
+from fsdp.distributed.roll_call import RollCall
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
 _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
 _LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed its connections
 _SLACK = 2.0  # of the longest wait so far: what took long before may take long again
 _POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
+_LOOPBACK = "127.0.0.1"
 _STUCK = 10.0  # seconds, after which a wait whose connections are closed does not end any more
 
 # Why a rank does not answer.
@@ -105,11 +112,12 @@ class Watchdog:
     Args:
         rank, world_size: of the default process group.
         store: of the default process group, to exchange addresses; it is not used any more when all are known.
+        number: of watchdogs that this process group has had before.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any) -> None:
+    def __init__(self, rank: int, world_size: int, store: Any, number: int = 0) -> None:
         self._rank = rank
-        self._store = dist.PrefixStore("fsdp.watchdog", store)
+        self._store = dist.PrefixStore(f"fsdp.watchdog {number}", store)
         self._others = [each for each in range(world_size) if each != rank]
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
         self._ends: dict[int, str] = {}  # how ranks have ended
@@ -119,9 +127,9 @@ class Watchdog:
         self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
         self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
-        is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
-        self._server = _Server(("127.0.0.1" if is_one_host else "", 0), self._answer)
-        own = Address(socket.gethostname(), os.getpid(), _own_ip(), self._server.server_address[1], self._server.secret)
+        self._server = _Server((_own_ip(world_size), 0), self._answer)
+        ip, port = self._server.server_address[:2]
+        own = Address(socket.gethostname(), os.getpid(), str(ip), port, self._server.secret)
         self._store.set(f"address of {rank}", json.dumps(own))
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=[_POLL], name="fsdp answers", daemon=True),
@@ -408,9 +416,8 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def _tell(address: Address, message: Message) -> Message | str:
-    is_here = address.host == socket.gethostname()
     try:
-        with socket.create_connection(("127.0.0.1" if is_here else address.ip, address.port), _ANSWER) as connection:
+        with socket.create_connection((address.ip, address.port), _ANSWER) as connection:
             connection.settimeout(_ANSWER)
             connection.sendall(json.dumps({**message, "secret": address.secret}).encode() + b"\n")
             answer: Message = json.loads(connection.makefile().readline())
@@ -432,21 +439,27 @@ def _exit_of(pid: int) -> str:
     return ""
 
 
-def _own_ip() -> str:
-    """Return the address by which other machines reach this one."""
+def _own_ip(world_size: int) -> str:
+    """Return the address by which other ranks reach this one: the loopback device's if all are on this machine."""
+    if os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size):
+        return _LOOPBACK
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", ""), 1))  # sends nothing
         return str(probe.getsockname()[0])
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+    return _LOOPBACK
 
 
 # --- the one of this process ----------------------------------------------------------------------------------------
 
-_patience: float | None = 5.0
+SWITCH = (
+    "FSDP_WATCHDOG"  # an environment variable; with the value 0 there is no watchdog unless `set_watchdog` is called
+)
+_patience: float | None = None if os.environ.get(SWITCH) == "0" else 5.0
 _folder = os.environ.get("FSDP_REPORTS", "")
 watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by the default group
+_started: Counter[int] = Counter()  # watchdogs, by the identity of the default group
 
 
 def set_watchdog(
@@ -462,7 +475,9 @@ def set_watchdog(
 
     Args:
         patience: seconds, beyond twice the longest of the last waits, or the time between two of them (ten seconds at
-            most) if that is longer. None: nothing is watched, and the steps of optimizers are not compared.
+            most) if that is longer. None ends the watchdog, with its threads and its socket: nothing is watched, the
+            errors of collectives do not say why other ranks have ended, and the steps of optimizers are not compared.
+            The environment variable FSDP_WATCHDOG=0 is the same, from the beginning.
         raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
             its next collective. Give a patience that is longer than anything that one rank does alone. The process
             groups on gloo that sharded models use are of no use afterwards, until `recover` has connected them anew.
@@ -483,8 +498,14 @@ def set_watchdog(
     _patience, _folder = patience, str(reports or _folder)
     settings.raises, settings.replicas_every = raises, replicas_every
     communicator.measure_anew()
-    for journal in list(journals) if patience is None else ():
-        journal.difference = ""
+    if patience is None:
+        for journal in list(journals):
+            journal.difference = ""
+        _stop(dist.group.WORLD if dist.is_available() else None)
+    else:
+        _prepare_for_end()
+        if communicator.communicators:  # a model was wrapped while there was no watchdog
+            watch()
 
 
 def is_watching() -> bool:
@@ -493,24 +514,32 @@ def is_watching() -> bool:
 
 
 def watch() -> None:
-    """Start the watchdog of the default process group, if it has none."""
+    """Start the watchdog of the default process group, if it has none and `set_watchdog` has not ended it."""
     group = dist.group.WORLD if dist.is_available() else None
-    if group is None or group in watchdogs or group.size() == 1:
+    if _patience is None or group is None or group in watchdogs or group.size() == 1:
         return
     if "fake" in communicator.backend_names(group).values():
         return  # other ranks are only simulated
     stop()
     paths.path.forget()
+    store = cast(Any, group.get_group_store())
     try:
-        watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), cast(Any, group.get_group_store()).clone())
+        watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), store.clone(), _started[id(group)])
     except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets here, or a store of another kind
         warnings.warn(f"no watchdog tells why ranks wait for each other: {error}", stacklevel=2)
+    _started[id(group)] += 1
+    _prepare_for_end()
 
 
 def stop() -> None:
     """Stop the watchdog of a group that was destroyed, or that ends with the process."""
-    while watchdogs:
-        watchdogs.popitem()[1].stop()
+    for group in list(watchdogs):
+        _stop(group)
+
+
+def _stop(group: Any) -> None:
+    if (watchdog := watchdogs.pop(group, None)) is not None:
+        watchdog.stop()
 
 
 def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
@@ -530,17 +559,28 @@ def _explain(closed_by: int | None) -> str:
     return "" if watchdog is None else cast(str, watchdog.explain(closed_by))
 
 
-def _announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+@cache
+def _prepare_for_end() -> None:
+    communicator.before_groups_end(_end)
+    os.register_at_fork(after_in_child=watchdogs.clear)  # threads do not come along
+
+
+def _end() -> None:
+    """Announce the exception that ends this process, if there is one, and stop."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):  # an interactive session goes on after exceptions
+        announce(error)
+    stop()
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other ranks which exception ends this one."""
     with suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         watch()  # it may have wrapped nothing yet, and others wait for it all the same
     for watchdog in watchdogs.values():
         with suppress(Exception):
-            watchdog.announce_end(error, trace)
-    _show_exception(kind, error, trace)
+            watchdog.announce_end(error, error.__traceback__)
 
 
-atexit.register(stop)
-os.register_at_fork(after_in_child=watchdogs.clear)  # threads do not come along
 communicator.explain = _explain
-_show_exception, sys.excepthook = sys.excepthook, _announce

@@ -19,9 +19,8 @@ from fsdp.engine.unit import TrainingState, Unit
 
 MISSING = "MISSING"  # what FairScale puts in the place of a process group
 END = "_end_of_state"  # the last attribute of a pickled wrapper
-# The attributes of a wrapper that are process groups, and those of them that users assign.
+# The attributes of a wrapper that are process groups.
 GROUPS = ("process_group", "process_group_reduce_scatter", "replicate_group")
-ASSIGNED = GROUPS[:2]
 
 
 def is_missing(group: Any) -> bool:

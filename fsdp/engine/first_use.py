@@ -17,6 +17,7 @@ from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.shared_params import settle_shares
+from fsdp.engine.steps import Steps
 from fsdp.engine.unit import Unit, units_in
 from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
 
@@ -37,6 +38,7 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
     refuse_strangers(root.module, [unit for _, unit in named_units])
     agree(root.everyone, named_units, to_run=True)
     runtime = Runtime(root, named_units, bucket_bytes=bucket_bytes)
+    runtime.steps = Steps(root)
     runtime.checks = TreeChecks(runtime)
     return_freed_memory()
     return runtime

@@ -14,7 +14,6 @@ from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.managed_params import collect, names_of
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
 from fsdp.engine.originals import take_over
-from fsdp.engine.summary import summary
 from fsdp.engine.unit import unit_of
 from fsdp.engine.user_attributes import attributes_of, give_attributes
 
@@ -344,4 +343,6 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         return self
 
     def extra_repr(self) -> str:
+        from fsdp.engine.summary import summary  # for people, and not for training
+
         return summary(unit_of(self._fpw_module))

@@ -29,13 +29,12 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
-from fsdp.distributed.comm_hooks import HookCall
 from fsdp.distributed.communicator import in_stage, labelled, own_rank
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.autograd import InternalError
@@ -51,9 +50,11 @@ from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision
 from fsdp.engine.presentation import Presentation
 from fsdp.engine.shard import Shard
-from fsdp.engine.shard_metadata import FlatParamShardMetadata
 from fsdp.engine.shard_values import ShardValues
 from fsdp.engine.unsharded_params import UnshardedParameters
+
+if TYPE_CHECKING:
+    from fsdp.engine.shard_metadata import FlatParamShardMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +175,8 @@ class FlatParamHandle:
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """Return which elements of which parameters are in this rank's shard."""
+        from fsdp.engine.shard_metadata import FlatParamShardMetadata  # for code that was written for FSDP1
+
         return FlatParamShardMetadata.of(self.layout, self.comm.rank)
 
     @property
@@ -524,7 +527,7 @@ class FlatParamHandle:
         if self.kept_shard is not None and self.kept_shard.has((self.dtype, self.shard_state)):
             numel = self.kept_shard.padded(self.layout.unsharded_numel)
             full = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
-            self.kept_shard.gather(full, self.name, self.unit.stage).wait()
+            self.kept_shard.gather(full, self.name, self.passes.stage).wait()
         else:
             self.gathered(self.dtype)
 
@@ -595,7 +598,7 @@ class FlatParamHandle:
         if hook is None or not self.layout.numel:
             reduce_scatter = self.reduce_comm.reduce_scatter
             return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
-        call = HookCall(self.name, self.reduce_comm, self.reduce_tag)
+        call = (self.name, self.reduce_comm, self.reduce_tag)
         shard = labelled("reduce_scatter", self.unit_name, hook.reduce, gradient, call, dtype)
         return Pending(what, (), lambda: shard)
 

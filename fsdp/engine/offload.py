@@ -11,16 +11,18 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fsdp.distributed.devices import HOST, has_streams, is_host
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.mapped_files import MappedFiles, Region, files_under
 from fsdp.engine.orig_params import LocalShard
 from fsdp.engine.storage import ShardStorage
+
+if TYPE_CHECKING:
+    from fsdp.engine.mapped_files import MappedFiles, Region
 
 
 class HostStorage(ShardStorage):
@@ -207,6 +209,8 @@ class Offload:
     def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
         """Return what makes a storage for each flat parameter that is computed with on `device`."""
         if self.folder is not None:
+            from fsdp.engine.mapped_files import files_under  # which nothing but offloading to disk needs
+
             return partial(DiskStorage, device, files_under(self.folder, self.keep_files))
         if self.params or self.grads:
             return partial(HostStorage, device, self.params, self.grads)

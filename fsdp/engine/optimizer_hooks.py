@@ -1,20 +1,22 @@
-"""Every optimizer's step and load goes through hooks here, so that mistakes that would pass in silence are errors.
+"""The hooks before and after the steps of all optimizers: mistakes that would pass in silence are errors there.
 
-torch calls hooks before and after every step of its optimizers. Before a step, gradients join their parameters, and
-what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. For loads torch
-has hooks of single optimizers only, and for scalers none. So `Optimizer.load_state_dict` and `GradScaler.step` are
-other functions from the first wrapping on.
+Before an optimizer's first step, and whenever its parameters, its state or the models have changed since, everything is
+examined that can be wrong with it (`_examined`). In any other step the hooks look only at what a step can change: the
+gradients, the versions of the shards, and the options of the groups.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, wraps
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -24,27 +26,57 @@ from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
 from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.originals import is_ours, taken_by
-from fsdp.engine.runtime import Runtime, reduce_deferred, runtimes
+from fsdp.engine.originals import is_ours, taken_by, taken_params
+from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.storage import ShardStorage
+
+if TYPE_CHECKING:
+    from fsdp.engine.steps import Part
 
 
 @cache
 def watch_optimizers() -> None:
-    """Accompany every torch optimizer at its steps, and when it loads a state, from now on."""
+    """Accompany the steps of every torch optimizer from now on."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    torch.optim.Optimizer.load_state_dict = _loading(torch.optim.Optimizer.load_state_dict)  # type: ignore[method-assign]
-    torch.amp.GradScaler.step = _scaling(torch.amp.GradScaler.step)  # type: ignore[method-assign]
+
+
+@dataclass
+class _Examined:
+    """An optimizer as it was examined.
+
+    Attributes:
+        key: the identities of its state, which a load replaces, and of its parameters, their dtypes, and the number of
+            parameters that were taken over by then.
+        ours: those that are shards, with the flat parameters that they belong to.
+        parts: what the models that have these note of the optimizer; weakly, because an optimizer keeps no model alive.
+        is_settled: all of the shards belong to models that have been used.
+        brought: the flat parameters whose gradients may be kept elsewhere.
+        on_disk: the shards that are on disk.
+        has_stepped: it has taken a step.
+    """
+
+    key: list[Any]
+    ours: list[tuple[Any, Any]]
+    parts: list[weakref.ref[Part]]
+    is_settled: bool
+    brought: list[Any]
+    on_disk: list[Any]
+    has_stepped: bool = False
+
+
+_PARAMS, _DTYPE = itemgetter("params"), attrgetter("dtype")
+_examined: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Examined] = weakref.WeakKeyDictionary()
 
 
 @uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Prepare a step: at once, or when its closure has made the gradients."""
-    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
-    closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
     if closure is None:
         _prepare(optimizer)
         return None
+    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
 
     def then_prepare() -> Any:
         loss = closure()
@@ -57,15 +89,50 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
-    params = _listed(optimizer)
+    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    key = [id(optimizer.state), *map(id, params), *map(_DTYPE, params), taken_params.writes]
+    known = _examined.get(optimizer)
+    is_current = known is not None and known.key == key and known.is_settled
+    parts: list[Part] = []
+    for reference in known.parts if known is not None and is_current else ():
+        part = reference()
+        if part is None or getattr(part.steps.root.runtime, "steps", None) is not part.steps:
+            is_current = False
+            break
+        parts.append(part)
+    if known is None or not is_current:
+        known, parts = _examine(optimizer, params, key)
+    for part in parts:
+        runtime: Any = part.steps.root.runtime
+        if runtime.has_deferred:
+            runtime.reduce_deferred()
+    has_gradient = not known.ours
+    for param, owner in known.ours:
+        if param.grad is not None:
+            has_gradient = True
+            if owner._has_unreduced:
+                _refuse_unreduced(optimizer)
+            if param.grad.dtype is not param.dtype:
+                _refuse_mixed_gradients(optimizer, param)
+    if not has_gradient:
+        _refuse_missing_gradients(type(optimizer).__name__, known.ours)
+    for param in known.on_disk:
+        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
+        param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
+    for owner in known.brought:
+        owner.bring_gradient()
+    if isinstance(optimizer, torch.optim.Adafactor):  # which divides by the number of elements on this rank
+        for param, _ in known.ours:
+            if not param.numel():
+                param.grad = None
+    for part in parts:
+        part.steps.begin(optimizer, part)
+
+
+def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]) -> tuple[_Examined, list[Part]]:
+    """Raise an error for an optimizer that cannot step what it has been given, and warn, once, of what looks wrong."""
+    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
     ours = _ours(params)
-    reduce_deferred(param.owner for param in ours)
-    for param in ours:
-        if param.owner._has_unreduced and param.grad is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
-                "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
-            )
     if isinstance(optimizer, torch.optim.LBFGS) and any(_is_spread(param) for param in ours):
         raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
             "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
@@ -73,6 +140,9 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         )
     _refuse_what_dtensors_lack(optimizer, ours)
     _refuse_original_parameters(optimizer, params)
+    if ours:
+        _refuse_lonely_scaler(ours)
+    before = _examined.get(optimizer)
     if optimizer not in _seen:
         _seen.add(optimizer)
         _warn_of_unsharded_parameters(optimizer, ours)
@@ -80,68 +150,100 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         _warn_of_groups(optimizer)
         _warn_of_parameters_apart(optimizer, params, ours)
         optimizer.register_state_dict_post_hook(_sign_state)
-    _refuse_mixed_dtypes(optimizer, ours)
-    if all(param.grad is None for param in ours):
-        trained = {param.owner for param in ours if param.requires_grad}
-        _refuse_missing_gradients(type(optimizer).__name__, trained)
-    for param in ours:
-        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
-        param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
-        param.owner.bring_gradient()
-    if isinstance(optimizer, torch.optim.Adafactor):  # which divides by the number of elements on this rank
-        for param in (param for param in ours if not param.numel()):
-            param.grad = None
-    for runtime, handles in _stepped(ours):
-        runtime.steps.begin(optimizer, handles)
+    _refuse_mixed_state(optimizer, ours)
+    owners = list({id(param.owner): param.owner for param in ours}.values())
+    parts = [runtime.steps.part(optimizer, handles) for runtime, handles in _models_of(owners)]
+    known = _examined[optimizer] = _Examined(
+        key,
+        [(param, param.owner) for param in ours],
+        list(map(weakref.ref, parts)),
+        sum(len(part.handles) for part in parts) == len(owners),
+        [owner for owner in owners if type(owner.shard_storage) is not ShardStorage],
+        [param for param in ours if isinstance(param.owner.shard_storage, DiskStorage)],
+        before is not None and before.has_stepped,
+    )
+    return known, parts
 
 
-def _stepped(params: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamHandle]]]:
-    """Yield the runtimes of all models that have some of the parameters, with the handles of these."""
-    owners = {id(param.owner) for param in params}
+def _models_of(owners: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamHandle]]]:
+    """Yield the runtimes of the models that have some of these shards, with the handles of the shards."""
+    wanted = set(map(id, owners))
     for runtime in runtimes():
-        if stepped := [handle for handle in runtime.handles if id(handle.flat_param) in owners]:
+        if stepped := [handle for handle in runtime.handles if id(handle.flat_param) in wanted]:
             yield runtime, stepped
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
     """Return what the optimizer that has stepped a shard has of it; empty if none has."""
-    return next((optimizer.state[param] for optimizer in _stepping if param in optimizer.state), {})
+    return next((each.state[param] for each, known in _stepping() if param in each.state), {})
 
 
 def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """Return those that have stepped some of a model's shards."""
     shards = {handle.flat_param for handle in handles}
-    return [each for each in _stepping if any(param.owner in shards for param in _ours(_listed(each)))]
+    return [each for each, _ in _stepping() if any(param.owner in shards for param in _ours(_listed(each)))]
+
+
+def _stepping() -> list[tuple[torch.optim.Optimizer, _Examined]]:
+    """Return the optimizers that have stepped parameters of ours."""
+    return [(each, known) for each, known in list(_examined.items()) if known.has_stepped and known.ours]
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped parameters of ours
-
-
 @uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    params = _listed(optimizer)
-    ours = _ours(params)
-    if ours and optimizer not in _stepping:
-        _stepping.add(optimizer)
+    known = _examined.get(optimizer)
+    if known is None or not known.ours:
+        return
+    known.has_stepped = True
     # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
-    increment_version([param.owner for param in ours if param.grad is not None])
-    on_disk = [param for param in ours if isinstance(param.owner.shard_storage, DiskStorage)]
-    for param in on_disk:
+    written = []
+    for param, owner in known.ours:
+        if param.grad is not None:
+            written.append(owner)
+    increment_version(written)
+    for param in known.on_disk:
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
-    for files in {param.owner.shard_storage.files for param in on_disk}:
+    for files in {param.owner.shard_storage.files for param in known.on_disk} if known.on_disk else ():
         files.release()
-    for runtime, handles in _stepped(ours):
-        runtime.steps.end(optimizer, handles)
-        runtime.end_step(handles)
+    for reference in known.parts:
+        part = reference()
+        if part is not None:
+            part.steps.end(optimizer, part)
+            runtime: Any = part.steps.root.runtime
+            runtime.end_step(part.handles)
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:
     """Return those that are shards."""
     return [p for p in params if is_ours(p) and p.owner._is_managed]
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
+        "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
+    )
+
+
+def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
+    """Raise RuntimeError for a step that torch's gradient scaler takes: it looks at this rank's shards only.
+
+    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    scaler = None if frame is None else frame.f_locals.get("self")
+    decides_alone = scaler is not None and scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False)
+    if decides_alone and any(map(_is_spread, ours)):
+        raise RuntimeError(
+            f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards only: ranks "
+            "would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
+        )
 
 
 def _is_spread(param: Any) -> bool:
@@ -188,11 +290,12 @@ def _is_uneven(param: Any) -> bool:
     )
 
 
-def _refuse_missing_gradients(optimizer: str, shards: set[Any]) -> None:
+def _refuse_missing_gradients(optimizer: str, ours: list[tuple[Any, Any]]) -> None:
     """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
 
     Who has trained before may leave a backward out, and step nothing.
     """
+    shards = {owner for param, owner in ours if param.requires_grad}
     for runtime in runtimes():
         if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
@@ -238,7 +341,7 @@ def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[A
             "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that "
             "works element by element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with "
             "ignored_parameters, summing their gradients over the ranks yourself.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -254,7 +357,7 @@ def _warn_of_more(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
         warnings.warn(
             f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
             "(docs/optimizers.md has a table).",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -280,7 +383,7 @@ def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
                     "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
                     "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
                     "`len(param.unsharded_shape)`; or wrap with group_by, and make groups by `param.group`.",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
                 return
 
@@ -297,7 +400,7 @@ def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any
             f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are not (of "
             f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
             "trains its own. Shard the outermost module as well, with these ignored if you average them yourself.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -314,18 +417,25 @@ def _names_in(param: Any) -> tuple[str, ...]:
     return param._names if param is param.owner else (param.fqn,)
 
 
-def _refuse_mixed_dtypes(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Raise RuntimeError if torch's optimizer would fail on gradients or state of other dtypes, naming neither."""
+def _takes_other_dtypes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer takes gradients and state of other dtypes than the parameters have."""
     takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
-    if takes_them or not type(optimizer).__module__.startswith("torch.optim"):
-        return
-    for param in ours:
-        if param.grad is not None and param.grad.dtype != param.dtype:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
-                f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
-                "that widens gradients: torch's SGD (not fused), or one of your own."
-            )
+    return takes_them or not type(optimizer).__module__.startswith("torch.optim")
+
+
+def _refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on a gradient of another dtype, without a name."""
+    if not _takes_other_dtypes(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
+            f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
+            "that widens gradients: torch's SGD (not fused), or one of your own."
+        )
+
+
+def _refuse_mixed_state(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on state of another dtype, without a name."""
+    for param in () if _takes_other_dtypes(optimizer) else ours:
         moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
         if moment is not None and moment.dtype != param.dtype:
             raise RuntimeError(
@@ -350,24 +460,21 @@ Signature = list[list[int]]
 _unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakref.WeakKeyDictionary()
 
 
-def _loading(load: Callable[..., None]) -> Callable[..., None]:
-    """Return a `load_state_dict` of optimizers that refuses the state of the unsharded model and of other ranks."""
-
-    @wraps(load)
-    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        signature = signature_of(state_dict)
-        refuse_shards_of_others(self, signature)
-        if not signature:
-            _refuse_unsharded_state(self, state_dict)
-        groups = state_dict.get("param_groups", ())
-        if any(SHARDS_OF in group for group in groups):  # torch would copy the key into the optimizer's groups
-            groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
-            state_dict = {**state_dict, "param_groups": groups}
-        load(self, state_dict)
-        expect_shards_of(self, signature)
-        _become_dtensors(self)
-
-    return load_state_dict
+def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state as `torchs` does, but refuse that of the unsharded model and of other ranks."""
+    signature = signature_of(state_dict)
+    refuse_shards_of_others(self, signature)
+    if not signature:
+        _refuse_unsharded_state(self, state_dict)
+    groups = state_dict.get("param_groups", ())
+    if any(SHARDS_OF in group for group in groups):  # torch would copy the key into the optimizer's groups
+        groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
+        state_dict = {**state_dict, "param_groups": groups}
+    torchs(self, state_dict)
+    if self in _examined:
+        _examined[self].key = []
+    expect_shards_of(self, signature)
+    _become_dtensors(self)
 
 
 def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
@@ -490,26 +597,3 @@ def _become_dtensors(optimizer: torch.optim.Optimizer) -> None:
             if is_plain and not value.dim() and not is_number(key, value.shape, param.shape, has_elements):
                 made = optimizer.state[param][key] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
                 held_part(made).copy_(value)
-
-
-# --- scalers --------------------------------------------------------------------------------------------------------
-
-
-def _scaling(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `step` of torch's gradient scaler that refuses sharded parameters.
-
-    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
-    """
-
-    @wraps(step)
-    def scaled_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        params = (param for group in optimizer.param_groups for param in _ours(group["params"]))
-        decides_alone = self.is_enabled() and not getattr(self, "agrees_over_ranks", False)
-        if decides_alone and any(map(_is_spread, params)):
-            raise RuntimeError(
-                f"{type(self).__module__}.{type(self).__name__} looks for infinities in this rank's shards only: ranks "
-                "would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
-            )
-        return step(self, optimizer, *args, **kwargs)
-
-    return scaled_step

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 from fsdp.engine.grad_buffer import GradientSync
+
+if TYPE_CHECKING:
+    from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 
 
 @dataclass

@@ -84,10 +84,10 @@ class Listing(dict[str, Any]):
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
         presentation, module = self._presentations.get(name), self._module()
         if presentation is not None and module is not None:
             presentation.notice_removal(module, name)
+        super().__delitem__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
@@ -347,9 +347,19 @@ class Presentation:
         return value
 
     def notice_removal(self, module: nn.Module, name: str) -> None:
-        """Record that an item was deleted, as if it was a parameter of an ordinary module."""
+        """Record that an item is deleted, as weight norm does before a parameter is computed from other ones.
+
+        Raises:
+            RuntimeError: if the parameter is sharded. In its unit's forward it may be deleted, for that forward alone.
+        """
+        slot = self._numbers.get((module, name))
+        if slot is not None and self.look is not Look.COMPUTING and not self.is_exposed:
+            raise RuntimeError(
+                f"'{name}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
+                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
+            )
         module.__dict__.pop(name, None)
-        if (slot := self._numbers.get((module, name))) is not None:
+        if slot is not None:
             self.touched.add(slot)
 
     def _is_own(self, slot: int, value: Any) -> bool:

@@ -25,11 +25,11 @@ from fsdp.distributed.communicator import (
     backend_names,
     behind,
     communicators_among,
+    named,
     own_rank,
 )
 from fsdp.distributed.consensus import done_by_all, peers_answer
 from fsdp.distributed.messages import blank, renew
-from fsdp.distributed.roll_call import named
 from fsdp.distributed.watchdog import meet
 from fsdp.engine.handle import Phase
 from fsdp.engine.optimizer_hooks import optimizers_of

@@ -28,7 +28,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -45,9 +45,11 @@ from fsdp.engine.participation import Participation
 from fsdp.engine.passes import Passes
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.steps import Steps
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
+
+if TYPE_CHECKING:
+    from fsdp.engine.steps import Steps
 
 
 class Runtime:
@@ -65,6 +67,8 @@ class Runtime:
         RuntimeError: if an inner unit already belongs to a root of its own.
     """
 
+    steps: Steps  # of its optimizers, as far as they are compared; `first_use` gives it these
+
     def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]], *, bucket_bytes: int) -> None:
         self.root = root
         self.units = [unit for _, unit in named_units]
@@ -74,7 +78,6 @@ class Runtime:
         self.has_run = False  # a forward has begun with the root
         self._reductions = Reductions(bucket_bytes)
         self._usage = Usage()
-        self.steps = Steps(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since
@@ -89,7 +92,7 @@ class Runtime:
         self._deferring = [unit for unit in self.units if unit.placements.defers_reduction]
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
-        self._defers = False  # a backward has left gradients unreduced whose placements are PARTIAL
+        self.has_deferred = False  # a backward has left gradients unreduced whose placements are PARTIAL
         _all.add(self)
 
     # --- whose units and parameters are whose ---------------------------------------------------------------------
@@ -286,6 +289,7 @@ class Runtime:
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
                 )
+
             for handle in unit.handles:
                 if handle.was_written:
                     self.checks.merge_written(handle)
@@ -515,7 +519,7 @@ class Runtime:
             if is_in_use and (unit.frees_after_backward or unit.is_unsharding):
                 unit.reshard()
         self._settle()
-        self._defers = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
+        self.has_deferred = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
         if any(handle.is_reduced for handle in self.handles):
             self.steps.end_backward()
         with torch.no_grad():
@@ -579,7 +583,7 @@ class Runtime:
 
     def reduce_deferred(self) -> None:
         """Collective. Reduce the gradients whose placements leave that to the optimizer step, if there are any."""
-        if self._defers and not self.is_computing:
+        if self.has_deferred and not self.is_computing:
             self.reduce_all()
 
     def reduce_all(self) -> None:

@@ -28,15 +28,12 @@ from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.managed_params import GroupKey, Places, collect, device_of, group, key_of, names_of
 from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
-from fsdp.engine.module_states import take_states_of_first
-from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
 from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
-from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import Unit, own_modules, unit_of
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
@@ -86,8 +83,7 @@ def shard_module(
     refuse_shared_modules(module)
     inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
     ignored.check([place for unit in inner for place in unit.places()])
-    watch_optimizers()
-    teach_torch()
+    meet_torch()
     _make_way(module, inner)
     unit, reduce_group, shards = _shard_params(module, options, groups, reduce_over, ignored, form)
     # The original parameters are gone by now: handles take more memory.
@@ -98,6 +94,15 @@ def shard_module(
     restore_order(unit)
     guard(unit, lists_parts=form.lists_parts, names_shards=form.names_shards)
     return unit, reduce_group
+
+
+def meet_torch() -> None:
+    """Register with torch's optimizers and clipping functions, which are given shards from now on."""
+    from fsdp.engine.optimizer_hooks import watch_optimizers  # layers, for the surroundings of a sharded model
+    from fsdp.engine.torch_functions import teach_torch
+
+    watch_optimizers()
+    teach_torch()
 
 
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
@@ -126,6 +131,8 @@ def _shard_params(
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
     if options.sync_module_states:
+        from fsdp.engine.module_states import take_states_of_first  # which nothing but this option needs
+
         found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
     unit = _make_unit(module, options, groups, device, ignored, form)
     unit.wanted = wanted(tied)

@@ -19,7 +19,6 @@ from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.managed_params import Places, collect, names_of
-from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
@@ -27,11 +26,10 @@ from fsdp.engine.placements import Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.shard import Shard
-from fsdp.engine.shard_module import ALIGNED, refuse_fake_tensors
+from fsdp.engine.shard_module import ALIGNED, meet_torch, refuse_fake_tensors
 from fsdp.engine.sharding_strategy import Groups
 from fsdp.engine.shared_params import reorder
 from fsdp.engine.storage import ShardStorage
-from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import unit_of
 from fsdp.engine.verify import agree_on_values
 
@@ -93,8 +91,7 @@ class StandaloneHandle(FlatParamHandle):
             raise ValueError("StandaloneHandle shards over one process_group, without replicas: give one group")
         precision = Precision.of_policy(MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
         precision.check(names_of(originals, found)[0], originals[0].dtype, originals[0].requires_grad)
-        watch_optimizers()
-        teach_torch()
+        meet_torch()
         device = originals[0].device if device is None else torch.device(device)
         comm = communicator(groups.shard, device)
         flat_param = FlatParameter.shard_of(

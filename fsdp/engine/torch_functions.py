@@ -1,74 +1,52 @@
-"""Functions of torch, taught to see sharded parameters and gradients.
+"""The functions of torch that are replaced when the first model is wrapped. `REPLACED` lists them; there are no others.
 
-Those of `torch.nn.utils` are given tensors, and would take what this rank has of them for all there is: each rank would
-clip by the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they see whether
-what they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to
-torch; but for the infinity norm, which fails there on ranks that have no rows of one, and for parameters on several
-meshes, which have no common norm there. What takes a parameter out of its module, to compute it from others (weight
-norm, pruning), is refused before it changes anything.
+Each of them is given tensors that a model lists, or the state of an optimizer of them, and would use this rank's shards
+as if they were the whole parameters: a plain training loop would be wrong without an error. So these functions look for
+shards among their arguments, and do for shards what they would do for the unsharded parameters. `DTensor`s
+(`fully_shard`) are left to torch, except for the infinity norm, which fails there on ranks without rows, and for
+parameters on several meshes, which have no common norm.
 
-``loss.backward(inputs=...)`` is given the parameters that a model lists, to say which of them are to get gradients.
-Autograd knows the leaves that modules compute with, and not the shards that they list; so it is given the leaves.
+The environment variable FSDP_TORCH_FUNCTIONS=0 leaves all of torch's functions as they are.
 
-The functions stay the objects that they are, also for whoever has imported them before: torch's decorator keeps the
-function that it calls in a cell, and there ours goes, around it.
+The clipping functions stay the same objects, because programs import them by name: torch's decorator keeps the function
+that it calls in a closure cell, and the cell is given ours.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial, wraps
-from typing import Any
+from functools import cache, wraps
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
+from torch.nn.utils import clip_grad
 
 from fsdp.distributed.communicator import during
-from fsdp.distributed.dtensor import MeshPart, full_tensor, is_dtensor, local_part, memory_of, settled_gradient
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient
 from fsdp.engine.grad_clipping import (
     Owned,
     clip_by_norm,
-    clip_by_value,
     norm_over_ranks,
     require_reduced,
     scale_to,
     unsharded_parameters,
 )
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.optimizer_hooks import load_state_dict
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.presentation import Listing, Look
 from fsdp.engine.runtime import Runtime, reduce_deferred, runtimes
 
 Tensors = Tensor | Iterable[Tensor]
 
 _NAMED = 5  # parameters in one message
-
-
-@cache
-def teach_torch() -> None:
-    """Have torch's functions see sharded parameters for what they are from now on."""
-    _surround(nn.utils.clip_grad_norm_, _clip_grad_norm)
-    _surround(nn.utils.clip_grad_value_, _clip_grad_value)
-    _surround(clip_grad._get_total_norm, _get_total_norm)  # private names of public functions, also in torch 2.11
-    _surround(clip_grad._clip_grads_with_norm_, _clip_grads_with_norm)
-    for owner, name in _RESTRUCTURING:
-        _check_before(owner, name)
-    # Called with each parameter by both functions that make vectors of parameters and the other way round.
-    convert_parameters._check_param_device = _refuse_shards(convert_parameters._check_param_device)
-    torch.autograd.backward = _with_leaves(torch.autograd.backward)
-
-
-def _surround(function: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    torchs = function.__wrapped__  # type: ignore[attr-defined]
-    cell = next(cell for cell in function.__closure__ or () if cell.cell_contents is torchs)
-    cell.cell_contents = wraps(torchs)(partial(ours, torchs))
 
 
 # --- in the place of torch's ----------------------------------------------------------------------------------------
@@ -95,18 +73,6 @@ def _clip_grad_norm(
     return models.shown(norm)
 
 
-def _clip_grad_value(
-    torchs: Callable[..., None], parameters: Tensors, clip_value: float, foreach: bool | None = None
-) -> None:
-    params = _reduced(parameters)
-    models = _models_of(params, "clip_grad_value_")
-    if models is not None and models.whole is not None:
-        return clip_by_value(models.whole, float(clip_value))
-    if models is not None:
-        models.prepare()
-    return torchs(params, clip_value, foreach)
-
-
 def _get_total_norm(
     torchs: Callable[..., Tensor],
     tensors: Tensors,
@@ -125,67 +91,6 @@ def _get_total_norm(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"get_total_norm: the norm (of order {norm_type}) over all ranks is {norm.item()}")
     return models.shown(norm)
-
-
-def _clip_grads_with_norm(
-    torchs: Callable[..., None],
-    parameters: Tensors,
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,
-) -> None:
-    params = _reduced(parameters)
-    models = _models_of(params, "clip_grads_with_norm_")
-    if models is None:
-        torchs(params, max_norm, total_norm, foreach)
-    else:
-        norm = full_tensor(total_norm) if is_dtensor(total_norm) else total_norm
-        scale_to([grad for grad, _ in models.gradients()], norm, float(max_norm), error_if_nonfinite=False)
-
-
-def _refuse_shards(torchs: Callable[..., int]) -> Callable[..., int]:
-    @wraps(torchs)
-    def checked(param: Any, *args: Any) -> int:
-        if _is_shard(param) and not is_dtensor(param) and param.owner._is_sharded:
-            raise RuntimeError(
-                "parameters_to_vector() and vector_to_parameters() on a sharded model would see this rank's shards, in "
-                "vectors of another length and order than the model's. Call them inside "
-                "`with model.summon_full_params():`."
-            )
-        return torchs(param, *args)
-
-    return checked
-
-
-_RESTRUCTURING: tuple[tuple[Any, str], ...] = (
-    (parametrize, "register_parametrization"),
-    (sys.modules["torch.nn.utils.weight_norm"].WeightNorm, "apply"),  # functions of the same names hide the modules
-    (sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm, "apply"),
-    (prune.BasePruningMethod, "apply"),
-)
-
-
-def _check_before(owner: Any, name: str) -> None:
-    """Have a function, or a method of a class, refuse parameters of ours."""
-    found = vars(owner)[name]
-    torchs = getattr(found, "__func__", found)
-    arguments = inspect.signature(torchs)
-
-    @wraps(torchs)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given = arguments.bind(*args, **kwargs).arguments
-        module, param = given["module"], given.get("tensor_name", given.get("name"))
-        listed = module._parameters
-        found = listed.presentation_of(param) if isinstance(listed, Listing) else None
-        # Inside of its unit's forward a parameter is a leaf, and a parametrization is for that forward alone.
-        if found is not None and found.look is not Look.COMPUTING:
-            raise RuntimeError(
-                f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
-                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
-            )
-        return torchs(*args, **kwargs)
-
-    setattr(owner, name, type(found)(checked) if torchs is not found else checked)
 
 
 # --- whose parameters they are --------------------------------------------------------------------------------------
@@ -329,29 +234,26 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
 # --- backward --------------------------------------------------------------------------------------------------------
 
 
-def _with_leaves(torchs: Callable[..., None]) -> Callable[..., None]:
-    arguments = inspect.signature(torchs)
+_arguments = inspect.signature(torch.autograd.backward)
 
-    @wraps(torchs)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        given = arguments.bind(*args, **kwargs)
-        inputs = given.arguments.get("inputs")
-        if inputs is not None:
-            given.arguments["inputs"] = _leaves_of_all(inputs)
-        try:
-            torchs(*given.args, **given.kwargs)
-        except RuntimeError as error:
-            names = _freed_like(str(error))
-            if not names:
-                raise
-            raise RuntimeError(
-                f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
-                "because something was computed with it and left its unit beside the output (an attribute, a closure, "
-                "a generator). Return it from the forward, or compute it before the output; if this is a second "
-                "backward through the same graph, add up the losses and run a single backward."
-            ) from error
 
-    return backward
+def _backward(torchs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = _arguments.bind(*args, **kwargs)
+    inputs = given.arguments.get("inputs")
+    if inputs is not None:
+        given.arguments["inputs"] = _leaves_of_all(inputs)
+    try:
+        torchs(*given.args, **given.kwargs)
+    except RuntimeError as error:
+        names = _freed_like(str(error))
+        if not names:
+            raise
+        raise RuntimeError(
+            f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
+            "because something was computed with it and left its unit beside the output (an attribute, a closure, "
+            "a generator). Return it from the forward, or compute it before the output; if this is a second "
+            "backward through the same graph, add up the losses and run a single backward."
+        ) from error
 
 
 def _freed_like(message: str) -> list[str]:
@@ -390,3 +292,81 @@ def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
     listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
     slots = [slot for slot, each in enumerate(listed) if each is param]
     return [form.leaves[slot] for form in handle.forms.values() for slot in slots]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+class Replaced(NamedTuple):
+    """A function of torch that is replaced.
+
+    Attributes:
+        name: the public name.
+        function: torch's function.
+        ours: is called with torch's function and its arguments.
+        why: the error of a plain training loop without it.
+        since: the first version of torch that has the function in this form.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    ours: Callable[..., Any]
+    why: str
+    since: str
+
+
+REPLACED = (
+    Replaced(
+        "torch.nn.utils.clip_grad_norm_",
+        nn.utils.clip_grad_norm_,
+        _clip_grad_norm,
+        "each rank would scale its gradients by the norm of its own shards",
+        "2.11",
+    ),
+    Replaced(
+        "torch.nn.utils.get_total_norm",
+        clip_grad._get_total_norm,  # private name of the public function
+        _get_total_norm,
+        "each rank would get the norm of its own shards",
+        "2.11",
+    ),
+    Replaced(
+        "torch.autograd.backward",
+        torch.autograd.backward,
+        _backward,
+        "backward(inputs=...) with parameters that a model lists would compute no gradients",
+        "2.11",
+    ),
+    Replaced(
+        "torch.optim.Optimizer.load_state_dict",
+        torch.optim.Optimizer.load_state_dict,
+        load_state_dict,
+        "ranks would go on with the state of another rank's shards",
+        "2.11",
+    ),
+)
+SWITCH = "FSDP_TORCH_FUNCTIONS"  # with the value 0 in this environment variable nothing is replaced
+
+
+def _around(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(torchs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return ours(torchs, *args, **kwargs)
+
+    return replacement
+
+
+@cache
+def teach_torch() -> None:
+    """Replace the functions of the table, once."""
+    if os.environ.get(SWITCH) == "0":
+        return
+    for each in REPLACED:
+        torchs = getattr(each.function, "__wrapped__", each.function)
+        cells = [cell for cell in each.function.__closure__ or () if cell.cell_contents is torchs]
+        replacement = _around(torchs, each.ours)
+        for cell in cells:
+            cell.cell_contents = replacement
+        if not cells:
+            place, _, attribute = each.name.rpartition(".")
+            setattr(resolve_name(place), attribute, replacement)

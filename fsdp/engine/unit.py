@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept
 from fsdp.engine.presentation import lenders
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit_backward import UnitBackward
+
+if TYPE_CHECKING:
+    pass
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"

@@ -6,10 +6,23 @@ or FairScale's numbers (`FullyShardedDataParallel.gather_full_optim_state_dict`)
 input dictionaries.
 """
 
-from fsdp.optim_utils.full import rekey_optim_state_dict
-from fsdp.optim_utils.gather import full_optim_state_dict, stream_optim_state
-from fsdp.optim_utils.owned import OwnedOptimizer
-from fsdp.optim_utils.scatter import load_full_optim_state_dict, shard_full_optim_state_dict
+from typing import TYPE_CHECKING
+
+from fsdp.engine.lazy import lazily
+
+if TYPE_CHECKING:
+    from fsdp.optim_utils.full import rekey_optim_state_dict
+    from fsdp.optim_utils.gather import full_optim_state_dict, stream_optim_state
+    from fsdp.optim_utils.owned import OwnedOptimizer
+    from fsdp.optim_utils.scatter import load_full_optim_state_dict, shard_full_optim_state_dict
+
+_HOMES = {
+    "fsdp.optim_utils.full": "rekey_optim_state_dict",
+    "fsdp.optim_utils.gather": "full_optim_state_dict stream_optim_state",
+    "fsdp.optim_utils.owned": "OwnedOptimizer",
+    "fsdp.optim_utils.scatter": "load_full_optim_state_dict shard_full_optim_state_dict",
+}
+__getattr__, __dir__ = lazily(__name__, _HOMES)
 
 __all__ = [  # which `help` shows
     "OwnedOptimizer",

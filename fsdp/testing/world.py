@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp.distributed import communicator, watchdog
-from fsdp.distributed.communicator import forget_groups
+from fsdp.distributed.communicator import forget_groups, named
 from fsdp.distributed.positions import Position, conclusion, lines_of, places_in
-from fsdp.distributed.roll_call import RollCall, named
+from fsdp.distributed.roll_call import RollCall
 from fsdp.testing.memory_group import MemoryGroup
 from fsdp.testing.network import Death, Fault, MemoryStore, Network
 from fsdp.testing.process_state import ProcessState

@@ -242,6 +242,59 @@ def _be_late_unwatched() -> str:
     return printed_while(behave)
 
 
+def test_without_a_watchdog_there_is_no_thread_and_no_socket_until_it_is_wanted(ranks: RankPool) -> None:
+    ranks(2).run(_turn_off_and_on)
+
+
+def _turn_off_and_on() -> None:
+    model = trained_model()
+    server = watchdog.watchdogs[dist.group.WORLD]._server
+    set_watchdog(None)
+    try:
+        assert not watchdog.watchdogs
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("fsdp")]
+        assert server.socket.fileno() == -1
+        _come(model)
+        assert not watchdog.watchdogs
+    finally:
+        set_watchdog()
+    await_addresses()
+
+
+def test_an_environment_variable_turns_the_watchdog_off() -> None:
+    code = """
+import fsdp, threading, torch
+from fsdp.distributed import watchdog
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+torch.distributed.ProcessGroup.size = lambda self: 2
+watchdog.watch()
+print(len(watchdog.watchdogs), threading.active_count())
+fsdp.set_watchdog()
+watchdog.watch()
+print(len(watchdog.watchdogs))
+"""
+    environment = os.environ | {"FSDP_WATCHDOG": "0"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout == "0 1\n1\n"
+
+
+@pytest.mark.parametrize(("local", "address"), [("2", "127.0.0.1"), ("1", "192.0.2.7")])
+def test_the_socket_is_on_the_loopback_device_or_the_interface_of_the_group(
+    local: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe(socket.socket):
+        def connect(self, to: Any) -> None:
+            assert to[0] == "head"
+
+        def getsockname(self) -> Any:
+            return ("192.0.2.7", 1)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setattr(watchdog.socket, "socket", Probe)
+    assert watchdog._own_ip(2) == address
+
+
 @pytest.mark.parametrize("patience", [0, -1.0])
 def test_patience_is_positive(patience: float) -> None:
     with pytest.raises(ValueError, match="patience is a positive number of seconds, or None for never"):

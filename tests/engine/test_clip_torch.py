@@ -19,7 +19,6 @@ from torch.nn.utils import (  # as scripts do, before anything is wrapped
     clip_grads_with_norm_,
     get_total_norm,
     parameters_to_vector,
-    vector_to_parameters,
 )
 
 import fsdp
@@ -147,9 +146,11 @@ def _refuse() -> None:
     assert all(torch.equal(a.grad.nan_to_num(), b.nan_to_num()) for a, b in zip(params, before, strict=True))
     with model.no_sync():
         backward(model, 0)
-    for clip in (clip_grad_norm_, clip_grad_value_):
-        with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
-            clip(params, 1.0)
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
+        clip_grad_norm_(params, 1.0)
+    clip_grad_value_(params, 1.0)  # of each element, what is there
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
+        torch.optim.SGD(params, lr=0.1).step()
 
 
 def test_before_the_first_use_there_is_nothing_to_clip(ranks: RankPool) -> None:
@@ -176,7 +177,7 @@ def _clip_joined() -> None:
         for _ in range(1 + dist.get_rank()):
             backward(model, 0)
             assert clip_grad_norm_(model.parameters(), 1e-2) > 1e-2
-            clip_grad_value_(model.parameters(), 1e-3)
+            model.clip_grad_value_(1e-3)
             if dist.get_world_size() == 2 and dist.get_rank() == 1:
                 with pytest.raises(RuntimeError, match=r"fsdp\.join.*all parameters of one model"):
                     clip_grad_norm_(model.trunk.parameters(), 1e-2)
@@ -184,17 +185,13 @@ def _clip_joined() -> None:
             optimizer.zero_grad()
 
 
-def test_vectors_of_shards_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_vectors)
+def test_vectors_are_those_of_the_model_inside_of_summon_full_params(ranks: RankPool) -> None:
+    ranks(2).run(_make_vectors)
 
 
-def _refuse_vectors() -> None:
+def _make_vectors() -> None:
     for options in FORMS:
         model = nested_mlp(fully_sharded(**options))
-        with pytest.raises(RuntimeError, match=r"parameters_to_vector.*summon_full_params"):
-            parameters_to_vector(model.parameters())
-        with pytest.raises(RuntimeError, match=r"vector_to_parameters.*summon_full_params"):
-            vector_to_parameters(torch.zeros(1000), model.parameters())
         with model.summon_full_params():
             whole = parameters_to_vector(model.parameters())
         assert_close(whole, parameters_to_vector(nested_mlp(keep).parameters()), "whole parameters")

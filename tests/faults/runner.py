@@ -101,6 +101,7 @@ _set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distri
 def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
     """Collective. Do this rank's part of a fault, and leave a record of it."""
     from fsdp import set_watchdog
+    from fsdp.distributed import watchdog
 
     fault = table()[key]
     set_watchdog(PATIENCE, raises=fault.raises)
@@ -121,7 +122,8 @@ def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
                 record.error += "\n".join(["", *notes])
             _leave(record, folder, job.rank)
             if not _all_have_ended(folder, job.world_size, CAUGHT if fault.after else TEARDOWN):
-                sys.excepthook(type(error), error, error.__traceback__)
+                traceback.print_exception(error)
+                watchdog.announce(error)
                 os._exit(1)
         if fault.after and record.expressible:
             _leave(record, folder, job.rank)

@@ -67,8 +67,11 @@ def test_files_that_mostly_wait_have_one_session_more(tmp_path: Path) -> None:
 
 def test_a_test_that_waits_leaves_its_file(tmp_path: Path) -> None:
     # Each of the three waits for another: a test of the first file is in the third session.
-    waits = "\n@pytest.mark.waiting" + MEETING.format(own="cc", other="aa").split("pytest", 1)[1].replace("test_", "test_late_")
-    files = {"test_a.py": MEETING.format(own="aa", other="bb") + waits, "test_b.py": MEETING.format(own="bb", other="cc")}
+    late = MEETING.format(own="cc", other="aa").split("pytest", 1)[1].replace("test_", "test_late_")
+    files = {
+        "test_a.py": MEETING.format(own="aa", other="bb") + "\n@pytest.mark.waiting" + late,
+        "test_b.py": MEETING.format(own="bb", other="cc"),
+    }
     report, status = report_of(tmp_path, files, "--sessions=2")
     assert status == 0, report
     assert "6 passed" in report

@@ -69,6 +69,7 @@ def _step_with_torchs_scaler(optimizer: str, kind: type[torch.amp.GradScaler], i
         if is_refused:
             with pytest.raises(RuntimeError, match=LONELY):
                 scaler.step(stepping)
+            scaler = _torchs_scaler(kind)
         else:
             assert step_changes(scaler, stepping)
             scaler.update()

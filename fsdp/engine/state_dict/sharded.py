@@ -242,10 +242,6 @@ def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, a
     return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
-# So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.
-torch.serialization.add_safe_globals([_rebuild])
-
-
 # What can be done to a part as it can be done to the whole
 
 

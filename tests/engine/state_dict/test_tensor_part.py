@@ -8,7 +8,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,3 +264,10 @@ def test_a_target_refuses_what_does_not_fit(value: Tensor, error: type[Exception
     with pytest.raises(error, match=message):
         found.copy_(value)
     assert found.source is None
+
+
+def test_a_program_that_has_used_nothing_else_loads_it_from_a_file(tmp_path: Path) -> None:
+    torch.save(part_of(), tmp_path / "part.pt")
+    code = f"import torch, fsdp; part = torch.load({str(tmp_path / 'part.pt')!r}); print(type(part).__name__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "TensorPart\n"

@@ -1,0 +1,34 @@
+"""Names of a package whose modules are loaded when a name is first used (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the functions `__getattr__` and `__dir__` of a package.
+
+    Args:
+        package: its ``__name__``.
+        homes: the names, separated by spaces, by the module that defines them. A module of the package that is a name
+            by itself has an empty text.
+    """
+    places = {name: (home, name) for home, names in homes.items() for name in names.split()}
+    places |= {home.rpartition(".")[2]: (home, "") for home, names in homes.items() if not names}
+
+    def load(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, attribute = places[name]
+        module = import_module(home)
+        value = getattr(module, attribute) if attribute else module
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places})
+
+    return load, names

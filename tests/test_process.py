@@ -1,0 +1,78 @@
+"""Effects of importing and wrapping on the rest of the process: functions of others, hooks, threads, sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fsdp.engine import torch_functions
+
+# Imports the package in a process in which all that others register has been registered, and prints what it has done.
+IMPORTING = """
+import atexit, json, os, sys, threading, warnings
+import torch, torch.distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrizations, prune
+registered = []
+for module, name in ((atexit, "register"), (os, "register_at_fork"), (os, "putenv"), (threading.Thread, "start")):
+    setattr(module, name, lambda *args, name=name, **kwargs: registered.append(name))
+spaces = [torch.autograd, torch.nn.utils, torch.nn.Module, torch.optim.Optimizer, torch.Tensor, torch.distributed]
+spaces += [torch.amp.GradScaler, torch.nn.utils.parametrize, sys, os, threading, warnings, json.JSONEncoder]
+spaces += [torch.nn.utils.clip_grad, torch.nn.utils.convert_parameters, prune.BasePruningMethod]
+before = {(number, name): value for number, space in enumerate(spaces) for name, value in vars(space).items()}
+environment = dict(os.environ)
+import fsdp
+changed = [str(key) for key, value in before.items() if vars(spaces[key[0]]).get(key[1]) is not value]
+print(json.dumps(registered + changed + [key for key in os.environ if key not in environment]))
+"""
+
+
+def test_importing_the_package_registers_starts_and_replaces_nothing() -> None:
+    found: Any = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == []
+
+
+# Wraps a model, and prints the functions of torch that are others then.
+WRAPPING = """
+import inspect, json, sys, warnings
+import torch, torch.distributed
+from torch.nn.utils import clip_grad, convert_parameters, parametrizations, prune
+import fsdp
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+spaces = {"torch.autograd": torch.autograd, "torch.nn.utils": torch.nn.utils, "torch.nn.Module": torch.nn.Module}
+spaces |= {"torch.optim.Optimizer": torch.optim.Optimizer, "torch.amp.GradScaler": torch.amp.GradScaler}
+spaces |= {"torch.nn.utils.clip_grad": clip_grad, "torch.nn.utils.convert_parameters": convert_parameters}
+spaces |= {"prune": prune.BasePruningMethod, "parametrize": torch.nn.utils.parametrize, "torch.Tensor": torch.Tensor}
+spaces |= {"weight_norm": sys.modules["torch.nn.utils.weight_norm"].WeightNorm, "sys": sys}
+
+def functions():
+    found = {}
+    for place, space in spaces.items():
+        for name, value in vars(space).items():
+            cells = getattr(value, "__closure__", None) or ()
+            found[f"{place}.{name}"] = [value, *(cell.cell_contents for cell in cells)]
+    return found
+
+before = functions()
+model = fsdp.FullyShardedDataParallel(torch.nn.Linear(2, 2))
+after = functions()
+print(json.dumps(sorted(name for name, value in before.items() if any(x is not y for x, y in zip(value, after[name])))))
+"""
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_first_wrap_replaces_four_functions_or_none(is_on: bool) -> None:
+    environment = os.environ | ({} if is_on else {torch_functions.SWITCH: "0"})
+    found: Any = subprocess.run(
+        [sys.executable, "-c", WRAPPING], capture_output=True, text=True, check=True, env=environment
+    )
+    replaced = {each.name for each in torch_functions.REPLACED}
+    assert len(replaced) <= 4
+    modules = {"torch.nn.utils.clip_grad." + name.rpartition(".")[2] for name in replaced if ".utils." in name}
+    changed = {name.replace("._get", ".get") for name in json.loads(found.stdout)}
+    assert changed == (replaced | modules if is_on else set())
