@@ -214,7 +214,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if part is not None:
             part.steps.end(optimizer, part)
             runtime: Any = part.steps.root.runtime
-            runtime.end_step(part.handles)
+            if runtime.keeps_parameters:
+                runtime.end_step(part.handles)
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:

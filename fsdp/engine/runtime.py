@@ -90,6 +90,7 @@ class Runtime:
         self.participation: Participation | None = None  # of ranks that do different things, if they may
         self._kept = [handle for handle in self.handles if handle.kept_shard is not None]
         self._deferring = [unit for unit in self.units if unit.placements.defers_reduction]
+        self.keeps_parameters = any(unit.placements.keeps_parameters for unit in self.units)  # from step to step
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
         self.has_deferred = False  # a backward has left gradients unreduced whose placements are PARTIAL
