@@ -8,7 +8,6 @@ from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.messages import check_messages
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
-from fsdp.engine.grad_clipping import reduce_gradients
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.lazy import lazily
 from fsdp.engine.module_overrides import register_fsdp_forward_method
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from fsdp.distributed.comm_hooks import bf16_compress_hook
     from fsdp.distributed.start import init_distributed
     from fsdp.distributed.watchdog import set_watchdog
+    from fsdp.engine.grad_clipping import reduce_gradients
     from fsdp.engine.nonfinite import detect_nonfinite
     from fsdp.engine.recovery import recover
     from fsdp.engine.same_bits import SameBits
@@ -83,6 +83,7 @@ _LAYERS = {
     "fsdp.distributed.comm_hooks": "bf16_compress_hook",
     "fsdp.distributed.start": "init_distributed",
     "fsdp.distributed.watchdog": "set_watchdog",
+    "fsdp.engine.grad_clipping": "reduce_gradients",
     "fsdp.engine.nonfinite": "detect_nonfinite",
     "fsdp.engine.recovery": "recover",
     "fsdp.engine.same_bits": "SameBits",

@@ -23,16 +23,16 @@ from fsdp.distributed.communicator import behind
 from fsdp.distributed.devices import accelerator, current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
-from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.managed_params import group
 from fsdp.engine.module_overrides import unswapped
 from fsdp.engine.options import Options
 from fsdp.engine.originals import lender_of, note_stale, take_over
+from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.placements import Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision
@@ -484,7 +484,7 @@ class FSDPModule(_Base):
         """
         unit = _of(self)
         runtime_of(unit)
-        require_values_everywhere(unit, "unshard", recurse=False)
+        layers.require_values_everywhere(unit, "unshard", recurse=False)
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)

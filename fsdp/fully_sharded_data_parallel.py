@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fsdp import layers
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on
-from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.engine.forwarding import Forwarding
@@ -495,7 +494,7 @@ class FullyShardedDataParallel(nn.Module):
     def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:
         self._unit.require_idle("summon full parameters")
         layers.ensure_agreed(self._unit)
-        require_values_everywhere(self._unit, "summon full parameters", recurse)
+        layers.require_values_everywhere(self._unit, "summon full parameters", recurse)
         if not form.keeps_changes:
             layers.ensure_same_values(self._unit)
 
@@ -583,7 +582,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
         """
         if self._unit.request(LocalState) is None:
-            require_values(self._unit.module, "take a local state dict")
+            layers.require_values(self._unit.module, "take a local state dict")
         with layers.local(self._unit, "take a local state dict"):
             return layers.local_state(self._unit, destination, prefix, keep_vars)
 
@@ -763,14 +762,12 @@ class FullyShardedDataParallel(nn.Module):
         """Do nothing: an override is called before each forward of the module."""
 
     def _register_pre_backward_hooks(self, outputs: Any) -> Any:
-        """Return the outputs of each forward of the module, which an override may replace; None leaves them."""
-        return outputs
+        """Do nothing: an override may replace the outputs of each forward of the module; None leaves them."""
 
     @property
     def _is_root(self) -> bool | None:
         """True for the outermost wrapper; None while that is not known. Setting None forgets it."""
-        runtime = self._unit.runtime
-        return None if runtime is None else runtime.root is self._unit
+        return None if self._unit.runtime is None else self._unit.runtime.root is self._unit
 
     def _reset_lazy_init(self) -> None:
         """Forget which wrapper is outermost; the next use finds out again."""

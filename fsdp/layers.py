@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fsdp.distributed.custom_collectives import CustomReduceScatter as CustomReduceScatter
     from fsdp.distributed.custom_collectives import moved as moved
     from fsdp.engine import copying as copying
+    from fsdp.engine.deferred_init import require_values as require_values
+    from fsdp.engine.deferred_init import require_values_everywhere as require_values_everywhere
     from fsdp.engine.grad_clipping import clip_by_norm as clip_by_norm
     from fsdp.engine.grad_clipping import clip_by_value as clip_by_value
     from fsdp.engine.report import last_report as last_report
@@ -56,6 +58,7 @@ _HOMES = {
     "fsdp.distributed.comm_hooks": "AllReduceHook CommHook",
     "fsdp.distributed.custom_collectives": "CustomAllGather CustomReduceScatter moved",
     "fsdp.engine.copying": "",
+    "fsdp.engine.deferred_init": "require_values require_values_everywhere",
     "fsdp.engine.grad_clipping": "clip_by_norm clip_by_value",
     "fsdp.engine.report": "last_report",
     "fsdp.engine.sharded_methods": "explain_methods",

@@ -27,7 +27,6 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,9 +40,9 @@ from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
 from fsdp.engine.gradient_hooks import GradientHooks
-from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.passes import Passes
+from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.placements import Collective
 from fsdp.engine.policy import Policy
@@ -54,25 +53,10 @@ from fsdp.engine.shard_values import ShardValues
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 if TYPE_CHECKING:
+    from fsdp.engine.kept_shard import KeptShard
     from fsdp.engine.shard_metadata import FlatParamShardMetadata
 
 _log = logging.getLogger(__name__)
-
-
-class Phase(Enum):
-    """Each member says what is true of a handle's unsharded buffer."""
-
-    following: tuple[Phase, ...]  # the phases that may follow
-
-    SHARDED = auto()  # it has no memory; modules see placeholders
-    UNSHARDING = auto()  # allocated, the all-gather is in flight; nobody may read it
-    UNSHARDED = auto()  # complete and valid; modules see the leaves
-
-
-# On the members, because a dictionary of them would be slow: members have a hash of Python's.
-Phase.SHARDED.following = (Phase.UNSHARDING,)
-Phase.UNSHARDING.following = (Phase.UNSHARDED, Phase.SHARDED)
-Phase.UNSHARDED.following = (Phase.SHARDED,)
 
 
 # Of a shard: its version, the versions of local shards with counters of their own, and the facts that its buffers

@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import check_device, is_dtensor
-from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.shared_params import tie_assigned
 from fsdp.engine.state_requests import Converting, Filling, LocalState, serving
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
-from fsdp.engine.verify import renew_fingerprints, settle_fingerprints
 
 Conversion = Callable[[Tensor], Tensor]
 _AT_REST = (TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS)
@@ -183,6 +181,8 @@ class Conversions:
                 )
 
     def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
+        from fsdp.engine.verify import renew_fingerprints, settle_fingerprints  # of models that were not used yet
+
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
@@ -208,6 +208,8 @@ class Conversions:
                     handle.orig_params.give_memory(handle.valueless)
         for each in units:
             _follow(each, device)
+            for handle in each.handles:
+                renew_fingerprints(handle)
         return self._module
 
 
@@ -219,7 +221,6 @@ def _follow(unit: Unit, device: torch.device) -> None:
     for handle in unit.handles:
         handle.storage.device = device
         handle.follow_shard()
-        renew_fingerprints(handle)
 
 
 class Freezing:
@@ -303,6 +304,8 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
     But `to_empty` gives memory to what has no values, where the modules themselves list what has.
     """
     if tensor.is_meta and gives_memory:
+        from fsdp.engine.deferred_init import note_empty  # a layer for parameters without values
+
         return note_empty(fn(tensor))
     if tensor.is_meta:
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp.distributed.devices import accelerator, is_host
-from fsdp.engine.offload import Offload
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp.engine.offload import Offload
 
 # Flags that a `MixedPrecision` says in one object, with the values that say nothing.
 _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
@@ -120,6 +122,8 @@ class Options:
                 "use_orig_params=True is for flattened parameters; with flatten_parameters=False optimizers see each "
                 "parameter's shard already. Choose one."
             )
+        from fsdp.engine.offload import Offload  # with storages that most units do not use
+
         storage = Offload.of_options(
             offload=self.offload,
             offload_folder=self.offload_folder,

@@ -31,8 +31,8 @@ from fsdp.distributed.communicator import (
 from fsdp.distributed.consensus import done_by_all, peers_answer
 from fsdp.distributed.messages import blank, renew
 from fsdp.distributed.watchdog import meet
-from fsdp.engine.handle import Phase
 from fsdp.engine.optimizer_hooks import optimizers_of
+from fsdp.engine.phase import Phase
 from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.engine.unit import Unit, unit_of, units_in
 

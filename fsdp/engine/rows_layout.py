@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fsdp.engine.boxes import Box
 from fsdp.engine.layout import Interval, Layout
+
+if TYPE_CHECKING:
+    from fsdp.engine.boxes import Box
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ class RowsLayout(Layout):
         """Return the elements that the rank keeps of a parameter; they lie in its shard in row-major order."""
         sizes = self.local_shape(slot, rank)
         first = self.rows(slot, rank)[0]
+        from fsdp.engine.boxes import Box  # for files and sharded state
+
         return Box(tuple(first if dim == self.slots[slot].dim else 0 for dim in range(len(sizes))), tuple(sizes))
 
     def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:

@@ -37,18 +37,19 @@ from fsdp.distributed.communicator import Communicator, own_rank
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.call_stack import runs_on_another_thread
-from fsdp.engine.checks import Checks
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.participation import Participation
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.passes import Passes
+from fsdp.engine.phase import Phase
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
 
 if TYPE_CHECKING:
+    from fsdp.engine.checks import Checks
+    from fsdp.engine.participation import Participation
     from fsdp.engine.steps import Steps
 
 
@@ -60,19 +61,17 @@ class Runtime:
         named_units: the units of its tree, which all ranks have numbered alike, with the names of their modules.
         bucket_bytes: see `Reductions`.
 
-    Attributes:
-        checks: of the tree; none by default.
-
     Raises:
         RuntimeError: if an inner unit already belongs to a root of its own.
     """
 
-    steps: Steps  # of its optimizers, as far as they are compared; `first_use` gives it these
+    # `first_use` makes both.
+    steps: Steps  # of its optimizers, as far as they are compared
+    checks: Checks  # of its tree
 
     def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]], *, bucket_bytes: int) -> None:
         self.root = root
         self.units = [unit for _, unit in named_units]
-        self.checks = Checks()
         self.passes = Passes()
         self._adopt(named_units)
         self.has_run = False  # a forward has begun with the root

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from torch import nn
 from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import Group, served_device
 from fsdp.distributed.dtensor import check_ranks
-from fsdp.engine.fingerprints import take_fingerprints
-from fsdp.engine.first_use import new_runtime
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
@@ -35,6 +33,9 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
 from fsdp.engine.unit import Unit, own_modules, unit_of
+
+if TYPE_CHECKING:
+    from fsdp.engine.runtime import Runtime
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
 # Only where no checkpoint of FairScale's flat shards is to be read or written.
@@ -105,6 +106,12 @@ def meet_torch() -> None:
     teach_torch()
 
 
+def _new_runtime(root: Unit, bucket_bytes: int) -> Runtime:
+    from fsdp.engine.first_use import new_runtime  # the checks of a tree, which nothing needs before its first use
+
+    return new_runtime(root, bucket_bytes=bucket_bytes)
+
+
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
     """Have units that were outermost until now, or the module's own from an earlier wrapper, make way for a new one."""
     for unit in units:
@@ -142,6 +149,8 @@ def _shard_params(
             # Of `DTensor`s that stay what they are, `prepare` has checked the mesh.
             for over in () if form.lists_parts else filter(None, (groups.shard, reduce_group, groups.replicate)):
                 check_ranks(places[0].fqn, param, over, device)
+        from fsdp.engine.fingerprints import take_fingerprints  # a check, as those of the first use
+
         new_storage = options.storage.storage_on(device)
 
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
@@ -204,7 +213,7 @@ def _make_unit(
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,
-        new_runtime=partial(new_runtime, bucket_bytes=options.bucket_bytes),
+        new_runtime=partial(_new_runtime, bucket_bytes=options.bucket_bytes),
     )
     for each in unit.modules:
         hooks = ForwardHooks(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp.engine.handle import Phase
+from fsdp.engine.phase import Phase
 from fsdp.engine.unit import Unit, unit_of
 
 _MIXED = "got mixed torch.Tensor and DTensor"

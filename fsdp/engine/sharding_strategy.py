@@ -30,7 +30,6 @@ from fsdp.distributed.communicator import (
 )
 from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.distributed.devices import HOST, has_streams
-from fsdp.distributed.nested import nested
 from fsdp.engine.placements import UNSHARDED, Placements, ShardingStrategy
 
 if TYPE_CHECKING:
@@ -101,6 +100,8 @@ class Groups:
             return shard, replicas
         together, ranks = _together(self.shard, cast(Group, self.replicate))
         all_ranks = None if together is None else communicator(together, device)
+        from fsdp.distributed.nested import nested  # for shards that are divided along both axes only
+
         return nested(shard, replicas, all_ranks, ranks), LONE_RANK
 
     def near(self, device: torch.device) -> Communicator | None:

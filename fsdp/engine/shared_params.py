@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import MeshPart, is_dtensor
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.managed_params import Places
 from fsdp.engine.names import paths_in
 from fsdp.engine.originals import follow_flat_param, lender_of, note_stale, taken_over
@@ -171,7 +170,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     places = [handle.places[slot] for slot in slots]
     shard = Shard(flat_param, places, (), new_orig_params)
     comms = handle.comm, handle.reduce_comm, handle.replicas
-    alike = None if kept is None else KeptShard(kept.comm, kept.lasts)
+    alike = None if kept is None else type(kept)(kept.comm, kept.lasts)
     along_replicas = handle.replica_axis, handle.sums_replicas_by
     made = FlatParamHandle(shard, *comms, handle.precision, owner.policy, *along_replicas, alike)
     owner.attach(made)

@@ -20,11 +20,11 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.communicator import begin_range, own_rank
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import Places
+from fsdp.engine.phase import Phase
 from fsdp.engine.placements import Axis, Placements
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
@@ -33,7 +33,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit_backward import UnitBackward
 
 if TYPE_CHECKING:
-    pass
+    from fsdp.engine.kept_shard import KeptShard
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
@@ -356,6 +356,8 @@ class Unit:
         self.awaits_values |= bool(handle.valueless)
 
     def _new_kept_shard(self) -> KeptShard | None:
+        from fsdp.engine.kept_shard import KeptShard  # which few placements use
+
         if self.placements.gather and self.placements.unshard:
             return KeptShard(self.axes[0], lasts=True)
         return None if self.near is None else KeptShard(self.near, lasts=False)

@@ -25,10 +25,11 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
 from fsdp.distributed.communicator import LoneRank
 from fsdp.engine.autograd import InternalError
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of
 from fsdp.engine.originals import take_over
+from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision

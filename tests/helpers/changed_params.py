@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.engine.handle import Phase
 from fsdp.engine.names import clean_name
+from fsdp.engine.phase import Phase
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.parity import fully_sharded

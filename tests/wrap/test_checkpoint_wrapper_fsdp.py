@@ -23,7 +23,8 @@ from fsdp import (
     get_fsdp_instances,
     module_wrap_policy,
 )
-from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.phase import Phase
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper, disable_checkpointing
 from tests.helpers.models import Block, Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
