@@ -453,7 +453,7 @@ LOADED_AT_ONCE = {
     "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages paths",
     "fsdp.engine.": "autograd boxes call_stack counted_data deferred_init fingerprints flat_param "
     "flatten_params_wrapper foreign_names forward_hooks grad_buffer gradient_hooks handle layout lazy "
-    "managed_params memory module_overrides names offload options orig_params participation placeholder policy "
+    "managed_params module_overrides names observers offload options orig_params participation placeholder policy "
     "post_forward_shard precision reduction registration rows_layout runtime schedule shard shard_module shard_values "
     "sharding_strategy shared_params state_requests trees unit unit_backward unsharded_params usage "
     "user_attributes verify",

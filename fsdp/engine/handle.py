@@ -24,7 +24,7 @@ when it is needed next (`absorb`, `follow_shard`) and stores what it finds in th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,7 @@ from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
 from fsdp.engine.gradient_hooks import GradientHooks
+from fsdp.engine.observers import Observers
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.post_forward_shard import PostForwardShard
@@ -87,6 +88,7 @@ class HandleUnit(Protocol):
 
     in_full_precision: bool  # it computes in the shards' own dtypes, as in `eval()` if that was asked for
     comm_hook: CommHook | None  # the user's own reduce-scatter; None for ours
+    observers: Observers  # which see each gradient
     all_reduce_hook: AllReduceHook | None  # a user's function that a reduction ends with
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
@@ -120,12 +122,10 @@ class FlatParamHandle:
         unsharded: those of the present `dtype`.
         post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
         gradient_hooks: the hooks of users on `listed_params`.
-        check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
         has_frozen: some of its parameters are not trained.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
     """
 
-    check_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     is_exposed = False
 
     def __init__(
@@ -289,7 +289,7 @@ class FlatParamHandle:
         self.fill_places()
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "unsharded", "forms", "_pending", "_built_for", "unit", "check_gradient")
+        rebuilt = ("gradients", "unsharded", "forms", "_pending", "_built_for", "unit")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
@@ -542,8 +542,8 @@ class FlatParamHandle:
                     f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
                     "dense. Make the embedding with sparse=False."
                 )
-            if self.check_gradient is not None:
-                self.check_gradient(self, slot, gradient)
+            for notify in self.unit.observers.gradient:
+                notify(self, slot, gradient)
             part = self.flat_param.parts[slot]
             self.gradients.add(slot, values_of(gradient if part is None else part.gradient(gradient)), divisor)
         return self.gradients.is_complete

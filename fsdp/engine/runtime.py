@@ -27,13 +27,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.distributed.communicator import Communicator
-from fsdp.distributed.devices import copy_stream_of
+from fsdp.distributed.devices import copy_stream_of, return_freed_memory
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.registration import Contents
@@ -149,6 +148,8 @@ class Runtime:
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if torch.is_grad_enabled() and unit.has_frozen_handle:
             call.watch_inputs(inputs)
+        for notify in unit.observers.forward:
+            notify(unit, inputs)
 
     def _begin_forward(self, unit: Unit) -> None:
         global _last
@@ -236,6 +237,8 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
+        for notify in unit.observers.forward_end:
+            notify(unit, output, failed)
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
         call = self._running.pop()
@@ -375,6 +378,8 @@ class Runtime:
                 "backward, so gradients would belong to neither the old nor the new values. Run backward "
                 "before the change, or forward again after it."
             )
+        for notify in unit.observers.backward:
+            notify(unit)
 
     @property
     def is_in_backward(self) -> bool:
@@ -420,6 +425,8 @@ class Runtime:
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         self.reduce(unit, handle)
+        for notify in unit.observers.gradients_complete:
+            notify(unit, handle)
 
     def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
@@ -494,6 +501,8 @@ class Runtime:
             for unit in reversed(self.units):
                 for handle in unit.handles:
                     handle.gradient_hooks.end_backward()
+        for notify in self.root.observers.backward_end:
+            notify()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""

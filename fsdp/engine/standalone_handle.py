@@ -18,6 +18,7 @@ from fsdp.engine.flat_param import FlatParameter, refuse_unlike
 from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Ignored, Places, collect, names_of, take_over
+from fsdp.engine.observers import NONE
 from fsdp.engine.offload import ShardStorage
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import OrigParams
@@ -148,6 +149,7 @@ class _ByHand:
 
     def __init__(self, name: str, world_size: int) -> None:
         self.name = name
+        self.observers = NONE
         self._predivide = Options().predivide_factor(world_size)
         self.postdivide = world_size / self._predivide
         self._backward: BackwardPass | None = None  # the one that runs, or was the last

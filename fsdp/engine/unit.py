@@ -22,6 +22,7 @@ from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
+from fsdp.engine.observers import NONE, Observers
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.shard import Shard
@@ -173,6 +174,7 @@ class Unit:
         casting = kept if precision.is_mixed else {}
         self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
         self.precision = precision.without_casts() if module in self._kept else precision
+        self.observers: Observers = NONE
         self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
         self.unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
@@ -416,6 +418,8 @@ class Unit:
     def wait_for_unshard(self) -> None:
         for handle in self.handles:
             handle.wait_for_unshard()
+        for notify in self.observers.unshard:
+            notify(self)
 
     def list_unsharded(self) -> None:
         for handle in self.handles:
@@ -433,6 +437,8 @@ class Unit:
     def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         for handle in self.handles:
             handle.reshard(keeps_post_forward_shard=keeps_post_forward_shard)
+        for notify in self.observers.reshard:
+            notify(self)
 
     def read_ahead(self) -> None:
         """Begin to read shards from disk, which are unsharded after the next unit."""

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.devices import HOST, default_generators
+from fsdp.distributed.devices import HOST, default_generators, return_freed_memory
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
-from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
