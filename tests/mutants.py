@@ -88,11 +88,9 @@ CONCERNS = {
     ),
     "engine/same_bits": "engine/same_bits",
     "engine/exact_norm": "engine/exact_norm engine/same_bits",
-    "engine/method_hooks": "engine/trace optim_utils/recording",
+    "engine/observers": "engine/trace optim_utils/recording engine/nonfinite",
     "engine/precision": "engine/precision*",
-    "engine/offload engine/mapped_files engine/memory": (
-        "engine/memory engine/offload engine/mapped_files engine/offload_disk*"
-    ),
+    "engine/offload engine/mapped_files": ("engine/memory engine/offload engine/mapped_files engine/offload_disk*"),
     "engine/placeholder engine/module_overrides": (
         "engine/placeholder engine/errors engine/changed_dtype training/kinds_frozen fully_shard/errors "
         "fully_sharded_data_parallel/api"

@@ -451,12 +451,12 @@ LOADED_AT_ONCE = {
     "": "fsdp",
     "fsdp.": "distributed engine fully_shard fully_sharded_data_parallel layers wrap",
     "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages paths",
-    "fsdp.engine.": "assigned_attributes autograd call_stack counted_data flat_param flatten_params_wrapper foreign_names "
-    "forward_hooks forwarding grad_buffer gradient_hooks handle ignored layout lazy managed_params "
-    "module_overrides names options orig_params originals passes phase placeholder placements policy "
-    "precision presentation reduction rows_layout runtime schedule shard shard_module shard_values "
-    "sharding_strategy shared_params state_requests trees unit unit_backward unsharded_params usage "
-    "user_attributes",
+    "fsdp.engine.": "assigned_attributes autograd call_stack counted_data flat_param flatten_params_wrapper "
+    "foreign_names forward_hooks forwarding grad_buffer gradient_hooks handle ignored layout lazy "
+    "managed_params module_overrides names observers options orig_params originals passes phase "
+    "placeholder placements policy precision presentation reduction rows_layout runtime schedule "
+    "shard shard_module shard_values sharding_strategy shared_params state_requests trees unit "
+    "unit_backward unsharded_params usage user_attributes",
 }
 
 

@@ -65,6 +65,7 @@ class Pending:
             raise CollectiveError(self._failure)  # what is there is not all of it
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
+            ends = [begin(self.what) for begin in wait_observers] if wait_observers else ()
             try:
                 finish(works, self.what)
                 # What was sent is held by this until now, and not a moment longer.
@@ -73,7 +74,13 @@ class Pending:
             except RuntimeError as error:
                 self._failure = str(error)
                 raise
+            for end in ends:
+                end()
         return self._arrived
+
+
+# Called before each wait for a collective, in the thread that waits, with its text; the results are called afterwards.
+wait_observers: tuple[Callable[[str], Callable[[], None]], ...] = ()
 
 
 def after_use_of(sent: Tensor, result: Tensor) -> Tensor:

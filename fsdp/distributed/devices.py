@@ -6,12 +6,16 @@ module for its type (`torch.get_device_module`), and these have the same names: 
 `torch.mtia`, and those that plug-ins add (``torch.npu``, ``torch.hpu``). Apple's MPS has neither streams nor
 collectives in torch: it computes, but nothing is chosen or copied beside it.
 
+Memory of the host that was freed goes back to the operating system by functions here, too.
+
 A `CopyStream` is for copies between an accelerator and the host that run beside what is computed. A copy waits for what
 was queued on the compute stream before it, and the compute stream waits for the copy only where its result is used.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -248,3 +252,33 @@ def set_generator_state(kind: str, state: Tensor) -> None:
     device = accelerator()
     if device is not None and device.type == kind:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+# --- memory of the host ----------------------------------------------------------------------------------------------
+
+# glibc's name for "larger blocks than this are mapped by themselves, and unmapped when they are freed".
+_M_MMAP_THRESHOLD = -3
+
+
+def return_freed_blocks(larger_than: int) -> None:
+    """Release every block of host memory above this many bytes to the operating system when it is freed, from now on.
+
+    glibc otherwise raises its own limit with each large block that is freed, up to 32 MiB, and keeps smaller ones. It
+    costs the time to map them again, and is for where memory is what counts.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, larger_than)
+
+
+def return_freed_memory() -> None:
+    """Release memory that was freed, and that glibc keeps, to the operating system.
+
+    Sharding a model frees all of it in pieces between the shards that stay. glibc reuses such holes, but rarely
+    releases them, and how many there are is a matter of luck. Other C libraries return memory by themselves.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp.distributed.devices import return_freed_memory
 from fsdp.engine.checks import Checks
 from fsdp.engine.contents import Contents
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.shared_params import settle_shares

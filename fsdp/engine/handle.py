@@ -97,11 +97,9 @@ class FlatParamHandle:
         unsharded: the unsharded parameters of the present `dtype`.
         kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
         gradient_hooks: the hooks of users on `listed_params`.
-        check_gradient: called with the handle, a parameter's number and its gradient, before that is taken in.
         has_frozen: some of its parameters are not trained.
     """
 
-    check_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     in_full_precision = False
 
@@ -270,7 +268,7 @@ class FlatParamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         rebuilt = {"gradients", "unsharded", "forms", "_pending", "_built_for"}
-        given = {"check_gradient", "on_gradient", "policy"}  # by a unit
+        given = {"on_gradient", "policy"}  # by a unit
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt | given}
         return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": Passes()}
 
@@ -564,8 +562,6 @@ class FlatParamHandle:
                     f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
                     "dense. Make the embedding with sparse=False."
                 )
-            if self.check_gradient is not None:
-                self.check_gradient(self, slot, gradient)
             part = self.flat_param.parts[slot]
             values = gradient if part is None else part.gradient(gradient)
             self.gradients.add(slot, values if type(values) is Tensor else values_of(values), divisor)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.engine.memory import return_freed_blocks
+from fsdp.distributed.devices import return_freed_blocks
 
 _PAGE = mmap.PAGESIZE
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.observers import attached
 from fsdp.engine.unit import unit_of
 
 
@@ -30,24 +31,19 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: if nothing in `model` is sharded.
     """
-    units = filter(None, map(unit_of, model.modules()))
-    handles = dict.fromkeys(handle for unit in units for handle in unit.handles)
-    if not handles:
+    units = list(dict.fromkeys(unit for unit in map(unit_of, model.modules()) if unit is not None))
+    if not any(unit.handles for unit in units):
         raise ValueError(f"detect_nonfinite: nothing in this {type(model).__name__} is sharded")
-    outer = {handle: handle.check_gradient for handle in handles}
-    try:
-        for handle in handles:
-            handle.check_gradient = _check
+    with attached(_Check(), units):
         yield
-    finally:
-        for handle, check in outer.items():
-            handle.check_gradient = check
 
 
-def _check(handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
-    if not local_part(gradient).isfinite().all():
-        raise RuntimeError(
-            f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit_name}' is not "
-            "finite, as the first of this backward. It is this rank's own: the loss of its batch is not finite, or "
-            "something that is computed after this parameter. (fsdp.detect_nonfinite)"
-        )
+class _Check:
+    def gradient(self, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
+        """Raise RuntimeError for a gradient that is not finite."""
+        if not local_part(gradient).isfinite().all():
+            raise RuntimeError(
+                f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit_name}' is "
+                "not finite, as the first of this backward. It is this rank's own: the loss of its batch is not "
+                "finite, or something that is computed after this parameter. (fsdp.detect_nonfinite)"
+            )

@@ -164,6 +164,8 @@ class Runtime:
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if torch.is_grad_enabled() and unit.has_frozen_handle:
             call.watch_inputs(inputs)
+        for notify in unit.observers.forward:
+            notify(unit, inputs)
 
     def _begin_forward(self, unit: Unit) -> None:
         global _last
@@ -240,6 +242,8 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
+        for notify in unit.observers.forward_end:
+            notify(unit, output, failed)
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
         call = self._running.pop()
@@ -389,6 +393,8 @@ class Runtime:
                 "backward, so gradients would belong to neither the old nor the new values. Run backward "
                 "before the change, or forward again after it."
             )
+        for notify in unit.observers.backward:
+            notify(unit)
 
     @property
     def is_in_backward(self) -> bool:
@@ -449,6 +455,8 @@ class Runtime:
         handle.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         self.reduce(unit, handle)
+        for notify in unit.observers.gradients_complete:
+            notify(unit, handle)
 
     def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Reduce the gradient of a handle, unless it continues to accumulate."""
@@ -528,6 +536,8 @@ class Runtime:
             for unit in reversed(self.units):
                 for handle in unit.handles:
                     handle.end_backward()
+        for notify in self.root.observers.backward_end:
+            notify()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""

@@ -176,6 +176,8 @@ class Steps:
         for journal in self.journals:
             if journal.difference or journal.warning:
                 self._report(journal)
+        for notify in self.root.observers.step:
+            notify(optimizer)
         self._begun = weakref.ref(optimizer), _version(optimizer)
         if self._journal is None:
             return
@@ -229,6 +231,8 @@ class Steps:
                 self._journal.forget()
             for rest in part.watched:
                 rest.left = list(map(rest.version, rest.tensors))
+        for notify in self.root.observers.step_end:
+            notify(optimizer)
 
     @property
     def interrupted(self) -> torch.optim.Optimizer | None:

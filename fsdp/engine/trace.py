@@ -1,8 +1,8 @@
 """`Trace` records what each rank did when: the forwards and backwards of units, and where ranks waited for whom.
 
-While it records, a few methods of the engine are replaced by ones that note the time around them; before and after it
-nothing is. What is noted are times of the host: on a CPU those of the work itself, on an accelerator those at which it
-was queued (`torch.profiler` has the device's own times, under the same names).
+While it records, an observer notes the times of the events of all units (`engine.observers`). The times are those of
+the host: on a CPU those of the work itself, on an accelerator those at which it was queued (`torch.profiler` has the
+device's own times, under the same names).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp.distributed.communicator import Communicator, Pending, during, is_aside, own_rank
+from fsdp.distributed import communicator
+from fsdp.distributed.communicator import Communicator, during, is_aside, own_rank
 from fsdp.distributed.consensus import from_everyone
-from fsdp.engine.method_hooks import hook_method
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.observers import attached
 from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Report, Span, keep, report_on
 from fsdp.engine.runtime import Runtime, runtime_of_root
-from fsdp.engine.steps import Steps
 from fsdp.engine.summary import aligned, milliseconds
 from fsdp.engine.unit import Unit
 from fsdp.engine.verify import require_sharded
@@ -86,19 +86,20 @@ class Trace:
             raise
 
     def _follow(self, runtime: Runtime) -> None:
-        root = runtime.root
-        hook = partial(hook_method, self._undo, runtime)
-        hook(Runtime, "before_forward", after=lambda unit, *_: self._begin(FORWARD, unit, unit.name))
-        hook(Runtime, "after_forward", before=lambda unit, *_: self._end(FORWARD, unit))
-        hook(Runtime, "before_backward", after=lambda unit, *_: self._begin_backward(root, unit))
-        hook(Runtime, "gradient_complete", after=lambda unit, *_: self._end_if_complete(root, unit))
-        hook(Runtime, "finish_backward", after=lambda: self._end_backwards())
-        hook(Unit, "wait_for_unshard", after=self._note_memory)
-        hook(Unit, "reshard", after=self._note_memory)
-        self._follow_waits()
-        hook(Steps, "begin", before=lambda one, *_: self._begin(STEP, one, type(one).__name__))
-        hook(Steps, "end", after=lambda one, *_: self._end_step(one))
+        self._undo.enter_context(attached(_Follower(self, runtime.root), runtime.units))
+        communicator.wait_observers += (self._begin_wait,)
+        self._undo.callback(self._forget_waits)
         self._note_memory()
+
+    def _begin_wait(self, what: str) -> Callable[[], None]:
+        return partial(self._end_wait, what, time.monotonic_ns())
+
+    def _end_wait(self, what: str, begun: int) -> None:
+        if not is_aside(threading.get_ident()):  # as those of a save in the background are
+            self._spans.append(Span(WAIT, what, begun, time.monotonic_ns()))
+
+    def _forget_waits(self) -> None:
+        communicator.wait_observers = tuple(one for one in communicator.wait_observers if one != self._begin_wait)
 
     def end(self) -> None:
         """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted."""
@@ -131,18 +132,6 @@ class Trace:
             self._steps -= 1
             if not self._steps:
                 self.end()
-
-    def _follow_waits(self) -> None:
-        original = Pending.wait
-
-        def wait(pending: Pending) -> Tensor:
-            begin = time.monotonic_ns()
-            result = original(pending)
-            if not is_aside(threading.get_ident()):  # as those of a save in the background are
-                self._spans.append(Span(WAIT, pending.what, begin, time.monotonic_ns()))
-            return result
-
-        self._undo.enter_context(mock.patch.object(Pending, "wait", wait))
 
     def _begin(self, kind: str, of: object, name: str) -> None:
         self._open.setdefault((kind, of), (name, time.monotonic_ns()))
@@ -335,6 +324,40 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
     if steps is not None:
         made.begin()
     return made
+
+
+class _Follower:
+    """The observer by which a trace follows the units of a model."""
+
+    def __init__(self, trace: Trace, root: Unit) -> None:
+        self._trace, self._root = trace, root
+
+    def forward(self, unit: Unit, inputs: Any) -> None:
+        self._trace._begin(FORWARD, unit, unit.name)
+
+    def forward_end(self, unit: Unit, output: Any, failed: bool) -> None:
+        self._trace._end(FORWARD, unit)
+
+    def backward(self, unit: Unit) -> None:
+        self._trace._begin_backward(self._root, unit)
+
+    def gradients_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
+        self._trace._end_if_complete(self._root, unit)
+
+    def backward_end(self) -> None:
+        self._trace._end_backwards()
+
+    def unshard(self, unit: Unit) -> None:
+        self._trace._note_memory()
+
+    def reshard(self, unit: Unit) -> None:
+        self._trace._note_memory()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._trace._begin(STEP, optimizer, type(optimizer).__name__)
+
+    def step_end(self, optimizer: torch.optim.Optimizer) -> None:
+        self._trace._end_step(optimizer)
 
 
 class _Clock:

@@ -23,6 +23,7 @@ from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
+from fsdp.engine.observers import NONE, Observers
 from fsdp.engine.originals import Places
 from fsdp.engine.phase import Phase
 from fsdp.engine.placements import Axis, Placements
@@ -183,6 +184,7 @@ class Unit:
         casting = kept if precision.is_mixed else {}
         self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
         self.precision = precision.without_casts() if module in self._kept else precision
+        self.observers: Observers = NONE
         self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
         self.unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
@@ -335,6 +337,8 @@ class Unit:
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """Hook of the handle: a leaf has its gradient."""
+        for notify in self.observers.gradient if leaf.grad is not None else ():
+            notify(handle, slot, leaf.grad)
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
             self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
@@ -462,6 +466,8 @@ class Unit:
     def wait_for_unshard(self) -> None:
         for handle in self.handles:
             handle.wait_for_unshard()
+        for notify in self.observers.unshard:
+            notify(self)
 
     def settle(self) -> None:
         """Block until its shards may be written."""
@@ -471,6 +477,8 @@ class Unit:
     def reshard(self, *, is_needed: bool = False) -> None:
         for handle in self.handles:
             handle.reshard(is_needed=is_needed)
+        for notify in self.observers.reshard:
+            notify(self)
 
     def release(self) -> None:
         """Free all parameters but the shards."""

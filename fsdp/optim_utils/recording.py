@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -29,10 +28,9 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.autograd import in_backward
 from fsdp.engine.fingerprints import fingerprint_of_range
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.method_hooks import hook_method
 from fsdp.engine.names import clean_name
-from fsdp.engine.runtime import Runtime, runtime_of_root
-from fsdp.engine.steps import Steps
+from fsdp.engine.observers import attached
+from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules
 from fsdp.engine.verify import require_sharded
@@ -77,7 +75,7 @@ class FingerprintRecording:
             for one, original in self._params.by_number.values()
         }
         self._paths = {module: clean_name(name) for name, module in model.named_modules()}
-        self._path, self._step = path, first_step
+        self._path, self._number = path, first_step
         self._micro_batches: dict[int, dict[Key, int]] = {}
         self._current: dict[Key, int] = {}
         self._calls: dict[Unit, int] = {}  # in the current micro-batch
@@ -106,22 +104,15 @@ class FingerprintRecording:
                 "device": self._root.device.type,
             }
         )
-        hook = partial(hook_method, self._undo, self._runtime)
-        hook(Runtime, "before_forward", after=self._before_forward)
-        hook(Runtime, "after_forward", before=self._after_forward)
-        hook(Runtime, "finish_backward", after=self._end_micro_batch)
-        hook(Steps, "begin", after=self._begin_step)
-        hook(Steps, "end", after=self._end_step)
-        for handle in self._runtime.handles:
-            self._undo.callback(setattr, handle, "check_gradient", handle.check_gradient)
-            handle.check_gradient = partial(self._on_gradient, handle.check_gradient)
+        self._undo.enter_context(attached(self, self._runtime.units))
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
     # --- of a micro-batch ---------------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, inputs: Any) -> None:
+    def forward(self, unit: Unit, inputs: Any) -> None:
+        """Note the inputs, weights and buffers of a unit in its forward."""
         if in_backward() or not torch.is_grad_enabled():
             return
         is_first = not self._calls
@@ -137,17 +128,18 @@ class FingerprintRecording:
                 path = ".".join(filter(None, (self._paths.get(module, ""), name)))
                 self._current[Key(BUFFER, self._unit_name(unit.name), path, call)] = _of_tree(buffer)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
+    def forward_end(self, unit: Unit, output: Any, failed: bool) -> None:
+        """Note the outputs of a unit."""
         if not (failed or in_backward()) and unit in self._calls:
             self._current[Key(OUTPUT, self._unit_name(unit.name), "", self._calls[unit])] = _of_tree(output)
 
-    def _on_gradient(self, outer: Any, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
-        if outer is not None:
-            outer(handle, slot, gradient)
+    def gradient(self, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
+        """Note a gradient before it is reduced."""
         key = Key(GRADIENT, self._unit_name(handle.unit_name), self._name(handle, slot))
         self._current[key] = fingerprint_of_range(local_part(gradient), 0)
 
-    def _end_micro_batch(self) -> None:
+    def backward_end(self) -> None:
+        """Close a micro-batch."""
         everyone = self._root.everyone
         number = len(self._micro_batches) * size_of(everyone) + number_among(everyone)
         self._micro_batches[number] = self._current
@@ -162,17 +154,19 @@ class FingerprintRecording:
 
     # --- of a step ----------------------------------------------------------------------------------------------
 
-    def _begin_step(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note reduced gradients and options."""
         self._parts = {REDUCED: list(weights_of(self._params, of_gradients=True)), OPTION: list(_options(optimizer))}
 
     @torch.no_grad()
-    def _end_step(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> None:
+    def step_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note new weights and optimizer state, and write the step."""
         self._parts |= {WEIGHT: list(weights_of(self._params)), STATE: list(state_of(self._params, optimizer))}
         with during("fsdp.record_fingerprints()"):
             heard = from_everyone(self._root.everyone, (self._micro_batches, self._parts))
         micro_batches = {number: entries for own, _ in heard for number, entries in own.items()}
         for number, entries in sorted(micro_batches.items()):
-            self._write_entries({"step": self._step, "micro_batch": number}, entries)
+            self._write_entries({"step": self._number, "micro_batch": number}, entries)
         places = {name: place for place, name in enumerate(self._units)}
         entries = {}
         for direction in self._parts:
@@ -180,10 +174,10 @@ class FingerprintRecording:
             for (name, key), bits in sorted(found.items(), key=lambda one: (places.get(one[0][0], -1), one[0][1])):
                 label = f"{name}: {key}" if key else name
                 entries[Key(direction, self._units.get(name, ""), label)] = bits
-        self._write_entries({"step": self._step}, entries)
+        self._write_entries({"step": self._number}, entries)
         if self._file is not None:
             self._file.flush()
-        self._step += 1
+        self._number += 1
         self._micro_batches, self._parts = {}, {}
 
     def _write_entries(self, where: dict[str, int], entries: dict[Key, int]) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp.distributed import communicator
 from fsdp.distributed.communicator import Pending
 from fsdp.engine import trace as tracing
 from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Span
@@ -53,14 +54,14 @@ class Clock:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        original = Pending.wait
+        original = communicator.finish
         self.__init__()  # type: ignore[misc]
 
-        def wait(pending: Pending) -> torch.Tensor:
+        def finish(*args: Any) -> None:
             self._now, self._owed = self._now + self._owed, 0
-            return original(pending)
+            original(*args)
 
-        with mock.patch.object(tracing, "time", self), mock.patch.object(Pending, "wait", wait):
+        with mock.patch.object(tracing, "time", self), mock.patch.object(communicator, "finish", finish):
             yield
 
 

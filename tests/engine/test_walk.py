@@ -36,7 +36,8 @@ def files_entered(function: Callable[[], Any]) -> set[str]:
     found: set[str] = set()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        is_ours = event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+        if is_ours and not threading.current_thread().name.startswith("fsdp"):  # the watchdog's, whenever it looks
             found.add(frame.f_code.co_filename.removeprefix(PACKAGE))
 
     threading.setprofile(profile)  # of threads that begin later

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.devices import HOST, default_generators
+from fsdp.distributed.devices import HOST, default_generators, return_freed_memory
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.originals import is_ours
