@@ -4,8 +4,9 @@ Ranks that work in step leave cores idle while they wait for each other, and tho
 
 The sessions are forked when the tests are collected. Each takes the next file out of a hat (a pipe filled beforehand)
 when it is about to finish one, and sends what becomes of its tests. Large files come first, so that all sessions end at
-about the same time. Tests that mostly wait are no part of their file there: one session more runs them. The session that was started shows each file when
-it is complete, as if it had run it; so there is one report, and options that concern it mean what they always do.
+about the same time. Tests that mostly wait are no part of their file there: one session more runs them. The session
+that was started shows each file when it is complete, as if it had run it; so there is one report, and options that
+concern it mean what they always do.
 """
 
 from __future__ import annotations

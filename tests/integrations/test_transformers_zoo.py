@@ -24,7 +24,9 @@ def test_the_zoo_has_many_families() -> None:
 @pytest.mark.parametrize("number", range(RUNS), ids=lambda number: f"{FORMS[number % 3]}-{number // 3}")
 def test_classes_train_as_unsharded(ranks: RankPool, number: int) -> None:
     # One run of each form is on three ranks.
-    ranks(3 if number % 7 == 3 else 2, timeout=PATIENCE).run(train, names()[number::RUNS], FORMS[number % 3], thorough=False)
+    ranks(3 if number % 7 == 3 else 2, timeout=PATIENCE).run(
+        train, names()[number::RUNS], FORMS[number % 3], thorough=False
+    )
 
 
 def train(classes: list[str], form: str, *, thorough: bool = True) -> None:
