@@ -252,7 +252,7 @@ def assert_parallel_parity(
     *,
     model: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
-    steps: int = 4,
+    steps: int = 2,
     **training: Any,
 ) -> Parity:
     """Collective. Data x tensor parallel training is that of one process."""

@@ -78,15 +78,18 @@ def another_seed_in_one_dropout(training: Training) -> Iterator[None]:
 
 @contextmanager
 def a_scaled_gradient(training: Training) -> Iterator[None]:
-    original = FlatParamHandle.take_gradient
+    unit = next(unit for _, unit in units_in(training.model._unit) if unit.name == "blocks.0")
+    (handle,) = unit.handles
+    original = handle.on_gradient
 
-    def scaled(handle: FlatParamHandle, slot: int, leaf: Tensor, divisor: float) -> bool:
-        if (handle.unit_name, handle.layout.slots[slot].name) == ("blocks.0", "3.weight"):
+    def scaled(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
+        if handle.layout.slots[slot].name == "3.weight":
             leaf.grad = leaf.grad * 2
-        return original(handle, slot, leaf, divisor)
+        original(handle, slot, leaf)
 
-    with mock.patch.object(FlatParamHandle, "take_gradient", scaled):
-        yield
+    handle.on_gradient = scaled
+    yield
+    handle.on_gradient = original
 
 
 @contextmanager

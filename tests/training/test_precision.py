@@ -178,7 +178,7 @@ def test_training_equals_casts_by_hand_bit_for_bit(
 def _compare_trainings(precision: str, model: str, optimizer: str, accumulate: int, options: dict[str, Any]) -> None:
     precise = PRECISIONS[precision]
     make_model, task = MODELS[model]
-    training = precise.training(make_model, OPTIMIZERS[optimizer], task, steps=3, accumulate=accumulate)
+    training = precise.training(make_model, OPTIMIZERS[optimizer], task, accumulate=accumulate)
     sharded = train_sharded(training, fully_sharded(**precise.options, **options))
     losses, weights = from_one_rank(partial(train_by_hand, training, precise))
     torch.testing.assert_close(sharded.losses, losses, rtol=1e-12, atol=0)  # ranks add their losses in another order
@@ -203,7 +203,7 @@ def test_fairscales_flags_train_as_the_policy_that_says_the_same(
 
 
 def _compare_with_policy(flags: dict[str, Any], policy: MixedPrecision) -> None:
-    training = MIXED["bfloat16"].training(tiny_transformer, OPTIMIZERS["sgd"], TOKENS, steps=3)
+    training = MIXED["bfloat16"].training(tiny_transformer, OPTIMIZERS["sgd"], TOKENS)
     wraps = [fully_sharded(mixed_precision=True, **flags), fully_sharded(mixed_precision=policy)]
     assert_bit_equal(*(train_sharded(training, wrap) for wrap in wraps))
 

@@ -82,7 +82,7 @@ def test_precisions_train_as_one_process_in_the_same(ranks: RankPool, name: str,
 
 def _train_in(name: str, options: dict[str, Any]) -> list[float]:
     mesh, precision = mesh_of(2, 2), PRECISIONS[name]
-    plan = Training(make_model=gpt, make_optimizer=fast_sgd_with_momentum, steps=3, task=SENTENCES)
+    plan = Training(make_model=gpt, make_optimizer=fast_sgd_with_momentum, task=SENTENCES)
     training = precision.training(plan)
     wrap = precision.wrap(process_group=mesh["dp"].get_group(), **options)
     trained = train_sharded(replace(training, make_model=partial(gpt, mesh=mesh)), wrap, own_rows(mesh))

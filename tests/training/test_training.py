@@ -42,7 +42,7 @@ from tests.helpers.parity import (
 )
 from tests.helpers.ranks import RankPool
 
-STEPS = 3
+STEPS = 2
 
 OPTIMIZERS = {"sgd": sgd_with_momentum, "adam": adam, "adamw": adamw}
 MODELS: dict[str, MakeModel] = {
