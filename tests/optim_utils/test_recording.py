@@ -20,6 +20,7 @@ from fsdp.checkpoint.compare import Recorded, differences
 from fsdp.distributed.tree_sum import TreeSum
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
+from fsdp.engine.unit import unit_of, unit_of_wrapper, units_in
 from fsdp.engine.unsharded_params import UnshardedParameters
 from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import FORMS, FORMS_AND_OPTIMIZERS, OPTIMIZERS, loss_of, tokens_of, writer
@@ -76,11 +77,15 @@ def another_seed_in_one_dropout(training: Training) -> Iterator[None]:
     handle.remove()
 
 
+def unit_of_model(training: Training) -> Any:
+    return unit_of_wrapper(training.model) or unit_of(training.model)
+
+
 @contextmanager
 def a_scaled_gradient(training: Training) -> Iterator[None]:
-    unit = next(unit for _, unit in units_in(training.model._unit) if unit.name == "blocks.0")
+    (unit,) = [unit for _, unit in units_in(unit_of_model(training)) if unit.name == "blocks.0"]
     (handle,) = unit.handles
-    original = handle.on_gradient
+    original: Any = handle.on_gradient
 
     def scaled(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         if handle.layout.slots[slot].name == "3.weight":
