@@ -50,7 +50,6 @@ from fsdp.engine.usage import Usage
 if TYPE_CHECKING:
     from fsdp.engine.checks import Checks
     from fsdp.engine.participation import Participation
-    from fsdp.engine.steps import Steps
 
 
 class Runtime:
@@ -65,9 +64,9 @@ class Runtime:
         RuntimeError: if an inner unit already belongs to a root of its own.
     """
 
-    # `first_use` makes both.
-    steps: Steps  # of its optimizers, as far as they are compared
+    # Layers, which the function that makes the runtime attaches.
     checks: Checks  # of its tree
+    steps: Any  # of its optimizers, as far as ranks compare them (`Steps`)
 
     def __init__(self, root: Unit, named_units: Sequence[tuple[str, Unit]], *, bucket_bytes: int) -> None:
         self.root = root
