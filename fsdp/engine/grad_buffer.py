@@ -79,6 +79,7 @@ class GradientBuffer:
         self._fills_unused = False
         self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
         self.times_taken = 0  # since then
+        self.has_arrived = False  # any gradient, since then
         self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd said that a gradient would come
         self._places: list[list[Tensor]] = []
         self.expect(expected)
@@ -102,7 +103,7 @@ class GradientBuffer:
         self._fills_unused = fills_unused and self.is_reduced
         self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
         self.used = bytearray(len(self.used))
-        self.times_taken, self.awaited = 0, ()
+        self.times_taken, self.has_arrived, self.awaited = 0, False, ()
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -123,6 +124,7 @@ class GradientBuffer:
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
             _put(place, part, divisor / self._divisor, is_filled=bool(self._filled[slot]))
         self._filled[slot] = 1
+        self.has_arrived = True
         if not self._arrived[slot]:
             self._arrived[slot] = 1
             self.missing -= 1

@@ -541,6 +541,11 @@ class FlatParamHandle:
         return self.gradients.is_reduced
 
     @property
+    def has_arrived(self) -> bool:
+        """True if a gradient has arrived on this rank in the backward that runs."""
+        return self.gradients.has_arrived
+
+    @property
     def brought_gradients(self) -> bool:
         """True if the backward that runs has brought gradients, or will reduce accumulated gradients."""
         return bool(self.gradients.times_taken) or not self.gradients.is_empty

@@ -508,8 +508,9 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Collective. Backward has ended on all ranks: reduce what is left of its gradients, and show all of them."""
-        has_gradient = any(handle.brought_gradients for handle in self.handles)
-        self.has_trained = self.has_trained or has_gradient or not any(handle.requires_grad for handle in self.handles)
+        has_gradient = any(handle.has_arrived for handle in self.handles)
+        has_any = has_gradient or any(handle.brought_gradients for handle in self.handles)
+        self.has_trained = self.has_trained or has_any or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
         self._left = []
         for handle in self.handles:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import MixedPrecision
+from fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.engine.originals import is_ours
 from tests.helpers.forms import FORMS, assert_trains, batch, inside, sharded
 from tests.helpers.module_kinds import seeded
@@ -76,11 +77,12 @@ def after_a_gradient(net: Any, inputs: Tensor) -> Any:
     """A gradient inside of the forward, as that of an energy; then a penalty."""
     if torch.is_grad_enabled():
         point = inputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(net.part(point).square().sum(), point)
+        (slope,) = torch.autograd.grad(net.inner(point).square().sum(), point)  # perhaps a unit
         return penalty(net.part) + net.part(slope).mean()
     return penalty(net.part)
 
 
+REPLICATED = {"sharding_strategy": ShardingStrategy.NO_SHARD}
 USES = [after_a_gradient, own_parts, scaled_part, by_name, recomputed, first_of_its_dtype]
 
 
@@ -102,6 +104,38 @@ def _loss(model: Any, inputs: Tensor, step: int) -> Tensor:
     loss: Tensor = model(inputs).square().mean()
     loss.backward()
     return loss + before
+
+
+@pytest.mark.parametrize(("form", "options"), [*((form, {}) for form in FORMS), ("orig", REPLICATED)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_inside_leaves_them_listed_while_others_are_accumulated(
+    ranks: RankPool, form: str, options: dict[str, Any], world_size: int
+) -> None:
+    ranks(world_size).run(_accumulate, form, options)
+
+
+def _accumulate(form: str, options: dict[str, Any]) -> None:
+    def body(model: Any, inputs: Tensor, step: int) -> Tensor:
+        with without_sync(model):
+            model(inputs + 1).square().mean().backward()
+        loss: Tensor = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    assert_trains(partial(Net, after_a_gradient), form, body, (Inner,), **options)
+
+
+@contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 @pytest.mark.parametrize("form", FORMS)
