@@ -41,9 +41,6 @@ from fsdp.fully_shard import FSDPModule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fsdp.engine.report import Report
-    from fsdp.engine.state_dict.materialize import ParamInit
-
 # What modules list may be the wrapped module's; not there before the constructor of `nn.Module`.
 _ENTRIES = ("_parameters", "_buffers")
 _GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
@@ -126,7 +123,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         sync_module_states: bool = False,
-        param_init_fn: ParamInit | None = None,
+        param_init_fn: layers.ParamInit | None = None,
     ) -> None:
         options = Options(
             reshard_after_forward=reshards_after_forward(sharding_strategy, reshard_after_forward),
@@ -413,7 +410,7 @@ class FullyShardedDataParallel(nn.Module):
         """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""
         self.module.module.compile(*args, **kwargs)
 
-    def report(self) -> Report:
+    def report(self) -> layers.Report:
         """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/tracing.md.
 
         Raises:
