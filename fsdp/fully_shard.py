@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from fsdp.distributed.custom_collectives import Collective
     from fsdp.engine.dtensor_params import DataParallelSpread
 
     _Base = nn.Module  # which it is always mixed with
@@ -622,14 +621,14 @@ class FSDPModule(_Base):
 
     # --- communication ------------------------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: Collective) -> None:
+    def set_custom_all_gather(self, comm: layers.Collective) -> None:
         """All-gather the module's parameters with an object that has the interface of torch's ``AllGather``.
 
         It allocates what is sent and received. A world of one has nothing to gather.
         """
         _of(self).connect(lambda handle: (layers.CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
 
-    def set_custom_reduce_scatter(self, comm: Collective) -> None:
+    def set_custom_reduce_scatter(self, comm: layers.Collective) -> None:
         """Reduce-scatter the module's gradients with an object that has the interface of torch's ``ReduceScatter``.
 
         It allocates what is sent and received, and is always asked to sum; gradients are divided apart from that. A

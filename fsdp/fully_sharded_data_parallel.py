@@ -42,9 +42,6 @@ from fsdp.fully_shard import FSDPModule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fsdp.engine.report import Report
-    from fsdp.engine.state_dict.materialize import ParamInit
-
 # What modules list may be the wrapped module's; not there before the constructor of `nn.Module`.
 _ENTRIES = ("_parameters", "_buffers")
 _GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
@@ -131,7 +128,7 @@ class FullyShardedDataParallel(nn.Module):
         sharding_strategy: ShardingStrategy | None = None,
         placements: Placements | None = None,
         sync_module_states: bool = False,
-        param_init_fn: ParamInit | None = None,
+        param_init_fn: layers.ParamInit | None = None,
     ) -> None:
         strategy = ShardingStrategy.of(sharding_strategy)
         placements = Placements.resolve(placements, strategy, reshard_after_forward)
@@ -415,7 +412,7 @@ class FullyShardedDataParallel(nn.Module):
         """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""
         self.module.module.compile(*args, **kwargs)
 
-    def report(self) -> Report:
+    def report(self) -> layers.Report:
         """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/tracing.md.
 
         Raises:

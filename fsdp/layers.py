@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fsdp.checkpoint.formats.consolidate import consolidate as consolidate
     from fsdp.distributed.comm_hooks import AllReduceHook as AllReduceHook
     from fsdp.distributed.comm_hooks import CommHook as CommHook
+    from fsdp.distributed.custom_collectives import Collective as Collective
     from fsdp.distributed.custom_collectives import CustomAllGather as CustomAllGather
     from fsdp.distributed.custom_collectives import CustomReduceScatter as CustomReduceScatter
     from fsdp.distributed.custom_collectives import moved as moved
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fsdp.engine.deferred_init import require_values_everywhere as require_values_everywhere
     from fsdp.engine.grad_clipping import clip_by_norm as clip_by_norm
     from fsdp.engine.grad_clipping import clip_by_value as clip_by_value
+    from fsdp.engine.report import Report as Report
     from fsdp.engine.report import last_report as last_report
     from fsdp.engine.sharded_methods import explain_methods as explain_methods
     from fsdp.engine.state_dict.full import Loading as Loading
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from fsdp.engine.state_dict.local import local_metadata as local_metadata
     from fsdp.engine.state_dict.local import local_state as local_state
     from fsdp.engine.state_dict.local import members_in as members_in
+    from fsdp.engine.state_dict.materialize import ParamInit as ParamInit
     from fsdp.engine.state_dict.materialize import materialize_unit as materialize_unit
     from fsdp.engine.state_dict.sharded import TensorPart as TensorPart
     from fsdp.engine.state_dict.sharded import _rebuild as _rebuild
@@ -56,16 +59,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "fsdp.checkpoint.formats.consolidate": "consolidate",
     "fsdp.distributed.comm_hooks": "AllReduceHook CommHook",
-    "fsdp.distributed.custom_collectives": "CustomAllGather CustomReduceScatter moved",
+    "fsdp.distributed.custom_collectives": "Collective CustomAllGather CustomReduceScatter moved",
     "fsdp.engine.copying": "",
     "fsdp.engine.deferred_init": "require_values require_values_everywhere",
     "fsdp.engine.grad_clipping": "clip_by_norm clip_by_value",
-    "fsdp.engine.report": "last_report",
+    "fsdp.engine.report": "Report last_report",
     "fsdp.engine.sharded_methods": "explain_methods",
     "fsdp.engine.state_dict.full": "Loading ensure_agreed ensure_same_values explain load_full save_full "
     "with_wrapped_metadata",
     "fsdp.engine.state_dict.local": "LocalLoad local local_metadata local_state members_in",
-    "fsdp.engine.state_dict.materialize": "materialize_unit",
+    "fsdp.engine.state_dict.materialize": "ParamInit materialize_unit",
     "fsdp.engine.state_dict.sharded": "TensorPart _rebuild load_sharded_state sharded_state",
     "fsdp.engine.state_dict.summon": "params_shown shapes_summoned summoned",
     "fsdp.engine.summary": "options_in_use summary",

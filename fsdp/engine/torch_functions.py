@@ -1,4 +1,6 @@
-"""The functions of torch that are replaced when the first model is wrapped. `REPLACED` lists them; there are no others.
+"""The functions of torch that are replaced when the first model is wrapped. `REPLACED` lists all of them.
+
+What `fully_shard` changes in `DTensor` is in `dtensor_params`, `counted_data` and `distributed.gathered_part`.
 
 Each of them is given tensors that a model lists, or the state of an optimizer of them, and would use this rank's shards
 as if they were the whole parameters: a plain training loop would be wrong without an error. So these functions look for
