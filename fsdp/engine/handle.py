@@ -395,7 +395,8 @@ class FlatParamHandle:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
         self._gathered = state = self._ready_to_send(state)
-        self.gather_kept()
+        if self.kept_shard is not None:
+            self.gather_kept()
         if self.unsharded.is_shard:
             self.storage.read_ahead()
         elif self.kept_shard is not None and self.kept_shard.has((self.dtype, state)):

@@ -47,6 +47,9 @@ class Placed(NamedTuple):
     shard: Placement
     replica: Placement
 
+    def __str__(self) -> str:
+        return f"({self.shard.name}, {self.replica.name})"
+
     def numel(self, padded_numel: int, sizes: Mapping[Axis, int]) -> int:
         """Return how many elements each rank holds of a padded tensor; `sizes` are numbers of ranks by axis."""
         return padded_numel // prod(sizes[axis] for axis in Axis if self[axis.value] is SHARDED)

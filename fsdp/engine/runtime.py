@@ -85,7 +85,7 @@ class Runtime:
         self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
-        self._defers = False  # a backward has left gradients unreduced whose placements are PARTIAL
+        self.defers = False  # a backward has left gradients unreduced whose placements are PARTIAL
         _all.add(self)
 
     # --- whose units and parameters are whose ---------------------------------------------------------------------
@@ -193,11 +193,11 @@ class Runtime:
             overwritten = comm.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.reshard()
-        for kept in filter(None, (handle.kept_shard for handle in self.handles)):
-            if not kept.lasts:
-                kept.forget()
         for handle in self.handles:
-            handle.gather_kept()
+            if handle.kept_shard is not None and handle.kept_shard.lasts:
+                handle.gather_kept()
+            elif handle.kept_shard is not None:
+                handle.kept_shard.forget()
 
     def trust_values(self, unit: Unit) -> None:
         """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
@@ -488,7 +488,7 @@ class Runtime:
                 unit.reshard()
         self._settle()
         deferring = [unit for unit in self.units if unit.placements.defers_reduction]
-        self._defers = any(unit.policy.sync is not GradientSync.FULL for unit in deferring)
+        self.defers = any(unit.policy.sync is not GradientSync.FULL for unit in deferring)
         if any(handle.gradients.is_reduced for handle in self.handles):
             self.steps.end_backward()
         with torch.no_grad():
@@ -552,7 +552,7 @@ class Runtime:
 
     def reduce_deferred(self) -> None:
         """Collective. Reduce the gradients whose placements leave that to the optimizer step, if there are any."""
-        if self._defers and not self.is_computing:
+        if self.defers and not self.is_computing:
             self.reduce_all()
 
     def reduce_all(self) -> None:
@@ -571,11 +571,10 @@ class Runtime:
 
         All ranks step the same handles, so none of them has to be told that the parameters are gathered anew.
         """
-        stepped = set() if self.is_computing else set(handles)
-        for unit in self.units:
-            if unit.placements.keeps_parameters or not unit.policy.reshard_after_backward:
-                for handle in stepped.intersection(unit.handles):
-                    handle.release()
+        kept = [u for u in self.units if u.placements.keeps_parameters or not u.policy.reshard_after_backward]
+        for handle in handles if kept and not self.is_computing else ():
+            if any(handle in unit.handles for unit in kept):
+                handle.release()
 
     @property
     def is_computing(self) -> bool:
@@ -673,8 +672,9 @@ def runtimes() -> list[Runtime]:
 
 def reduce_deferred(shards: Iterable[Any]) -> None:
     """Collective. Reduce the gradients of the models that have some of these shards, if that was left to the step."""
-    wanted = {id(shard) for shard in shards}
-    for runtime in runtimes():
+    deferring = [runtime for runtime in runtimes() if runtime.defers]
+    wanted = {id(shard) for shard in shards} if deferring else ()
+    for runtime in deferring:
         if any(id(handle.flat_param) in wanted for handle in runtime.handles):
             runtime.reduce_deferred()
 
