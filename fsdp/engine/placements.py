@@ -47,6 +47,9 @@ class Placed(NamedTuple):
     shard: Placement
     replica: Placement
 
+    def __str__(self) -> str:
+        return f"({self.shard.name}, {self.replica.name})"
+
     def numel(self, padded_numel: int, sizes: Mapping[Axis, int]) -> int:
         """Return how many elements each rank holds of a padded tensor; `sizes` are numbers of ranks by axis."""
         return padded_numel // prod(sizes[axis] for axis in Axis if self[axis.value] is SHARDED)
@@ -165,7 +168,7 @@ class Placements:
     """Define where a unit's parameters, gradients and optimizer state are between uses, along both axes of its mesh.
 
     Each of the three is a `Placed`, a pair of placements. With a single process group there is no replica axis, and the
-    second of the pair has no effect. ::
+    second placement of the pair has no effect. ::
 
         sharded = Placed(Placement.SHARDED, Placement.REPLICATED)
         unsharded = Placed(Placement.REPLICATED, Placement.REPLICATED)
@@ -181,7 +184,7 @@ class Placements:
             them unsharded until backward. A number shards them until backward over that many neighbouring ranks.
 
     Raises:
-        TypeError: for a value that is no pair of placements.
+        TypeError: for a value that is no pair of placements, or no bool or int.
         ValueError: for placements that do not fit together. The message names the placements that do.
     """
 
@@ -193,6 +196,10 @@ class Placements:
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
+        if not isinstance(self.reshard_after_forward, int):
+            raise TypeError(
+                f"reshard_after_forward must be True, False or a number of ranks, got {self.reshard_after_forward!r}"
+            )
         for axis in Axis:
             _check(axis, *(placed[axis.value] for placed in (self.parameters, self.gradients, self.optimizer)))
         if self.optimizer == Placed(REPLICATED, SHARDED):
@@ -244,7 +251,9 @@ class Placements:
             ValueError: for arguments that contradict each other.
         """
         if placements is None:
-            return cls.from_strategy(strategy, reshard_after_forward)
+            # 0 and 1 stand for False and True: a flag of a command line is often such a number.
+            is_number = type(reshard_after_forward) is int and reshard_after_forward > 1
+            return cls.from_strategy(strategy, reshard_after_forward if is_number else bool(reshard_after_forward))
         if not isinstance(placements, cls):
             raise TypeError(f"placements must be a fsdp.Placements or None, got {placements!r}")
         if strategy is not None or reshard_after_forward is not True:

@@ -612,11 +612,10 @@ class Runtime:
 
         All ranks step the same handles, so none of them has to be told that the parameters are gathered anew.
         """
-        stepped = set() if self.is_computing else set(handles)
-        for unit in self.units:
-            if unit.placements.keeps_parameters or not unit.policy.reshard_after_backward:
-                for handle in stepped.intersection(unit.handles):
-                    handle.release()
+        kept = [u for u in self.units if u.placements.keeps_parameters or not u.policy.reshard_after_backward]
+        for handle in handles if kept and not self.is_computing else ():
+            if any(handle in unit.handles for unit in kept):
+                handle.release()
 
     @property
     def is_uneven(self) -> bool:
@@ -744,8 +743,9 @@ def runtimes() -> list[Runtime]:
 
 def reduce_deferred(shards: Iterable[Any]) -> None:
     """Collective. Reduce the gradients of the models that have some of these shards, if that was left to the step."""
-    wanted = {id(shard) for shard in shards}
-    for runtime in runtimes():
+    deferring = [runtime for runtime in runtimes() if runtime.has_deferred]
+    wanted = {id(shard) for shard in shards} if deferring else ()
+    for runtime in deferring:
         if any(id(handle.flat_param) in wanted for handle in runtime.handles):
             runtime.reduce_deferred()
 

@@ -92,7 +92,9 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
     return {
         "parameters": list(map(describe_handle, unit.handles)),
         **unit.settings,
-        "placements": unit.placements,
+        "placement of parameters": str(unit.placements.parameters),
+        "placement of gradients": str(unit.placements.gradients),
+        "placement of optimizer state": str(unit.placements.optimizer),
         "reshard_after_forward": unit.policy.reshard_after_forward,
         "reshard_after_backward": unit.policy.reshard_after_backward,
         "unshard_in_backward": unit.policy.unshard_in_backward,

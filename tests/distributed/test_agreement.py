@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, MixedPrecision
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from tests.helpers.ranks import RankPool
 
 INPUTS = torch.ones(2, 5)
@@ -39,6 +39,8 @@ DIFFERENT_OPTIONS = [
     ({"gradient_predivide_factor": 1.0}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 1.0 on"),
     ({"bucket_cap_mb": 0}, {"bucket_cap_mb": 25}, "bucket_cap_mb 0 on rank 0 and 25 on rank 1"),
     ({"reshard_after_forward": True}, {"reshard_after_forward": False}, "reshard_after_forward True on rank 0"),
+    ({"sharding_strategy": ShardingStrategy.SHARD_OPTIM}, {"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS},
+     r"placement of gradients \(PARTIAL, PARTIAL\) on rank 0 and \(SHARDED, REPLICATED\) on rank 1"),
     ({"use_orig_params": True}, {"use_orig_params": False}, "use_orig_params True on rank 0 and False on rank 1"),
     ({"disable_reshard_on_root": True}, {"disable_reshard_on_root": False}, "disable_reshard_on_root True on rank 0"),
     ({"state_dict_on_rank_0_only": True}, {}, "state_dict_on_rank_0_only True on rank 0 and False on rank 1"),

@@ -144,6 +144,17 @@ def test_pairs_may_be_tuples() -> None:
     assert value.gradients.shard is SHARDED
 
 
+def test_numbers_that_are_flags() -> None:
+    for given, expected in ((0, False), (1, True), (2, 2), (True, True)):
+        value = Placements.resolve(None, None, given)
+        assert value.reshard_after_forward is expected or value.reshard_after_forward == expected == 2
+
+
+def test_what_is_no_number_of_ranks() -> None:
+    with pytest.raises(TypeError, match=r"reshard_after_forward must be True, False or a number of ranks, got 1\.5"):
+        Placements.from_strategy(reshard_after_forward=1.5)  # type: ignore[arg-type]
+
+
 # What is refused
 
 

@@ -102,6 +102,26 @@ def _count(value: str, form: str, shape: tuple[int, int], turns: int) -> None:
     assert sum(sent.values()) == expected_bytes(value, shape, turns), (value, dict(sent))
 
 
+def test_backward_gathers_from_neighbours_only(ranks: RankPool) -> None:
+    ranks(4).run(_count_among_neighbours)
+
+
+def _count_among_neighbours() -> None:
+    torch.manual_seed(0)
+    model: Any = Tower()
+    options: dict[str, Any] = {"reshard_after_forward": 2, "bucket_cap_mb": 0}
+    for number in range(LAYERS):
+        model.layers[number] = FullyShardedDataParallel(model.layers[number], **options)
+    model = FullyShardedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        train(model, optimizer, 1)
+    with counting_sent_bytes() as sent:
+        train(model, optimizer, 1)
+    forward_and_reduction, backward = 2 * LAYERS * 3 / 4, (LAYERS - 1) / 2
+    assert sum(sent.values()) == LAYER * ITEM * (forward_and_reduction + backward)
+
+
 def expected_numel(value: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Return the elements that a rank holds between steps, and those that it holds besides after a backward."""
     placements, sizes = VALUES[value], {Axis.REPLICA: shape[0], Axis.SHARD: shape[1]}

@@ -108,6 +108,13 @@ def _train_hybrid(shape: tuple[int, int], how: str, options: dict[str, Any], *tr
     _train({"process_group": group_option(how, *shape), **options}, *training)
 
 
+@parametrize_pairs(form=[*WRAPPERS], accumulate=[1, 2])
+def test_parameters_kept_among_neighbours_train_as_one_process_does(
+    ranks: RankPool, form: str, accumulate: int
+) -> None:
+    ranks(4).run(_train, {"reshard_after_forward": 2, **WRAPPERS[form]}, accumulate, False, 0.1)
+
+
 class Net(nn.Module):
     """Two layers that become units, and a root with a parameter of its own. Most numbers of ranks divide no rows."""
 

@@ -53,6 +53,7 @@ DIFFERENCES = {
     "fully_shard(shard_placement_fn)": "modules with parameters on a mesh of their own are sharded modules themselves",
     "fully_shard(ignored_params)": "any iterable",
     "fully_shard(dp_mesh_dims)": "parameters may be plain tensors, or `DTensor`s on the other dimensions only",
+    "fully_shard(placements)": "torch's has no such argument",
     "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
     "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
     "FSDPModule.reset_iter_state": "also done by the next forward, without it",

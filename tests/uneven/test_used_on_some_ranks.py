@@ -204,7 +204,7 @@ def _train_with_hook(bucket_cap_mb: float) -> None:
 
 def test_a_bucket_is_reduced_in_one_order_whichever_of_it_was_complete_first() -> None:
     order: list[int] = []
-    ranks = {"reduce_comm.world_size": 2}
+    ranks = {"reduce_comm.world_size": 2, "replica_axis.world_size": 1}
     handles: list[Any] = [mock.MagicMock(number=number, is_replicated=False, **ranks) for number in (2, 0, 1)]
     for handle in handles:
         handle.policy.all_reduce_hook = None
