@@ -122,8 +122,7 @@ def training_batches(text: Tensor, *, batch: int, context: int, seed: int) -> It
 
 
 def validation_batches(text: Tensor, *, batch: int, context: int, max_batches: int) -> list[Tensor]:
-    """Return evenly spread windows, equal on all ranks; all batches except the last contain `batch` windows.
-    """
+    """Return evenly spread windows, equal on all ranks; all batches except the last contain `batch` windows."""
     num_windows = min(batch * max_batches, (len(text) - 1) // context)
     starts = torch.linspace(0, len(text) - context - 1, num_windows, dtype=torch.float64).long()
     return [_windows(text, piece, context) for piece in starts.split(batch)]

@@ -191,7 +191,7 @@ class Destination:
         for folder in (self.folder, self.path + REPLACED):
             if os.path.lexists(folder):
                 if not (_is_ours(folder) or _has_ours_alone(folder)):
-                    raise FileExistsError(f"{folder} is in the way, and is nothing that a save has left: move it")
+                    raise FileExistsError(f"{folder} is in the way, and was not created by a save: move it")
                 remove(folder)
 
     def commit(self, manifest: bytes) -> None:

@@ -134,7 +134,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: it cannot be read: {error!r}") from None
         if hashlib.sha256(_text(content).encode()).hexdigest() != digest:
-            raise ValueError(f"{path} is damaged: it is not what its checksum says")
+            raise ValueError(f"{path} is damaged: it does not match its checksum")
         if not isinstance(content, dict):
             raise ValueError(f"{path} is damaged: what it says of a checkpoint is {short(content)}")
         if content.get("format") != _FORMAT or content.get("version") != VERSION:
@@ -245,7 +245,7 @@ def examine_ours(
     for files in opened:
         with files:
             problems += files.damaged(advance)
-    return nbytes, "all is what its checksums say"
+    return nbytes, "all data matches its checksums"
 
 
 def complete(path: str | os.PathLike[str]) -> str:

@@ -438,7 +438,7 @@ INSTEAD = {
         ("enable_pytorch_sync_bn", "current versions of torch need no such patch"),
         ("OffloadConfig ssd_offload", 'pass offload="disk" and offload_folder to FullyShardedDataParallel'),
         ("to_np from_np", "apply_to_tensors(lambda tensor: tensor.cpu().numpy(), container), or the other way round"),
-        ("experimental", "what FairScale called experimental is not part of this library"),
+        ("experimental", "FairScale's experimental features are not part of this library"),
     )
     for name in names.split()
 }

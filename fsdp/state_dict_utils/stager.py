@@ -462,7 +462,7 @@ class TreeCopy:
     def _check(self, original: Tensor) -> None:
         if original.is_nested or is_wrapper(original):
             raise TypeError(
-                f"{self._where()}: {by_class(original)} keeps its values where nobody sees them. A class that wraps "
+                f"{self._where()}: {by_class(original)} keeps its values in an inaccessible place. A class that wraps "
                 "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
             )
         if missing := missing_memory(original):

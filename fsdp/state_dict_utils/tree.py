@@ -158,7 +158,7 @@ def not_writable(tensor: Tensor) -> str | None:
     """Return the reason why a tensor that is not on the meta device cannot be written, or None."""
     local = local_part(tensor)
     if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
-        return "several elements of the target lie in one place (it was expanded): clone() it"
+        return "multiple elements of the target share memory (it was expanded): clone() it"
     return missing_memory(local)
 
 

@@ -163,9 +163,9 @@ class DcpFolder:
             if not os.path.exists(path):
                 yield f"{path} is missing"
             elif os.path.getsize(path) < end:
-                yield f"{path} has {os.path.getsize(path)} bytes, and what is in it ends at {end}"
+                yield f"{path} has {os.path.getsize(path)} bytes, and its contents end at {end}"
             elif os.path.getsize(path) < sizes[path]:
-                yield f"{path} has {os.path.getsize(path)} bytes, and parts that lie over each other"
+                yield f"{path} has {os.path.getsize(path)} bytes, and overlapping parts"
 
     @property
     def nbytes(self) -> int:

@@ -68,7 +68,7 @@ def _examine_archives(
             have_checksums &= archive.has_checksums
             problems += archive.damaged(advance)
     if have_checksums:
-        return nbytes, "all is what torch's checksums say"
+        return nbytes, "all data matches torch's checksums"
     return nbytes, "all can be read; there are no checksums, since it was saved without them"
 
 

@@ -309,7 +309,7 @@ def _model_key(file: TorchArchive) -> str | None:
     found = [key for key, value in file.content.items() if _is_state_dict(value)]
     found = [key for key in found if key in _MODELS] or found
     if len(found) > 1:
-        raise ValueError(f"{file} has several state dicts, {', '.join(found)}: save the one that is meant as 'model'")
+        raise ValueError(f"{file} has several state dicts, {', '.join(found)}: save the right one as 'model'")
     return found[0] if found else None
 
 

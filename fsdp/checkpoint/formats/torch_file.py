@@ -152,7 +152,7 @@ class TorchArchive:
             if sum(each.nbytes for each in self.records.values()) > nbytes or any(
                 each.begin + each.nbytes > begin + nbytes for each in self.records.values()
             ):
-                raise ValueError("what is in it lies outside of it, or over each other")
+                raise ValueError("its contents exceed the file, or overlap")
             self._root = infos[0].filename.rpartition("/")[0]
         if self._content_of(file, "byteorder", b"little") != b"little":
             raise ValueError("its numbers are big-endian")

@@ -204,7 +204,7 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
 
     changed = [name for name in names if cleaned(name) != name]
     if changed:
-        notes.append(f"what wrappers add to names was left out ({changed[0]} is {cleaned(changed[0])})")
+        notes.append(f"parts of names that wrappers add were removed ({changed[0]} is {cleaned(changed[0])})")
     if len({cleaned(name) for name in names}) < len(names):
         raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
     return cleaned
