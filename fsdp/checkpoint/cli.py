@@ -77,7 +77,7 @@ _DTYPES = {
 }
 _SIZE = re.compile(r"(\d+)([KMGT]?)")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_MOST_WIDTH = 200  # characters in a column: all rows are as wide as the widest one
+_MOST_WIDTH = 200  # characters in a column: all rows are padded to the widest
 _PERIOD = 0.1  # seconds between two lines of progress
 
 

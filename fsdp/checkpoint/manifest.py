@@ -29,8 +29,8 @@ class TensorFiles:
     """A set of tensors in a single safetensors file or in multiple files."""
 
     stem: str  # the first part of their names
-    files: Mapping[str, Sequence[int]]  # by name: the file's size, that of what is before its data, its checksum
-    checksums: Mapping[str, str]  # by a tensor's name, those of its blocks
+    files: Mapping[str, Sequence[int]]  # by name: size of the file, size of its header, checksum
+    checksums: Mapping[str, str]  # of a tensor's blocks, by its name
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
         """Yield the errors of the files outside their tensors."""

@@ -129,7 +129,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._is_ready = True
         self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
         here = {one.stepped.param for one in self._each() if one.stepped.is_here}
-        for optimizer in self.optimizers:  # one dictionary for all: whoever reads `state` finds everything
+        for optimizer in self.optimizers:  # a common dictionary, so that `state` contains all of it
             self.state.update({param: state for param, state in optimizer.state.items() if param in here})
             optimizer.state = self.state
         travelling: dict[Communicator, list[_Member]] = {}
@@ -229,7 +229,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             call(optimizer)
         except Exception as error:  # noqa: BLE001 (raised when the others know)
             return error
-        shown.update(options_of(own))  # some keep what they count there
+        shown.update(options_of(own))  # some optimizers keep counters in their options
         return None
 
     def _described(self) -> str:
@@ -551,7 +551,7 @@ class _Exchange:
                     one.elements.copy_(elements)
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
-            if handle is not None:  # also where nothing of it was written, or ranks would not all-gather alike
+            if handle is not None:  # also without writes, so that all ranks all-gather
                 handle.values.touch()
         return [ranks_of(comm.group)[owner] for owner in failed]
 

@@ -19,7 +19,7 @@ from fsdp.checkpoint.manifest import examine_ours, read_ours
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
 from fsdp.checkpoint.untrusted import reading
 
-Start = Callable[[int], Callable[[int], None]]  # is told how many bytes there are, and returns what is told of progress
+Start = Callable[[int], Callable[[int], None]]  # receives the number of bytes, returns a progress callback
 _SAFETENSORS_ENDINGS = (SUFFIX, INDEX_SUFFIX)
 
 

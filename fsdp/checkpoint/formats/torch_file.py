@@ -49,7 +49,7 @@ _KINDS = (
 _STORAGES = {f"{kind}Storage": getattr(torch, name) for kind, name in map(str.split, _KINDS.split(", "))}
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _PATHS_PER_BYTE = 100  # of a pickle: objects that are mentioned several times count as often
-_FREE_PATHS = 1 << 20  # in small ones
+_FREE_PATHS = 1 << 20  # for small pickles
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
     @property
     def has_checksum(self) -> bool:
-        return self.checksum != 0 or self.nbytes == 0  # what torch writes without has zero
+        return self.checksum != 0 or self.nbytes == 0  # archives that torch writes without checksums have zero
 
 
 class _Window(io.RawIOBase):

@@ -47,8 +47,8 @@ class Choices:
     model_key: str | None = None  # its place in the tree, with dots between the keys
     optimizer_key: str | None = None
     param_order: Sequence[str] | None = None  # for optimizers that go by numbers: names, or FairScale's keys of shards
-    only: str | None = None  # "model" or "optimizer", if the other one is not wanted
-    optimizer_files: Paths | None = None  # for files of ranks, if those of the optimizer's state are others
+    only: str | None = None  # "model" or "optimizer", if only that part is needed
+    optimizer_files: Paths | None = None  # for ranks' files, if optimizer state is in separate files
 
 
 DEFAULT = Choices()
