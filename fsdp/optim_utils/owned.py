@@ -85,12 +85,12 @@ class OwnedOptimizer(torch.optim.Optimizer):
         model: the outermost wrapper, or module under `fully_shard`.
         groups: a dictionary for each group of parameters. ``optimizer`` is a class of optimizers, or a function that
             creates an optimizer from a list of parameters. ``params`` are names of parameters in the unsharded module,
-            parameters of the sharded model, or a function of a name and the unsharded shape that returns whether the
-            parameter belongs to the group. By default, ``params`` are all parameters that are in no other group.
-            ``sharded`` is True if the optimizer is elementwise and steps the shards in place. ``cost`` is a function
-            that returns the cost of a parameter's step from its shape, in any unit, to assign owners (by default the
-            cost to orthogonalize a matrix; use `math.prod` for optimizers that are linear in the number of elements).
-            All other keys are options of the optimizer.
+            parameters of the sharded model, or a function. The function receives a name and the unsharded shape, and
+            returns whether the parameter belongs to the group. By default, ``params`` are all parameters that are in
+            no other group. ``sharded`` is True if the optimizer is elementwise and steps the shards in place. ``cost``
+            is a function that returns the cost of a parameter's step from its shape, in any unit, to assign owners (by
+            default the cost to orthogonalize a matrix; use `math.prod` for optimizers that are linear in the number of
+            elements). All other keys are options of the optimizer.
 
     Attributes:
         plan: the owner of each parameter; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
