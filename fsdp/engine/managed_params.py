@@ -22,7 +22,7 @@ GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and 
 
 @dataclass(frozen=True)
 class Ignored:
-    """`ignored_modules`, with all that is inside of them, and `ignored_parameters`: what is not sharded.
+    """`ignored_modules`, including all modules inside them, and `ignored_parameters`, which are not sharded.
 
     A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
     """
@@ -32,7 +32,7 @@ class Ignored:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
-        """Return what the arguments of a front door name, which must be modules and parameters."""
+        """Return the ignored modules and parameters from the arguments of an interface, after checking their types."""
         roots = _checked("ignored_modules", modules, nn.Module)
         inside = frozenset(inner for root in roots for inner in root.modules())
         named = _checked("ignored_parameters", parameters, nn.Parameter)
@@ -43,11 +43,11 @@ class Ignored:
         )
 
     def __or__(self, other: Ignored) -> Ignored:
-        """Return what either of them leaves alone."""
+        """Return the union of both."""
         return Ignored(self.modules | other.modules, self.parameters | other.parameters)
 
     def check(self, sharded: Iterable[ParamInfo]) -> None:
-        """Raise ValueError if an inner unit, whose parameters are used at `sharded`, has taken what is ignored now."""
+        """Raise ValueError if an inner unit, used at `sharded`, contains parameters that are now ignored."""
         names = [name for name in map(taken_by, self.parameters) if name is not None]
         names += [
             f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
@@ -74,7 +74,7 @@ def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
 
 
 class Taken(NamedTuple):
-    """A record of what a parameter has become. It holds all weakly, and so keeps nobody's memory."""
+    """A record of the flat parameter that contains an original parameter. All references are weak."""
 
     param: weakref.ref[nn.Parameter]
     description: str
@@ -102,16 +102,16 @@ def collect(
     with_values: bool = True,
     takes_all: bool = False,
 ) -> dict[nn.Parameter, Places]:
-    """Return the parameters below `module` that no inner unit took, each with every place where it is used.
+    """Return the parameters below `module` that belong to no inner unit, each with every place where it is used.
 
-    Places that inner units see to (`claimed`) are left out. Parameters that another unit took and can share go to
-    `tied`, if that is given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather
-    extension are taken too.
+    Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
+    if given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather extension are included.
 
     Raises:
-        TypeError: if one is an integer tensor or another kind that cannot be flattened.
-        ValueError: if one was taken over by a unit that doesn't contain this place, or is tied to another by its memory
-            only: a tie would be lost; or if one has hooks, or is a DTensor of which this rank has no part.
+        TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
+        ValueError: if a parameter belongs to a unit that does not contain this place, or is tied to another parameter
+            by its memory only, because a tie would be lost; if a parameter has hooks, or is a DTensor without a part
+            on this rank.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -200,7 +200,7 @@ _PLAIN = (nn.Parameter,)
 
 
 def taken_over(param: Tensor) -> Taken | None:
-    """Return what this original parameter has become, None if no unit took it over."""
+    """Return the record of this original parameter, None if it belongs to no unit."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
@@ -212,7 +212,7 @@ def taken_by(param: Tensor) -> str | None:
 
 
 def lender_of(param: Tensor) -> Any | None:
-    """Return the unit that took over this original parameter alone, and can share it with others; None if none did."""
+    """Return the unit that owns only this original parameter and can share it, or None."""
     taken = taken_over(param)
     return None if taken is None or taken.lender is None else taken.lender()
 
@@ -224,14 +224,14 @@ def note_stale(
     slot: int = 0,
     lender: weakref.ref[Any] | None = None,
 ) -> None:
-    """Remember that `param` is not, or not for long, what the model trains."""
+    """Record that `param` is no longer, or soon no longer, a trained parameter of the model."""
     key = id(param)
     reference = weakref.ref(param, lambda _: _taken.pop(key, None))
     _taken[key] = Taken(reference, description, flat_param, slot, lender)
 
 
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
-    """Note that what was in a flat parameter is in others now: for each number in which, and under which number."""
+    """Record the new flat parameters of the originals: by number, the new flat parameter and the number in it."""
     for key, taken in _taken.items():
         if taken.flat_param is not None and taken.flat_param() is old:
             flat_param, slot = now[taken.slot]
@@ -239,12 +239,12 @@ def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter,
 
 
 def is_ours(param: Tensor) -> bool:
-    """Return whether what a module lists is a shard, or the local shard of an original parameter."""
+    """Return whether a listed parameter is a shard, or the local shard of an original parameter."""
     return owner_of(param) is not None
 
 
 def owner_of(param: Tensor) -> FlatParameter | None:
-    """Return the shard that something listed is, or is a view of; None for other parameters."""
+    """Return the shard of a listed parameter, which is the shard itself or a view of it; None for other parameters."""
     owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None
 
@@ -252,10 +252,10 @@ def owner_of(param: Tensor) -> FlatParameter | None:
 def group(
     params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
-    """Group parameters that can share a flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
+    """Group parameters that can share a flat parameter: with equal dtype, device, `requires_grad`, key and usage.
 
-    `DTensor`s share one only with others that are spread over the same ranks. Uses are told apart by `kind`, and users
-    tell parameters apart by `key`, which each group is returned with.
+    `DTensor`s share a flat parameter only with `DTensor`s on the same ranks. `kind` distinguishes uses, and the user's
+    `key` distinguishes parameters; each group is returned with its key.
     """
     groups: dict[Hashable, list[nn.Parameter]] = {}
     keys: dict[Hashable, Hashable] = {}
@@ -278,7 +278,7 @@ def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
 
 
 def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:
-    """Return what the user's `group_by` says of a parameter."""
+    """Return the result of the user's `group_by` for a parameter."""
     found = None if key is None else key(places[0].fqn, param)
     try:
         hash(found)
@@ -302,7 +302,7 @@ def take_over(
 ) -> None:
     """Remove parameters, in the order of the flat parameters that they became, from the modules of the `owner`.
 
-    From now on the modules' attributes are ours. The `lender` is a unit that can share them with others.
+    The library then manages the modules' attributes. The `lender` is a unit that can share them with other units.
     """
     lent_by = None if lender is None else weakref.ref(lender)
     slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
@@ -379,8 +379,8 @@ def ddp_message(name: str) -> str:
 class AssignedAttributes:
     """The attributes of a module whose class overrides `__setattr__`, for example to update a cache.
 
-    `nn.RNNBase` updates a list of its weights in this way. Each tensor that is shown in the place of a parameter is
-    assigned to the attribute, so that the class can follow; the parameters that the module lists do not change.
+    `nn.RNNBase` updates a list of its weights in this way. Each tensor that replaces a parameter is assigned to the
+    attribute, so that the class can update its cache; the parameters that the module lists do not change.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -404,7 +404,7 @@ class AssignedAttributes:
 
 
 def attributes_seen_by(module: nn.Module) -> dict[str, Any] | AssignedAttributes:
-    """Return the mapping in which a module looks up its parameters by name before the parameters that it lists."""
+    """Return the mapping of a module's attributes, which takes precedence over its listed parameters."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module.__dict__
     if isinstance(module, nn.RNNBase):

@@ -1,10 +1,12 @@
-"""A `ShardStorage` keeps a unit's shards and their gradients while they are not computed with.
+"""A `ShardStorage` stores a unit's shards and their gradients while they are not used for computation.
 
-There are three: the compute device itself, host memory, and files on disk. Each flat parameter has one, which gives it
-memory, brings the shard to the compute device when it is gathered, and takes in the reduced gradients.
+There are three kinds: the compute device itself, host memory, and files on disk. Each flat parameter has a storage,
+which allocates its memory, copies the shard to the compute device for an all-gather, and accumulates the reduced
+gradients.
 
-torch wants a parameter and its gradient on one device. Where the user keeps them apart, the gradient is held beside the
-parameter (`FlatParameter.hold_gradient`) and joins it when something needs it: clipping, unscaling, or the optimizer.
+torch requires a parameter and its gradient on the same device. If the user stores them separately, the gradient is
+held outside `.grad` (`FlatParameter.hold_gradient`) and moved to the parameter when it is needed by clipping,
+unscaling, or the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fsdp.engine.orig_params import LocalShard
 
 
 class ShardStorage:
-    """The compute device: nothing is moved."""
+    """Storage on the compute device, without copies."""
 
     flat_parameter: type[FlatParameter] = FlatParameter
     local_shard: type[LocalShard] = LocalShard
@@ -54,7 +56,7 @@ class ShardStorage:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def adopt(self, flat_param: FlatParameter) -> None:
-        """Bring back a shard whose values were moved or cast (``module.to(...)``)."""
+        """Store a shard whose values were moved or cast (``module.to(...)``)."""
 
     def read_ahead(self) -> None:
         """The shard will be wanted soon."""
@@ -63,7 +65,7 @@ class ShardStorage:
         """The shard and its gradient are not wanted soon."""
 
     def check(self, what: str, state: Iterable[Any] = ()) -> None:
-        """Raise RuntimeError if the values, or those of the optimizer's `state`, are out of reach."""
+        """Raise RuntimeError if the values, or the values of the optimizer's `state`, cannot be accessed."""
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""
@@ -108,7 +110,7 @@ class HostStorage(ShardStorage):
 
 
 class _OnDisk:
-    """A parameter in a mapped file. What optimizers make in its likeness, their state, is in mapped files as well."""
+    """A parameter in a mapped file. State that optimizers create like this parameter is also in mapped files."""
 
     shard_storage: Any
 
@@ -210,7 +212,7 @@ class DiskStorage(ShardStorage):
         self.release()
 
     def keep_state(self, state: dict[str, Any], shape: torch.Size) -> None:
-        """Move what an optimizer made in memory for a parameter of this shape to files."""
+        """Move state in memory that an optimizer created for a parameter of this shape to files."""
         for key, value in state.items():
             if key == "step" and not shape:
                 continue  # a count, though it looks like a value for each element
@@ -259,7 +261,7 @@ class Offload:
         return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
 
     def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
-        """Return what makes a storage for each flat parameter that is computed with on `device`."""
+        """Return a function that creates a storage for a flat parameter with the compute device `device`."""
         if self.folder is not None:
             return partial(DiskStorage, device, files_under(self.folder, self.keep_files))
         if self.params or self.grads:
