@@ -34,12 +34,12 @@ _FILE = "full.pt"
 
 @dataclass(frozen=True)
 class FileWay:
-    """How one library saves to a folder.
+    """How a library saves to a folder.
 
     Args:
-        model: the contestant whose model it saves; None if it needs none.
-        save: returns when training can go on, and returns what waits until everything is on disk.
-        load: from such a folder.
+        model: the contestant whose model is saved; None if no model is needed.
+        save: returns when training can continue, with a function that waits until all data is on disk.
+        load: loads such a folder.
     """
 
     model: str | None
@@ -48,7 +48,7 @@ class FileWay:
 
 
 def _done() -> None:
-    """Nothing to wait for."""
+    """No wait is needed."""
 
 
 # --- ours
@@ -136,7 +136,7 @@ def _load_dcp(folder: Path, model: Any, optimizer: Any) -> None:
 
 
 def disk_way(nbytes: int) -> FileWay:
-    """Each rank writes as many bytes as its part of the state has, to a file of its own, and reads them."""
+    """Each rank writes as many bytes as its part of the state has to a separate file, and reads them."""
     share = nbytes // dist.get_world_size()
     memory = torch.ones(share, dtype=torch.uint8).numpy().data
 

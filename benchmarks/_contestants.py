@@ -1,7 +1,7 @@
-"""Who is compared: every way of training one module on several ranks, behind one interface.
+"""The contestants: all ways of training a module on multiple ranks, with the same interface.
 
-A contestant takes a plain module and the list of its units, and gives back the module to train. What differs
-between libraries ends here: the benchmarks know names only. So does asking for another precision, or for offload.
+A contestant takes a plain module and the list of its units, and returns the module to train. All differences between
+libraries, including precision and offload, are handled here; the benchmarks use names only.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """What every sharded contestant is asked for, in its own words.
+    """The settings of every sharded contestant, independent of the library.
 
     Args:
-        compute_dtype: of the gathered parameters, the computation and the gradients on their way; the optimizer steps
-            float32 in any case.
-        offload: shards and their gradients live in host memory.
+        compute_dtype: the dtype of gathered parameters, computation and reduced gradients; the optimizer always
+            updates float32.
+        offload: whether shards and their gradients are kept in host memory.
     """
 
     compute_dtype: torch.dtype = torch.float32
@@ -59,11 +59,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train.
+    """A way of training.
 
     Args:
-        name: as it is printed and given on the command line.
-        kind: what it is compared with.
+        name: its name in the output and on the command line.
+        kind: the kind of contestant, which determines its baseline.
         wrap: `(module, units, device, policy) -> module to train`; may change both in place.
     """
 
@@ -76,7 +76,7 @@ class Contestant:
         return self.kind in (Kind.PEER, Kind.OURS)
 
     def can_do(self, policy: Policy, device: str) -> bool:
-        """Whether it runs like this: FSDP1 pins what it offloads, and fails where there is nothing to pin it for."""
+        """Return whether the policy is supported: FSDP1 pins offloaded memory, and fails without an accelerator."""
         return not (policy.offload and device == "cpu" and self.name in (FSDP1_FLAT, FSDP1_ORIG, FSDP1_APART))
 
 
@@ -88,11 +88,11 @@ def _wrap_floor(module: nn.Module, units: nn.ModuleList, device: torch.device, p
 
 
 class ShardedFloor(nn.Module):
-    """The plain module, of which the optimizer sees only this rank's part of every parameter that is trained.
+    """The plain module with an optimizer that sees only this rank's part of every trained parameter.
 
-    It does what sharded training computes on one rank (whole forward and backward, one W-th of the
-    optimizer's work, and of the casts where it computes in another dtype) with nothing in between; without it, the
-    optimizer work that sharding saves would be counted as cheap communication.
+    This floor runs the computation of sharded training on a single rank without communication: the whole forward and
+    backward, and 1/W of the optimizer's work and of the casts. Without it, the optimizer work that sharding saves
+    would be counted as cheap communication.
     """
 
     def __init__(self, module: nn.Module, world_size: int, rank: int, policy: Policy) -> None:
@@ -164,7 +164,7 @@ def _wrap_fsdp1(
 
 
 def _trained_parts(unit: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """The outermost modules of a unit in which everything is trained, each with its parent and its name there."""
+    """Return the outermost modules of a unit whose parameters are all trained, each with its parent and name."""
     parts = []
     for name, part in unit.named_children():
         trained = [param.requires_grad for param in part.parameters()]
@@ -186,7 +186,7 @@ def _wrap_fsdp2(
     dtype = policy.compute_dtype
     shard = functools.partial(
         fully_shard,
-        # The mesh by hand: by default it is made for the accelerator where there is one.
+        # An explicit mesh, because the default mesh uses the accelerator if there is one.
         mesh=_mesh(device.type, dist.get_world_size()),
         mp_policy=MixedPrecisionPolicy(dtype, dtype) if policy.is_mixed else MixedPrecisionPolicy(),
         offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if policy.offload else OffloadPolicy(),

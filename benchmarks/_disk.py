@@ -1,4 +1,4 @@
-"""A disk, seen through a folder on it: what it is, how fast it can be, and what is moved to and from it."""
+"""The disk of a folder: its type, its bandwidth, and the bytes read and written."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BLOCK = 8 << 20  # large enough that the disk's latency does not count
 _PASSES = 3
 _SECTOR = 512  # the unit of the kernel's counters, whatever the disk's own is
 
-# File systems that are memory: what is "written" there needs as much of it as before.
+# File systems in memory: "written" data still needs memory.
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of one large file, one block after the other, past the system's cache.
+    """Bytes per second of a large file in sequential blocks, bypassing the system's cache.
 
     Args:
         read, write: medians.
-        how: was done to get past the cache.
+        how: the method to bypass the cache.
     """
 
     read: float
@@ -34,7 +34,7 @@ class Bandwidth:
     how: str
 
     def seconds(self, read: float, written: float) -> float:
-        """What moving so many bytes takes, if the disk does one thing at a time."""
+        """Return the time to move these bytes if the disk runs a single operation at a time."""
         return read / self.read + written / self.write
 
 

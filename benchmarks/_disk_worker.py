@@ -1,7 +1,7 @@
-"""One rank of `benchmarks.disk_offload`: build a GPT layer by layer, train it, and say what it came to.
+"""A rank of `benchmarks.disk_offload`: build a GPT layer by layer, train it, and report the results.
 
-Reads its `Job` from the command line and prints one line of JSON for everything that it has done, so that whoever
-started it knows how far it came if the system ends it.
+Reads its `Job` from the command line and prints a line of JSON after each operation, so that the parent process knows
+its progress if the system kills it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fsdp.engine.names import clean_name
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and how.
+    """The model to train and its settings.
 
     Args:
         size: a key of `SIZES`.
-        folder: for shards, gradients and optimizer state; None keeps them in memory.
-        store: a file through which the ranks find each other.
+        folder: the folder of shards, gradients and optimizer state; None keeps them in memory.
+        store: the file of the store for the rendezvous of the ranks.
     """
 
     size: str
@@ -64,7 +64,7 @@ class Job:
 
 
 def build(config: GPTConfig) -> nn.Module:
-    """A GPT of which each layer is wrapped (inside `enable_wrap`) before the next one has values."""
+    """Build a GPT whose layers are each wrapped (inside `enable_wrap`) before the next layer has values."""
     with torch.device("meta"):
         model = GPT(config)
     torch.manual_seed(0)

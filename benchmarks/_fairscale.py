@@ -32,7 +32,7 @@ class _NoStream:
 
 
 def fairscale_class() -> Any:
-    """FairScale's class, with stand-ins for what it needs of CUDA."""
+    """Return FairScale's class, with substitutes for CUDA functions."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs  # type: ignore[import-not-found]
 
     if hasattr(Theirs, "is_on_cpu"):
@@ -55,7 +55,7 @@ def fairscale_class() -> Any:
 
 
 def options_on_cpu(**more: Any) -> dict[str, Any]:
-    """What its wrappers are given on the CPU."""
+    """Return the arguments of FairScale's wrappers on the CPU."""
     return {"compute_device": torch.device("cpu"), "bucket_cap_mb": 0, **more}
 
 
@@ -68,12 +68,12 @@ def wrapped(model: nn.Module, units: nn.ModuleList) -> Any:
 
 
 def copying() -> AbstractContextManager[Any]:
-    """While it gathers: it counts on ``cpu()`` to copy from its buffer, which it does not do on the CPU."""
+    """Make ``cpu()`` copy inside the context: FairScale's gather requires it, but CPU tensors are not copied."""
     return mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone)
 
 
 def from_first(value: Any) -> Any:
-    """Collective. What the first rank has, on all: FairScale loads from states that every rank has."""
+    """Collective. Return rank 0's value on all ranks, because FairScale loads states that every rank has."""
     written = io.BytesIO()
     if dist.get_rank() == 0:
         torch.save(value, written)  # and no plain pickle, which has all of a flat buffer with every view of it

@@ -19,17 +19,17 @@ _MEMORY_STEPS = 3
 
 @dataclass(frozen=True)
 class Figures:
-    """One contestant, all ranks together: per round where that is possible.
+    """The results of a contestant over all ranks, per round if possible.
 
     Args:
         seconds: step time of the slowest rank.
         cpu_seconds: mean over the ranks.
-        sent: bytes per step, mean over the ranks; None where the kernel does not tell.
-        sent_in_float32: the same in a step in float32; None where it was not counted.
+        sent: bytes per step, mean over the ranks; None if the kernel does not provide them.
+        sent_in_float32: the same for a step in float32; None if it was not counted.
         collectives: per step.
         operations: backend operations per step on rank 0.
-        held: between backward and the next step, of the rank that holds most of each.
-        resident, live: memory of the rank that has most, one entry a run; empty when it was not measured.
+        held: bytes between backward and the next step, on the rank with the highest value of each.
+        resident, live: memory of the rank with the highest value, an entry for each run; empty if it was not measured.
     """
 
     seconds: list[float]
@@ -44,7 +44,7 @@ class Figures:
 
 
 def join(ranks: Sequence[Rounds]) -> Figures:
-    """What all ranks saw of one contestant."""
+    """Combine the results of all ranks for a contestant."""
     sent = [statistics.median(rank.sent) for rank in ranks if rank.sent]
     in_float32 = [rank.sent_in_float32 for rank in ranks if rank.sent_in_float32 is not None]
     return Figures(
@@ -81,7 +81,7 @@ def with_memory(
 
 
 def _measure_memory(setup: Setup, name: str, world_size: int, machines: Sequence[Machine]) -> tuple[Memory, Memory]:
-    """Runs a contestant in processes of its own: what the heap keeps must not come from another one."""
+    """Run a contestant in separate processes: the heap must not contain memory of another contestant."""
 
     def most(environment: Mapping[str, str] | None) -> tuple[Memory, Memory]:
         ranks = run_ranks(
@@ -124,7 +124,7 @@ def live_bytes(figures: Mapping[str, Figures]) -> dict[str, list[float]]:
 
 
 class BestPeers(NamedTuple):
-    """The sharded peer with the lowest figure of each kind; None when no peer has one."""
+    """The sharded peer with the lowest value of each figure; None if no peer has the figure."""
 
     step: str | None
     cpu: str | None
@@ -133,7 +133,7 @@ class BestPeers(NamedTuple):
 
 
 def best_peers(figures: Mapping[str, Figures]) -> BestPeers:
-    # By ratios of the same round, so that a disturbance in one contestant's turn does not choose.
+    # By ratios of the same round, so that a disturbance in a contestant's turn does not affect the choice.
     step = {
         name: Spread.of_ratios(figure.seconds, figures[floor_of(name)].seconds).median
         for name, figure in figures.items()

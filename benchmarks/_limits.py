@@ -1,8 +1,8 @@
-"""A limit on the memory of a measurement's processes that the system enforces.
+"""A memory limit for the processes of a measurement, enforced by the system.
 
-A control group counts all that its processes make the system keep, cached files included: what does not fit has to be
-the disk. Where none can be made there is a limit on private memory (RLIMIT_DATA): mapped files do not count then,
-and the system may keep them cached.
+A control group counts all memory of its processes, including cached files, so data that does not fit must be on disk.
+If no control group can be created, private memory is limited (RLIMIT_DATA). Mapped files do not count then, and the
+system may keep them cached.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Limit:
         self.num_processes = num_processes
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """What to run so that `argv` runs under the limit."""
+        """Return the command that runs `argv` under the limit."""
         return list(argv)
 
     def used(self, pids: Iterable[int]) -> int:
-        """What these processes have now of what can only be in memory."""
+        """Return the current memory of these processes that cannot be on disk."""
         return sum(_status_bytes(pid, "RssAnon") for pid in pids)
 
     def peak(self) -> int | None:
-        """The most that was counted so far; None where nobody counts."""
+        """Return the peak of the count so far; None if there is no count."""
         return None
 
     def kills(self) -> int:
@@ -68,7 +68,7 @@ class PrivateMemory(Limit):
 
 @dataclass(frozen=True)
 class _Version:
-    """Names of a control group's files: the limit, what limits swap besides, the peak, and the count of kills."""
+    """Names of a control group's files: the limit, the limit of swap, the peak, and the count of kills."""
 
     number: int
     limit: str
@@ -86,7 +86,7 @@ _VERSIONS = {
 
 
 class ControlGroup(Limit):
-    """A memory cgroup of our own, without swap. Close it when its processes have ended."""
+    """A separate memory cgroup without swap. Close it after its processes have exited."""
 
     counts_cached_files = True
 
@@ -122,7 +122,7 @@ class ControlGroup(Limit):
         return int(found.group(1)) if found else 0
 
     def close(self) -> None:
-        """End what still runs in it, and remove it."""
+        """Kill the remaining processes of the group, and remove it."""
         give_up = time.monotonic() + _SECONDS_TO_EMPTY
         while True:
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class Limiter:
 
     @contextlib.contextmanager
     def limited(self, nbytes: int | None, num_processes: int) -> Iterator[Limit]:
-        """A limit for the processes that are run inside, or only a count of what they use."""
+        """Yield a limit for the processes that run inside, or only a count of their memory."""
         if self._place is None:
             yield PrivateMemory(nbytes, num_processes)
             return

@@ -1,4 +1,4 @@
-"""A GPT with low-rank adapters on a frozen base, and what training them should cost a rank by arithmetic.
+"""A GPT with low-rank adapters on a frozen base, and the computed cost of training them on a rank.
 
 LoRA as in Hu et al. 2021 (arXiv:2106.09685): a frozen linear layer's output gets ``up(down(x)) * alpha / rank`` added.
 """
@@ -17,7 +17,7 @@ from examples.gpt.model import GPT, GPTConfig
 
 
 class Adapter(nn.Module):
-    """What is trained beside one linear layer; computes in its own dtype and answers in that of its input."""
+    """A trained adapter of a linear layer; it computes in its own dtype and returns the dtype of its input."""
 
     def __init__(self, base: nn.Linear, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def add_adapters(model: GPT, rank: int, dtype: torch.dtype) -> GPT:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The parameters of one unit: elements that are trained, and bytes of all."""
+    """The parameters of a unit: the number of trained elements, and the bytes of all elements."""
 
     trained_numel: int
     nbytes: int
@@ -96,12 +96,12 @@ def _count(params: list[nn.Parameter]) -> UnitBytes:
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of one rank, in which only what is trained has gradients, optimizer state, and a reduction.
+    """Bytes of a rank if only trained elements have gradients, optimizer state, and a reduction.
 
     Args:
-        gradients: of every unit's trained elements an equal part, rounded up.
-        optimizer_state: AdamW's two averages of the same. (It also counts steps, 4 bytes for each tensor.)
-        sent: in a step.
+        gradients: an equal part of every unit's trained elements, rounded up.
+        optimizer_state: AdamW's two averages of these elements, without the step counts of 4 bytes for each tensor.
+        sent: bytes sent in a step.
     """
 
     gradients: int
@@ -110,11 +110,11 @@ class Costs:
 
 
 def costs(setup: LoraSetup, name: str, world_size: int) -> Costs:
-    """What a sharded contestant needs. Gathers and reductions are counted as its strategy and gloo make them.
+    """Return the costs of a sharded contestant, with the gathers and reductions of its strategy and of gloo.
 
-    Every block is gathered for forward and again for backward, the root once, since it is kept in between. Ours keeps
-    the last block as well, with which backward begins. Of what is gathered or reduced a rank sends ``(W-1)/W``. Peers
-    reduce by gloo's reduce-scatter, which is an all-reduce and sends that twice.
+    Every block is gathered for forward and again for backward, and the root once, because it is kept in between.
+    `ours` also keeps the last block, with which backward begins. A rank sends ``(W-1)/W`` of the gathered or reduced
+    bytes. Peers reduce by gloo's reduce-scatter, which is an all-reduce and sends twice as many bytes.
     """
     *blocks, root = setup.units()
     is_ours = CONTESTANTS[name].kind is Kind.OURS

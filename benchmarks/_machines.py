@@ -1,7 +1,7 @@
-"""Two machines on one: network namespaces with addresses of their own, joined by a cable of a given bandwidth.
+"""Two emulated machines: network namespaces with their own addresses, connected by a link of a given bandwidth.
 
-A namespace has its own interfaces, addresses and ports, so a process inside reaches the other machine through the
-cable and nothing else. They share processors and files, as machines with a common file system do. Needs Linux, root (or
+A namespace has its own interfaces, addresses and ports, so a process inside reaches the other machine only through the
+link. The machines share processors and files, like machines with a common file system. Requires Linux, root (or
 CAP_NET_ADMIN and CAP_SYS_ADMIN) and iproute2's `ip` and `tc`.
 """
 
@@ -24,8 +24,8 @@ INTERFACE = "cable"  # of either machine: they cannot see each other's names
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = "/run/netns"  # where `ip netns` keeps what `setns` takes
 
-# How far a machine may send ahead of its rate, and how long its queue may get. The burst has to hold the largest packet
-# that the kernel hands over at one time (64 KiB), or the rate is missed; the queue is that of a small switch.
+# The burst size and the maximum queue length. The burst must contain the largest packet of the kernel (64 KiB), or the
+# rate is not reached; the queue has the length of a small switch's.
 _BURST, _QUEUE = "128kb", "20ms"
 
 
@@ -35,11 +35,11 @@ class NotAllowedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the two.
+    """An emulated machine.
 
     Args:
-        name: of its namespace.
-        address: where the other one reaches it.
+        name: the name of its namespace.
+        address: its address for the other machine.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Machine:
         return [_tool("ip"), "netns", "exec", self.name, *arguments]
 
     def limit(self, mbits: float | None) -> None:
-        """Let it send this many Mbit/s (10^6 bits a second, all headers counted); None: as fast as it can."""
+        """Limit the sending rate to Mbit/s (10^6 bits per second, including headers); None removes the limit."""
         if mbits is not None:
             shape = ["tbf", "rate", f"{mbits}mbit", "burst", _BURST, "latency", _QUEUE]
             self._configure("tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
@@ -68,7 +68,7 @@ class Machine:
             self._configure("tc", "qdisc", "delete", "dev", INTERFACE, "root")
 
     def unplug(self) -> None:
-        """Cut the cable: what is sent is lost, and nobody is told."""
+        """Disconnect the link: messages are lost without an error."""
         self._configure("ip", "link", "set", INTERFACE, "down")
 
     def plug(self) -> None:
@@ -84,7 +84,7 @@ class Machine:
             time.sleep(0.01)
 
     def _processes(self) -> list[int]:
-        # Threads may be elsewhere than their process, so one that is here by a thread alone is not found.
+        # A thread may be in a different namespace than its process; processes with only a thread here are not found.
         listed = _run("ip", "netns", "pids", self.name).split()
         return [pid for pid in map(int, listed) if pid != os.getpid()]
 
@@ -102,10 +102,10 @@ _serial = 0
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with a cable between, and nothing left of them behind it, processes included.
+    """Create two connected machines, and remove them afterwards, including their processes.
 
     Raises:
-        NotAllowedError: this system does not let us.
+        NotAllowedError: if the system does not permit namespaces.
     """
     global _serial
     _serial += 1
@@ -179,16 +179,16 @@ while arrived < nbytes // len(chunk) * len(chunk):
     arrived += len(peer.recv(1 << 20))
     marks.append((time.perf_counter(), arrived))
 pushing.join()
-# From behind the first fifth on: before it the bucket is full, and TCP is finding out how fast it may be.
+# Without the first fifth, in which the bucket is full and TCP probes the bandwidth.
 (start, before), (end, after) = next(mark for mark in marks if 5 * mark[1] >= arrived), marks[-1]
 print((after - before) / (end - start))
 """
 
 
 def raw_bandwidth(machines: tuple[Machine, Machine], mbits: float, seconds: float = 2.0) -> float:
-    """Bytes a second that plain sockets carry, both ways at once, on a cable of `mbits`: the slower way's.
+    """Return the bytes per second of plain sockets in both directions on a link of `mbits`, for the slower direction.
 
-    That is less than the limit, which counts headers.
+    The result is less than the limit, which includes headers.
     """
     first, second = machines
     nbytes = str(int(mbits * 1e6 / 8 * seconds))

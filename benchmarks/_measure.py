@@ -1,7 +1,6 @@
-"""What is measured and how: bytes on the wire, memory of the process, the allocator's live bytes, spread.
+"""Measurements: bytes on the wire, memory of the process, the allocator's live bytes, spread.
 
-Everything here sees every library alike: it looks at the process from outside and asks no library about
-itself.
+All measurements treat libraries equally: they observe the process from outside and do not query any library.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Spread:
 
     @staticmethod
     def of_ratios(values: Sequence[float], others: Sequence[float]) -> Spread:
-        """The spread of the ratios of what was measured in the same round."""
+        """Return the spread of the ratios of values from the same round."""
         return Spread.of([value / other for value, other in zip(values, others, strict=True)])
 
     def __str__(self) -> str:
@@ -52,7 +51,7 @@ class Spread:
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    """The ratios with their spread, or the one ratio where each was measured once."""
+    """Return the ratios with their spread, or a single ratio if each was measured once."""
     spread = Spread.of_ratios(values, others)
     return str(spread) if len(values) > 1 else f"{spread.median:.2f}"
 
@@ -64,11 +63,11 @@ _TCP_INFO_BYTES_RETRANSMITTED = 208
 
 
 def bytes_sent() -> int | None:
-    """What this process has sent over all TCP connections it has open, retransmissions left out.
+    """Return the bytes that this process has sent over all open TCP connections, without retransmissions.
 
-    gloo's connections are not reachable through torch, but they are file descriptors of this process, and the
-    kernel counts what goes through each. Communication that does not use TCP (NCCL inside a machine, shared
-    memory) is not in this number. None where the kernel does not tell (before Linux 4.19, or another system).
+    gloo's connections are not accessible through torch, but they are file descriptors of this process, and the kernel
+    counts the bytes of each. Communication without TCP (NCCL inside a machine, shared memory) is not included. The
+    result is None if the kernel does not provide the count (before Linux 4.19, or on other systems).
     """
     tcp_info = getattr(socket, "TCP_INFO", None)
     if tcp_info is None or not os.path.isdir("/proc/self/fd"):
@@ -94,9 +93,9 @@ def bytes_sent() -> int | None:
 
 # --- memory of the process
 
-# Blocks above this size get their own mapping and go back to the system when they are freed: what is resident
-# is then what is alive, whoever allocated it and with whatever call. glibc's default is a threshold that
-# grows up to 32 MiB. (torch's memory profiler cannot say it: it does not see what gloo's threads free.)
+# Blocks above this size get their own mapping and are returned to the system when they are freed, so resident memory
+# equals live memory, for any allocating library and call. glibc's default is a threshold that grows up to 32 MiB.
+# (torch's memory profiler cannot be used, because it does not see memory that gloo's threads free.)
 NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}
 
 
@@ -111,12 +110,12 @@ def peak_resident_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Start a new peak at what is resident now."""
+    """Reset the peak to the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def settle() -> None:
-    """Give back what earlier work of this process left behind, before a baseline is taken."""
+    """Release memory of earlier work of this process, before a baseline is measured."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -137,10 +136,10 @@ DISPATCHED = ("c10d::",)  # what reaches the fake backend, which marks nothing b
 
 
 def operations(trace: profile, prefixes: tuple[str, ...] = _BACKENDS) -> dict[str, int]:
-    """How often each backend operation (`gloo:all_reduce`, `gloo:send`, ...) occurs in a finished profile.
+    """Count each backend operation (`gloo:all_reduce`, `gloo:send`, ...) in a finished profile.
 
-    The backends mark what they do by themselves, whether they were called through `torch.distributed`,
-    through a group object or from C++, as DDP does.
+    The backends record their operations whether they were called through `torch.distributed`, through a group object
+    or from C++, as in DDP.
     """
     with tempfile.TemporaryDirectory() as folder:  # `trace.events()` takes seconds, it builds a tree of calls
         path = os.path.join(folder, "trace.json")
@@ -157,7 +156,7 @@ def profiled() -> profile:
 
 
 def count_collectives(counts: Mapping[str, int], world_size: int) -> float:
-    """Collectives among them; W - 1 sends, with their receives, are one exchange among W ranks."""
+    """Count the collectives; W - 1 sends with their receives are a single exchange among W ranks."""
     sends = sum(count for name, count in counts.items() if name.endswith(":send"))
     native = sum(count for name, count in counts.items() if not name.endswith((":send", ":recv", ":barrier")))
     return native + sends / max(world_size - 1, 1)
@@ -169,7 +168,7 @@ _BUSY_LOAD = 0.5
 
 
 def warn_if_busy() -> None:
-    """Say so when others use the cores: ratios suffer less than times do, but they suffer."""
+    """Warn if other processes use the cores, which affects times and, to a lesser degree, ratios."""
     if (load := os.getloadavg()[0]) > _BUSY_LOAD:
         print(f"Something else is running here (load average {load:.1f}): expect a wide spread.", flush=True)
 
@@ -184,7 +183,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Return aligned columns: the first to the left, all other columns to the right."""
     columns = zip(header, *rows, strict=True)
     widths = [max(map(len, column)) for column in columns]
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of one measurement as fresh processes and brings back what each of them returns."""
+"""Starts the ranks of a measurement as fresh processes and collects their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # the only wa
 
 from benchmarks._machines import Machine
 
-# One thread each, decided before the ranks import torch; and kineto would announce every profile on stderr.
+# A single thread each, set before the ranks import torch; kineto would log every profile to stderr.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
 
 
@@ -39,16 +39,16 @@ def run_ranks(
     """Run `job(*args)` on `world_size` new processes with a process group between them.
 
     Args:
-        job: a function at the top of a module, because the processes are spawned, not forked: what an earlier
-            measurement left on the heap must not be inherited by the next.
+        job: a module-level function, because the processes are spawned, not forked: the heap of an earlier measurement
+            must not be inherited.
         world_size: number of ranks.
-        *args: handed to `job`; must be picklable, as must the result.
+        *args: arguments of `job`; must be picklable, like the result.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
         environment: variables for these processes only, for example glibc's `MALLOC_*`.
-        machines: where the ranks are, in turn; by default all are here.
+        machines: the machines of the ranks, in turn; by default all ranks run on this machine.
 
     Returns:
-        What `job` returned, in rank order.
+        The results of `job`, in rank order.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries that rank's traceback.
@@ -58,7 +58,7 @@ def run_ranks(
 
 
 def run_fake_rank(job: Callable[..., Any], world_size: int, *args: Any) -> Any:
-    """Run `job(*args)` on one new process that takes itself for rank 0 of `world_size`; nothing is communicated."""
+    """Run `job(*args)` in a new process as rank 0 of `world_size`, without communication."""
     (result,) = _spawn(1, world_size, "fake", job, args, {})
     return result
 
@@ -95,7 +95,7 @@ def _rank_main(
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,
-        # A file and not a port: nothing to collide with, and no TCP traffic besides the collectives.
+        # A file instead of a port: no collisions, and no TCP traffic other than the collectives.
         store=FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/rendezvous", world_size),
         rank=rank,
         world_size=world_size,
@@ -108,7 +108,7 @@ def _rank_main(
 
 
 def _ignore_peer_warnings() -> None:
-    """Silence what torch says about its own deprecated parts, which the peers are made of, and we call for them."""
+    """Ignore torch's warnings about its deprecated parts, which the peers use and this benchmark calls for them."""
     for module in (r"torch\.", r"fairscale\.", r"benchmarks\."):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
         warnings.filterwarnings("ignore", category=UserWarning, module=module)

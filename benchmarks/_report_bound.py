@@ -1,4 +1,4 @@
-"""How near a step on a slow link comes to what is physically possible."""
+"""The ratio of a step on a slow link to the physical bound."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _BYTES = 4  # of a float32 parameter
 
 
 def least_bytes(name: str, setup: Setup, world_size: int) -> float:
-    """What a rank must send in a step at least, by the contestant's own strategy.
+    """Return the minimum of bytes that a rank sends in a step with the contestant's strategy.
 
-    A gather, and a reduction, moves (W - 1) / W of what it is about. Sharded: all units are gathered for forward, all
-    but those that are kept for backward again, and all are reduced. Ours keeps the root and the last block, the peers
-    the root. Replicated: the sum is reduced and gathered.
+    A gather or reduction moves (W - 1) / W of its bytes. Sharded: all units are gathered for forward, all units except
+    the kept ones are gathered again for backward, and all units are reduced. `ours` keeps the root and the last block,
+    the peers keep the root. Replicated: the sum is reduced and gathered.
     """
     with torch.device("meta"):
         model = setup.model(setup.config)
@@ -37,7 +37,7 @@ def least_bytes(name: str, setup: Setup, world_size: int) -> float:
 
 
 def bounds(figures: Mapping[str, Figures], name: str, wire_seconds: float) -> list[float]:
-    """Of each round, the least seconds of a step: its computation, or its bytes on the wire."""
+    """Return the minimum time of a step for each round: its computation, or its bytes on the wire."""
     return [max(compute, wire_seconds) for compute in figures[floor_of(name)].seconds]
 
 
@@ -47,7 +47,7 @@ def of_the_bound(figures: Mapping[str, Figures], name: str, wire_seconds: float)
 
 
 def report_bounds(figures: Mapping[str, Figures], setup: Setup, bandwidth: float, world_size: int) -> None:
-    """Print the table; `bandwidth` is the measured one, in bytes a second."""
+    """Print the table; `bandwidth` is the measured bandwidth in bytes per second."""
     rows = []
     for name, figure in figures.items():
         if CONTESTANTS[name].kind is Kind.FLOOR:

@@ -1,4 +1,4 @@
-"""Whether the contestants of a benchmark compute the same thing, said in one line."""
+"""Reports in a single line whether the contestants of a benchmark compute the same losses."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks._contestants import CONTESTANTS, DDP, Kind
 
-# The sums of one batch in another order move a loss by some 1e-7 of it, and a few steps let that grow.
+# A different order of the sums over a batch changes a loss by a relative 1e-7, which grows over a few steps.
 _SAME_LOSS = 1e-5
 
 
 def report_losses(losses: Mapping[str, Sequence[Sequence[float]]], tolerances: Sequence[float] | None = None) -> bool:
-    """Say how the first losses of each contestant compare with DDP's; return whether all are the same.
+    """Print how the first losses of each contestant compare with DDP's; return whether all are the same.
 
     Args:
-        losses: by contestant, then by rank, then by step. DDP must be among them; the floors, which share
-            nothing between ranks, are left out.
-        tolerances: how far the loss of each step may be from DDP's, as a part of it; by default float32 noise.
+        losses: by contestant, then by rank, then by step. DDP must be included; the floors, which do not communicate,
+            are excluded.
+        tolerances: the relative tolerance of the loss of each step; by default float32 noise.
     """
     reference = losses[DDP]
     verdicts, same = [], True

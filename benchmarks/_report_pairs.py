@@ -1,4 +1,4 @@
-"""What original parameters in the optimizer cost: contestants with them beside the same ones without, and peers."""
+"""The cost of original parameters in the optimizer: contestants with and without them, and peers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MISSING = "-"
 
 
 def report_original(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Print the ratios of the pairs that ran; nothing if ours with original parameters did not.
+    """Print the ratios of the pairs that ran, if `ours` with original parameters ran.
 
     Args:
-        columns: by what was measured, then by contestant: a value for each round, or a single one.
+        columns: by figure, then by contestant: a value for each round, or a single value.
     """
     ran = {name for values in columns.values() for name in values}
     pairs = [pair for pair in _PAIRS if ran.issuperset(pair)]

@@ -90,7 +90,7 @@ def report_memory(figures: Mapping[str, Figures], setup: Setup) -> None:
 
 
 def report_original_parameters(figures: Mapping[str, Figures]) -> None:
-    """What the optimizer's original parameters cost, in all that was measured."""
+    """Print the cost of the optimizer's original parameters in all figures."""
     report_original(
         {
             "step": {name: figure.seconds for name, figure in figures.items()},

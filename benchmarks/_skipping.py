@@ -1,4 +1,4 @@
-"""Leaving out communication, for timing what is left: every library needs it done in its own way."""
+"""Skipping communication, for timing the remaining work, which requires a separate method for each library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Done:
 
 
 def _own_part_only(output: Tensor | list[Tensor], shard: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """An all-gather that puts this rank's piece where it belongs and fetches nothing."""
+    """An all-gather that copies only this rank's shard."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     pieces = output if isinstance(output, list) else output.view(-1).chunk(world_size)
     pieces[rank].copy_(shard.view_as(pieces[rank]))
@@ -41,19 +41,19 @@ def _own_part_only(output: Tensor | list[Tensor], shard: Tensor, group: Any = No
 
 
 def _own_sum_only(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-    """A reduce-scatter that takes this rank's piece of its own input, and adds nothing."""
+    """A reduce-scatter that copies this rank's part of its own input, without a sum."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     output.copy_(input.view(-1).chunk(world_size)[rank].view_as(output))
     return _Done() if async_op else None
 
 
-# What FSDP1 and FSDP2 call, under the names of torch 2.11 and of 2.13.
+# The functions that FSDP1 and FSDP2 call, under the names of torch 2.11 and 2.13.
 _PEER_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single")
 _PEER_REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 
 
 def set_ddp_reduction(ddp: DistributedDataParallel, reduce: Callable[[Tensor], object]) -> None:
-    """Have DDP call `reduce` on its flat gradients and take them as they are afterwards; can be set once."""
+    """Make DDP call `reduce` on its flat gradients and use the result; can be set once."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         reduce(bucket.buffer())
@@ -91,16 +91,16 @@ def _our_ways(skip: Skip) -> Iterator[tuple[type, str]]:
 
 @contextlib.contextmanager
 def skipping(skip: Skip, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave out every gather or every reduction of steps run in this block: for timing, results are wrong.
+    """Skip every gather or every reduction of the steps in this block, for timing; results are wrong.
 
     Args:
-        skip: which.
-        modules: the wrapped modules that will be trained; DDP, which gathers nothing, is told its part by a
-            communication hook that stays registered.
+        skip: the collectives to skip.
+        modules: the wrapped modules that will be trained; DDP, which has no gathers, uses a communication hook that
+            stays registered.
     """
     with contextlib.ExitStack() as stack:
         if skip is not Skip.NOTHING:
-            # What is not fetched is whatever lay in the buffer; computing with subnormal numbers is slow.
+            # Skipped parts contain old contents of the buffer; computing with subnormal numbers is slow.
             torch.set_flush_denormal(True)
             names = _PEER_GATHERS if skip is Skip.GATHERS else _PEER_REDUCTIONS
             replacement = _own_part_only if skip is Skip.GATHERS else _own_sum_only

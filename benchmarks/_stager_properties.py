@@ -1,6 +1,6 @@
-"""What a copy of a state should be, one probe for each property: used by `benchmarks.stager`.
+"""Properties of a copy of a state, with a probe for each: used by `benchmarks.stager`.
 
-A probe takes a function that copies a tree, tries it, and says whether the property holds. Errors are answers too.
+A probe takes a function that copies a tree, calls it, and returns whether the property holds. Errors are also results.
 """
 
 from __future__ import annotations

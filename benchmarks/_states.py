@@ -1,4 +1,4 @@
-"""What benchmarks of states on the first rank share: the model, what saving and loading cost, and how it is printed."""
+"""Shared code of benchmarks of states on rank 0: the model, the cost of saving and loading, and the output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Make = Callable[[str, GPTConfig], tuple[Any, ...]]  # what a contestant of a nam
 
 @dataclass(frozen=True)
 class Way:
-    """How one library saves on the first rank, and loads from it; called with what was made, and with the state."""
+    """How a library saves on rank 0, and loads from rank 0, given the contestant's objects and the state."""
 
     save: Callable[..., Any]
     load: Callable[..., None]
@@ -36,7 +36,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Cost:
-    """What saving and loading once has cost one rank."""
+    """The cost of a save and a load on a rank."""
 
     save_growth: int  # bytes resident at the highest, above those before
     load_growth: int
@@ -101,7 +101,7 @@ def _times(name: str, times: Mapping[str, Sequence[Sequence[float]]]) -> list[st
 
 
 def measure(way: Way, make: Make, name: str, config: GPTConfig) -> Cost:
-    """What saving and loading once costs."""
+    """Return the cost of a save and a load."""
     made = make(name, TINY)  # what is loaded at first use is not the model's
     way.load(*made, way.save(*made))
     made = make(name, config)
@@ -112,7 +112,7 @@ def measure(way: Way, make: Make, name: str, config: GPTConfig) -> Cost:
 
 
 def growth(job: Callable[[], Any]) -> tuple[Any, int]:
-    """Collective. What a job returns, and bytes that were resident at the highest, above those before."""
+    """Collective. Return the result of a job, and the increase of peak resident memory in bytes."""
     settle()
     dist.barrier()
     before = resident_bytes()
@@ -139,7 +139,7 @@ def time_all(
 def interleaved(
     measured: Callable[[str], list[float]], names: Sequence[str], rounds: int
 ) -> dict[str, list[list[float]]]:
-    """What is measured in each round of each, who take turns in being the first."""
+    """Return the measurements of each contestant in each round, with a rotating order."""
     found: dict[str, list[list[float]]] = {name: [] for name in names}
     for number in range(rounds + 1):
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
@@ -150,7 +150,7 @@ def interleaved(
 
 
 def seconds(job: Callable[[], Any]) -> tuple[Any, float]:
-    """Collective. What a job returns, and the time until all ranks have done it."""
+    """Collective. Return the result of a job, and the time until all ranks have finished."""
     dist.barrier()
     began = time.perf_counter()
     result = job()
@@ -181,5 +181,5 @@ def stepped(name: str, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def tokens() -> torch.Tensor:
-    """A batch. It is short: only the state counts."""
+    """Return a short batch: only the state matters."""
     return torch.zeros(1, 2, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What the command lines of `benchmarks.step` and `benchmarks.lora` have in common, and what both write."""
+"""Common command-line options and output of `benchmarks.step` and `benchmarks.lora`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def add_options(parser: argparse.ArgumentParser, among: Sequence[str], always: S
 
 
 def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *more: str) -> None:
-    """Refuse numbers below one, of `more` options than the common ones."""
+    """Reject numbers below 1, also for `more` options."""
     for name in (*_COUNTS, *more):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
 
 
 def describe(options: argparse.Namespace, setup: Setup, details: str) -> str:
-    """One line that says what is run; `details` of it."""
+    """Return a line that describes the run, with `details`."""
     return (
         f"{setup.size} parameters ({setup.num_parameters:,}), {options.ranks} ranks with one thread each, "
         f"batch {setup.batch} x {setup.context}, AdamW ({'foreach' if setup.foreach else 'fused'}), "

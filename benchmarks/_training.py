@@ -1,4 +1,4 @@
-"""What one rank does for `benchmarks.step` and `lora`: train a GPT with a contestant, and note what that took."""
+"""The work of a rank in `benchmarks.step` and `lora`: train a GPT with a contestant, and record the costs."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _STEPS_TO_SETTLE = 4  # until a library that learns the order of the units commu
 
 @dataclass(frozen=True)
 class Setup:
-    """What all contestants have in common.
+    """Settings that all contestants share.
 
     Args:
         size: a key of `SIZES`.
         batch, context: sequences per rank and step, and their length.
-        foreach: AdamW by its foreach implementation instead of the fused one.
+        foreach: use AdamW's foreach implementation instead of the fused implementation.
         device: "cpu" or "cuda".
-        skip: communication to leave out.
-        policy: what the sharded ones are asked for.
+        skip: communication to skip.
+        policy: the settings of sharded contestants.
         sgd_rate: learning rate of the steps whose losses are compared.
     """
 
@@ -74,7 +74,7 @@ class Setup:
             return sum(param.numel() for param in self.model(self.config).parameters())
 
     def windows(self, seed: int, device: torch.device) -> Tensor:
-        """One batch `[batch, context + 1]`: the same for every contestant, another on every rank."""
+        """Return a batch `[batch, context + 1]`, equal for every contestant and different on every rank."""
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         shape = self.batch, self.context + 1
         return torch.randint(self.config.vocab, shape, generator=generator).to(device)
@@ -84,12 +84,12 @@ class Setup:
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer is made for."""
+    """Return the parameters to optimize."""
     return [param for param in module.parameters() if param.requires_grad]
 
 
 def build(contestant: Contestant, setup: Setup, device: torch.device, config: GPTConfig | None = None) -> nn.Module:
-    """The model from the one seed, wrapped block by block; of other sizes if a `config` is given."""
+    """Build the model from the common seed, wrapped block by block; a `config` sets different sizes."""
     torch.manual_seed(0)
     model = setup.model(config or setup.config).to(device)
     return contestant.wrap(model, model.blocks, device, setup.policy)
@@ -108,14 +108,15 @@ def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Ten
 
 @dataclass
 class Rounds:
-    """What one rank saw of one contestant.
+    """The measurements of a contestant on a rank.
 
     Args:
-        losses: of the first steps, from the same weights and batches as everybody's; they warm up, too.
-        seconds, cpu_seconds: per step, one entry a round.
-        sent: bytes per step, one entry a round; empty where the kernel does not tell.
-        sent_in_float32: bytes of one step in float32; None if not counted.
-        operations: backend operations in one step, by name.
+        losses: losses of the first steps, from the same weights and batches for all contestants; these steps also warm
+            up.
+        seconds, cpu_seconds: per step, an entry for each round.
+        sent: bytes per step, an entry for each round; empty if the kernel does not provide them.
+        sent_in_float32: bytes of a step in float32; None if not counted.
+        operations: backend operations in a step, by name.
         held: bytes of parameters, gradients and optimizer state between backward and the next step.
     """
 
@@ -129,9 +130,9 @@ class Rounds:
 
 
 def first_losses(module: nn.Module, setup: Setup, device: torch.device) -> list[float]:
-    """Losses on one batch that is seen again and again, so that a wrong gradient shows in the next loss.
+    """Return losses on the same batch repeatedly, so that a wrong gradient shows in the next loss.
 
-    SGD before AdamW: to AdamW a gradient of the wrong scale is as good as the right one.
+    SGD before AdamW, because AdamW's result does not depend on the scale of the gradient.
     """
     windows = setup.windows(0, device)
     sgd = torch.optim.SGD(trained(module), lr=setup.sgd_rate)
@@ -142,7 +143,7 @@ def first_losses(module: nn.Module, setup: Setup, device: torch.device) -> list[
 
 
 def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
-    """The names once per round, each time beginning with another, so that nobody always follows the same."""
+    """Yield the names once per round, with a rotating start, so that contestants do not always follow the same one."""
     for start in range(num_rounds):
         cut = start % len(names)
         yield [*names[cut:], *names[:cut]]
@@ -193,7 +194,7 @@ def _held_in_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: 
 
 
 def _sent_in_float32(contestant: Contestant, setup: Setup, device: torch.device) -> int | None:
-    """Bytes that this rank sends in a step when nothing is asked for."""
+    """Return the bytes that this rank sends in a step with default settings."""
     setup = replace(setup, policy=replace(setup.policy, compute_dtype=torch.float32))
     module = build(contestant, setup, device)
     optimizer = torch.optim.SGD(trained(module), lr=0.0)
@@ -222,7 +223,7 @@ def _one_round(
         train_step(module, optimizer, windows)
     synchronize(device)
     seconds = time.perf_counter() - start
-    # Behind the barrier, so that what is still to be sent for a slower rank counts, the work of it, too.
+    # After the barrier, so that bytes and work for a slower rank are included.
     dist.barrier()
     result.cpu_seconds.append((time.process_time() - cpu) / len(batches))
     result.seconds.append(seconds / len(batches))
@@ -235,11 +236,11 @@ def _one_round(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank's process above what it held with everything loaded and no model.
+    """Bytes of a rank's process above the baseline with all libraries loaded and without a model.
 
     Args:
-        built: the most while the model was made and wrapped.
-        peak: the most in the training steps.
+        built: the peak while the model was built and wrapped.
+        peak: the peak in the training steps.
         between: after a step.
     """
 
@@ -249,15 +250,15 @@ class Memory:
 
 
 def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
-    """Train one contestant in this fresh process; resident and live memory, which are the same thing on CPU.
+    """Train a contestant in this fresh process; return resident and live memory, which are equal on CPU.
 
-    There the environment of the process decides which of the two it is: what malloc keeps for later is
-    resident by default, and with `NOTHING_KEPT` it is not. On CUDA the caching allocator tells both at once.
+    On CPU the environment of the process determines which of the two is measured: by default cached memory of malloc
+    is resident, and with `NOTHING_KEPT` it is not. On CUDA the caching allocator reports both.
     """
     device = this_device(setup.device)
     contestant = CONTESTANTS[name]
-    # Loads the code and the matmul kernels' work space; neither is what a library adds. The kernels get the
-    # real sizes, the wrapped model is tiny: what a library keeps in pools must not be hidden in the baseline.
+    # Loads the code and the matmul kernels' work space, which do not count for a library. The kernels use the real
+    # sizes, but the wrapped model is tiny: memory pools of a library must not be hidden in the baseline.
     _train_and_drop(contestant, replace(setup.config, num_layers=2, num_heads=4, width=64), setup, device)
     floor = CONTESTANTS[SHARDED_FLOOR if contestant.is_sharded and setup.policy.is_mixed else FLOOR]
     _train_and_drop(floor, replace(setup.config, num_layers=1), setup, device)
@@ -285,7 +286,7 @@ def _train_and_drop(contestant: Contestant, config: GPTConfig, setup: Setup, dev
 
 
 class _ProcessMeter:
-    """Resident memory of this process above what it is now."""
+    """Resident memory of this process above its current value."""
 
     def __init__(self) -> None:
         self._base = resident_bytes()
@@ -303,7 +304,7 @@ class _ProcessMeter:
 
 
 class _CudaMeter:
-    """What the caching allocator has reserved and given out, above what it has now."""
+    """Reserved and allocated memory of the caching allocator, above the current values."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,14 +1,14 @@
-"""Checkpoints in files: time, memory and bytes written, beside torch's ways and the disk itself.
+"""Checkpoints in files: time, memory and bytes written, compared to torch and to the disk itself.
 
     python -m benchmarks.checkpoint
     python -m benchmarks.checkpoint --ranks 4 --rounds 3 --folder /mnt/scratch
 
 Adam has stepped a GPT that is wrapped block by block; the state is three times as large as the model. Every contestant
-saves it to a new folder, until the disk has it (`save`), and loads it again; `go on` is the time until training can go
-on. Times are taken in one run, interleaved; memory is measured in processes of its own for each contestant, as what is
-resident at the highest above what was before. Files that were written just before are read from the system's cache by
-all. Exits with 1 when a rank of ours needs more than 5 % of the full state and the largest parameter, or if the files
-have more than 1.01 times the state's bytes. In the background there is a copy of what the rank writes besides.
+saves the state to a new folder, until all data is on the disk (`save`), and loads it again; `go on` is the time until
+training can continue. Times are interleaved in the same run. Memory is the increase of peak resident memory, in
+separate processes for each contestant. All contestants read recently written files from the system's cache. Exits with
+1 if a rank of `ours` needs more than 5 % of the full state and the largest parameter, or if the files have more than
+1.01 times the state's bytes. Saving in the background also needs a copy of the rank's data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _JOBS = ("save", "go on", "load")
 
 @dataclass(frozen=True)
 class Cost:
-    """What saving and loading once has cost one rank, in bytes."""
+    """The cost of a save and a load on a rank, in bytes."""
 
     save_growth: int  # resident at the highest, above those before
     load_growth: int
@@ -150,10 +150,10 @@ def _time(names: Sequence[str], config: GPTConfig, folder: Path, rounds: int) ->
 
 
 def _save_seconds(way: FileWay, folder: Path, made: tuple[Any, Any]) -> tuple[float, float]:
-    """Until all ranks can go on, and until all is on the disk.
+    """Return the time until all ranks can continue, and until all data is on the disk.
 
-    No rank waits for others in between: `dcp.async_save` talks in the background over the same process group, and a
-    barrier would meet its messages.
+    There is no barrier in between: `dcp.async_save` communicates in the background over the same process group, and a
+    barrier would interfere with its messages.
     """
     dist.barrier()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Trains a GPT that does not fit into memory, with `offload="disk"`, and compares with what happens without.
+"""Trains a GPT that does not fit into memory, with and without `offload="disk"`.
 
     python -m benchmarks.disk_offload
     python -m benchmarks.disk_offload --size 300M --steps 4 --folder /mnt/nvme
@@ -6,8 +6,8 @@
 
 Three runs from the same weights on the same batches: in memory; in memory under a limit that the system enforces, which
 must fail; and with shards, gradients and optimizer state on disk under the same limit, which must end with the weights
-of the first, bit for bit. `docs/benchmarks.md` says how bytes are counted. Exits with 1 if a run does not do what it
-must.
+of the first, bit for bit. `docs/benchmarks.md` says how bytes are counted. Exits with 1 if a run has an unexpected
+outcome.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes to and from the disk in one step."""
+    """Bytes read from and written to the disk in a step."""
 
     read: float
     written: float
@@ -63,7 +63,7 @@ class Traffic:
         return self.read + self.written
 
 
-# What a step passes over, in units of the parameters' bytes P: for each pass, what it reads and what it changes.
+# The traffic of a step in units of the parameters' bytes P: for each pass, the bytes read and written.
 _PASSES = {
     "forward": (1, 0),  # parameters
     "backward": (1, 1),  # parameters; gradients are made
@@ -72,10 +72,10 @@ _PASSES = {
 
 
 def least_traffic(parameters: float, memory: float) -> Traffic:
-    """What a step must move at least if `memory` bytes of its data can stay in memory from one pass to the next.
+    """Return the minimum traffic of a step if `memory` bytes of its data can stay in memory between passes.
 
-    A pass finds at most that much of what it reads, and leaves at most that much of what it has changed; the rest of
-    each has to be moved. With none it is all: 6 P read, 4 P written.
+    A pass finds at most this part of its reads in memory, and leaves at most this part of its writes there; all other
+    bytes are moved. Without memory, these are 6 P read and 4 P written.
     """
     return Traffic(
         read=sum(max(0.0, reads * parameters - memory) for reads, _ in _PASSES.values()),
@@ -88,15 +88,14 @@ def least_traffic(parameters: float, memory: float) -> Traffic:
 
 @dataclass
 class Outcome:
-    """What became of one run.
+    """The outcome of a run.
 
     Args:
-        steps: of each rank, what it said of each step.
-        digests: of the final weights; empty if it did not come to that.
-        failure: how it ended otherwise, None if it did not.
-        private: the most that the processes had together of what can only be in memory, as it was seen every
-            hundredth of a second.
-        counted: the most that the limit counted.
+        steps: by rank, its report of each step.
+        digests: digests of the final weights; empty if the run did not finish.
+        failure: the reason of a failure, or None.
+        private: the peak of the processes' total memory that cannot be on disk, sampled every hundredth of a second.
+        counted: the peak of the limit's count.
     """
 
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -123,11 +122,11 @@ class Outcome:
 
 
 class Runner:
-    """Runs jobs in processes of their own, under limits.
+    """Runs jobs in separate processes, under limits.
 
     Args:
-        folder: for everything that a run leaves; removed by whoever made it.
-        limiter: makes the limits.
+        folder: the folder for all files of a run; removed by its creator.
+        limiter: creates the limits.
     """
 
     def __init__(self, folder: Path, limiter: Limiter) -> None:
@@ -181,7 +180,7 @@ def _processes(job: Job, scratch: Path, limit: Limit) -> Iterator[list[subproces
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: Limit) -> int:
-    """Until all have ended well, or one has not; returns the most memory that they were seen to use."""
+    """Wait until all processes have succeeded or any has failed; return their peak memory."""
     most = 0
     while True:
         statuses = [process.poll() for process in processes]
@@ -252,7 +251,7 @@ def report_runs(outcomes: dict[str, Outcome]) -> None:
 def report_disk(
     step: float, compute: float, moved: Traffic | None, parameters: int, memory: int, disk: Bandwidth
 ) -> None:
-    """The step on disk against what the disk needs for the bytes alone, counted in three ways."""
+    """Print the step time on disk relative to the time of the disk traffic alone, counted in three ways."""
     print(
         f"\nThe disk by itself ({disk.how}): reads {disk.read / _MIB:,.0f} MiB/s, writes {disk.write / _MIB:,.0f} MiB/s"
     )

@@ -1,12 +1,12 @@
-"""Low-rank adapters on a frozen base, with ours and with torch's own ways, in one run.
+"""Low-rank adapters on a frozen base, with this library and with torch, in the same run.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --base float32 --only ours fsdp2
     python -m benchmarks.lora --adapters base
 
-Ratios come first, because only they carry over to another machine; bytes are exact. `docs/benchmarks.md` says what
-each column means. Exits with 1 when the contestants do not compute the same losses, or when ours has gradients,
-optimizer state or messages for more than what is trained.
+Ratios are first, because only ratios are valid on other machines; bytes are exact. `docs/benchmarks.md` explains the
+columns. Exits with 1 if the contestants compute different losses, or if `ours` has gradients, optimizer state or
+messages for parameters that are not trained.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _leave_out_refused(setup: LoraSetup, names: Sequence[str], world_size: int) 
 
 
 def _refusals(setup: LoraSetup, names: Sequence[str]) -> dict[str, str]:
-    """Of those that raise, what they say. Runs on every rank."""
+    """Return the error messages of contestants that raise an error. Runs on every rank."""
     device = this_device(setup.device)
     refusals = {}
     for name in names:
@@ -144,7 +144,7 @@ def _refusals(setup: LoraSetup, names: Sequence[str]) -> dict[str, str]:
 
 
 def report_bytes(figures: Mapping[str, Figures], setup: LoraSetup, world_size: int) -> bool:
-    """Print what each sharded contestant holds and sends beside the formulas; whether ours does what they say."""
+    """Print the bytes held and sent by each sharded contestant with the formulas; return whether `ours` matches."""
     units = setup.units()
     trained = sum(unit.trained_numel for unit in units)
     rows, ours_hold = [], True
@@ -175,7 +175,7 @@ def report_bytes(figures: Mapping[str, Figures], setup: LoraSetup, world_size: i
 
 
 def _compare(measured: float | None, formula: float, more: float = 0) -> tuple[str, str, str]:
-    """What was measured, the formula's value, and whether the first is no other, but for so many bytes `more`."""
+    """Return the measured value, the formula's value, and whether they are equal, except for `more` bytes."""
     if measured is None:
         return _MISSING, f"{formula:,.0f}", _MISSING
     holds = abs(measured - formula) <= _HOLDS_WITHIN * formula + more

@@ -1,16 +1,16 @@
-"""Full optimizer states on the first rank, saved and loaded: time, memory and bytes, beside FSDP1, FSDP2 and FairScale.
+"""Full optimizer states on rank 0, saved and loaded: time, memory and bytes, compared to FSDP1, FSDP2 and FairScale.
 
     python -m benchmarks.optim_state
     python -m benchmarks.optim_state --with-model --ranks 4 --rounds 3
 
-Adam has stepped a GPT that is wrapped block by block; its state is twice as large as the model. `save` gives the first
-rank all of it, in tensors of its own; `load` starts from such a state on the first rank only, and every rank gets its
-part. With ``--with-model``, the model's state is saved and loaded, too. Times are taken in one run, interleaved; memory
-is measured in processes of its own for each contestant, as what is resident at the highest above what was before. Exits
-with 1 when ours needs more than a tenth of the model, besides the state on the first rank while it saves.
+Adam has stepped a GPT that is wrapped block by block; its state is twice as large as the model. `save` gathers the
+state on rank 0, in separate tensors; `load` distributes such a state from rank 0 to all ranks. With ``--with-model``,
+the model's state is also saved and loaded. Times are interleaved in the same run. Memory is the increase of peak
+resident memory, in separate processes for each contestant. Exits with 1 if `ours` needs more than a tenth of the
+model, in addition to the state on rank 0 during saving.
 
-Where FairScale can be imported, it takes part; and `get_shard_from_optim_state_dict` is timed by itself, each rank
-having the whole state already.
+FairScale is included if it can be imported; its `get_shard_from_optim_state_dict` is timed separately, with the whole
+state on each rank.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def ways(with_model: bool) -> dict[str, Way]:
 
 
 def _with_model(way: Way, models: Way) -> Way:
-    """Both states, one after the other."""
+    """Save and load both states sequentially."""
 
     def save(model: Any, optimizer: torch.optim.Optimizer) -> Any:
         return models.save(model), way.save(model, optimizer)

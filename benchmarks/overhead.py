@@ -1,11 +1,11 @@
-"""What a library costs in Python: 100 tiny units on torch's fake group of 64 ranks, against the peers.
+"""The Python overhead of a library: 100 tiny units on torch's fake group of 64 ranks, compared to the peers.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --only ours fsdp2 --skip reductions
 
-The fake group communicates nothing and the units compute next to nothing, so what a step takes above the
-plain module's is bookkeeping. The ratio to FSDP2 comes first. `docs/benchmarks.md` says what each column
-means. Exits with 1 when the contestants do not compute the same losses on two real ranks.
+The fake group does not communicate and the units have little computation, so the time above the plain module's is
+bookkeeping. The ratio to FSDP2 is first. `docs/benchmarks.md` explains the columns. Exits with 1 if the contestants
+compute different losses on two real ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def optimizer_of(module: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def first_losses(names: Sequence[str], num_units: int, num_steps: int = 4) -> dict[str, list[float]]:
-    """Losses of a few steps on a real group: the fake one returns anything. Runs on every rank."""
+    """Return losses of a few steps on a real group, since the fake group has no results. Runs on every rank."""
     batch = torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     losses = {}
     for name in names:
@@ -98,7 +98,7 @@ def first_losses(names: Sequence[str], num_units: int, num_steps: int = 4) -> di
 
 @dataclass
 class Measured:
-    """One contestant on the fake group: CPU seconds per step, one entry a round, and collectives per step."""
+    """A contestant on the fake group: CPU seconds per step with an entry for each round, and collectives per step."""
 
     cpu_seconds: list[float] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
@@ -110,12 +110,12 @@ def train_interleaved(
     """All contestants on the fake group; they take turns, in another order each round."""
     batch = torch.randn(_BATCH, _WIDTH)
     modules = {name: build(CONTESTANTS[name], num_units) for name in names}
-    # What the fake group returns is not to be followed: parameters stay as they are.
+    # Results of the fake group are undefined, so the parameters are not updated.
     optimizers = {name: optimizer_of(module, lr=0.0) for name, module in modules.items()}
     results = {name: Measured() for name in names}
     ddp = modules[DDP]
     if skip is not Skip.REDUCTIONS and isinstance(ddp, DistributedDataParallel):
-        # Its own reduction fails on a fake group, whose futures hold no tensor.
+        # DDP's reduction fails on a fake group, whose futures contain no tensor.
         set_ddp_reduction(ddp, lambda gradients: dist.all_reduce(gradients, async_op=True))
     with skipping(skip, modules.values()):
         for index in range(-2, num_rounds):  # two rounds to warm up

@@ -1,15 +1,15 @@
-"""Muon on a sharded GPT: by owners, beside FSDP2 with `DTensor`s and FSDP2 with a gather written by hand, in one run.
+"""Muon on a sharded GPT: by owners, compared to FSDP2 with `DTensor`s and FSDP2 with a manual gather, in the same run.
 
     python -m benchmarks.owned
     python -m benchmarks.owned --size 17M --ranks 4 --rounds 6
 
-Matrices of the blocks are stepped by `torch.optim.Muon`, all else by `torch.optim.AdamW`. `step` is a whole training
-step, `optimizer` the optimizers' part of it; bytes are what a rank sends in the optimizers' part, by the kernel's
-counters. Contestants take turns, each round beginning with another one. Before that, all train from the same weights
-on the same batches, and exits with 1 if their losses differ by more than float32 noise.
+`torch.optim.Muon` steps the matrices of the blocks, and `torch.optim.AdamW` all other parameters. `step` is a whole
+training step, `optimizer` the optimizers' part of it; bytes are the bytes that a rank sends in the optimizers' part,
+by the kernel's counters. Contestants run in rotating order. Before that, all contestants train from the same weights
+on the same batches; exits with 1 if their losses differ by more than float32 noise.
 
-The gather by hand is what people write first: every rank gathers each matrix's gradient, steps a whole copy of it, and
-keeps its rows.
+The manual gather is the simplest implementation: every rank gathers each matrix's gradient, steps a whole copy of the
+matrix, and keeps its rows.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Timed:
-    """One rank's times in seconds per step, bytes per step, one entry a round; bytes of state; first losses."""
+    """A rank's seconds and bytes per step, with an entry for each round; bytes of state; first losses."""
 
     seconds: list[float] = field(default_factory=list)
     in_optimizer: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Ways to gather and to reduce-scatter on gloo: time and bytes, in one run.
+"""Ways to gather and to reduce-scatter on gloo: time and bytes, in the same run.
 
 Why `fsdp.distributed.collectives` has `DirectExchange`.
 
@@ -34,7 +34,7 @@ Way = Callable[[Tensor], Tensor]
 
 
 def ways() -> dict[str, Way]:
-    """Each takes what a rank has, ``[world_size * n]``; gathers use its first ``n``."""
+    """Return the ways; each takes a rank's tensor, ``[world_size * n]``; gathers use its first ``n`` elements."""
     world = dist.group.WORLD
     direct, native = DirectExchange(world), TorchCollectives(world)
     world_size = dist.get_world_size()
@@ -90,7 +90,7 @@ def measure(numel: int) -> list[tuple[str, float, float]]:
 
 
 def check_equal(named: dict[str, Way], whole: Tensor) -> None:
-    """Raise RuntimeError unless all ways of one kind give the same."""
+    """Raise RuntimeError unless all ways of the same kind have equal results."""
     expected: dict[str, Tensor] = {}
     for name, way in named.items():
         result = way(whole)

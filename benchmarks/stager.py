@@ -1,10 +1,10 @@
-"""Copies of a state in host memory: what they keep, what they hold, and how long training waits for one.
+"""Copies of a state in host memory: their properties, their memory, and how long training waits for a copy.
 
     python benchmarks/stager.py
     python benchmarks/stager.py --size 17M --rounds 30
 
-`fsdp.StateDictStager`, torch's own `StateDictStager` and `copy.deepcopy`, interleaved in one process. Every property is
-tried. Exits with 1 if ours lacks one, grows, or makes training wait longer than torch's does.
+`fsdp.StateDictStager`, torch's `StateDictStager` and `copy.deepcopy`, interleaved in the same process. Every property
+is tested. Exits with 1 if `ours` lacks a property, grows, or makes training wait longer than torch's stager.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _turned(names: list[str], number: int) -> list[str]:
 
 
 def _timed(stage: Copy, state: dict[str, Any], device: torch.device) -> tuple[float, float]:
-    """Seconds by the clock, and of this thread's computing, which others on the machine disturb less."""
+    """Return elapsed seconds, and CPU seconds of this thread, which other processes affect less."""
     synchronize(device)
     began, began_cpu = time.perf_counter(), time.thread_time()
     copied = stage(state)

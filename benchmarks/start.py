@@ -1,12 +1,12 @@
-"""What a rank's memory grows by while a large model is started from the meta device, with our ways and with torch's.
+"""The growth of a rank's memory while a large model is started from the meta device, with this library and with torch.
 
     python -m benchmarks.start
     python -m benchmarks.start --gigabytes 0.25 --ranks 2 --only ours files
 
-A GPT is built on the meta device, wrapped block by block, and given values: by its modules, or (`files`) from a
-safetensors file, which is written before. What is resident at the highest, above what
-was before the model was built, is compared with the least that is possible if units are whole one after the other: the
-rank's shard and the largest unit. Exits with 1 when one of ours needs more than 1.1 times that on any rank.
+A GPT is built on the meta device, wrapped block by block, and initialized: by its modules, or (`files`) from a
+safetensors file, which is written before. The increase of peak resident memory is compared with the minimum if units
+are unsharded sequentially: the rank's shard and the largest unit. Exits with 1 if a contestant of this library needs
+more than 1.1 times the minimum on any rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TINY = GPTConfig(num_layers=1, num_heads=1, width=8)
 
 @dataclass(frozen=True)
 class Started:
-    """What one rank has seen of one start."""
+    """The measurements of a start on a rank."""
 
     shard: int  # bytes that it keeps
     largest_unit: int
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warn_if_busy()
     holds, rows = True, []
     for name in options.only:
-        # One contestant after the other, each in processes of its own: memory that one has left would hide another's.
+        # Contestants run sequentially in separate processes: memory that is left would hide the next contestant's.
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             for each in (_TINY, config) if name == FILES else ():
                 _write(each, _file(Path(folder), each))
@@ -112,7 +112,7 @@ def _file(folder: Path, config: GPTConfig) -> Path:
 
 
 def _write(config: GPTConfig, file: Path) -> None:
-    """Random values of each parameter, one after the other: a whole model need not fit into memory here either."""
+    """Write random values of each parameter sequentially, so that the whole model need not fit into memory."""
     params = dict(_on_meta(config).named_parameters())
     header, end = {}, 0
     for name, param in params.items():
@@ -146,7 +146,7 @@ def _measure(name: str, config: GPTConfig, folder: Path) -> Started:
 
 
 def _unit_numels(config: GPTConfig) -> list[int]:
-    """Of each block, and of what is left for the root."""
+    """Return the number of elements of each block, and of the root's own parameters."""
     with torch.device("meta"):
         model = GPT(config)
     blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
@@ -190,7 +190,7 @@ def _fsdp2(config: GPTConfig, folder: Path) -> nn.Module:
     return model
 
 
-# By name, what builds a model of this size and gives it values. Another source of values is another entry.
+# By name, the function that builds and initializes a model of this size. Each source of values has its own entry.
 WAYS: dict[str, Callable[[GPTConfig, Path], nn.Module]] = {OURS: _ours, FILES: _files, TORCH: _fsdp2}
 
 

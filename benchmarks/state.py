@@ -1,13 +1,12 @@
-"""Full state dicts on the first rank, saved and loaded: time, memory and bytes, beside FSDP1, FSDP2 and FairScale.
+"""Full state dicts on rank 0, saved and loaded: time, memory and bytes, compared to FSDP1, FSDP2 and FairScale.
 
     python -m benchmarks.state
     python -m benchmarks.state --gigabytes 0.25 --ranks 2 --rounds 3
 
-A GPT is wrapped block by block. `save` gives the first rank the whole state, in tensors of its own; `load` starts from
-such a state on the first rank only, and every rank gets its part. Times are taken in one run, interleaved; memory is
-measured in processes of its own for each contestant, as what is resident at the highest above what was before. Exits
-with 1 when ours needs more than the state and the largest unit on the first rank, or more than the largest unit on
-others, by more than 5 % of the unit and 32 MB.
+A GPT is wrapped block by block. `save` gathers the state on rank 0, in separate tensors; `load` distributes such a
+state from rank 0 to all ranks. Times are interleaved in the same run. Memory is the increase of peak resident memory,
+in separate processes for each contestant. Exits with 1 if `ours` needs more than the state and the largest unit on
+rank 0, or more than the largest unit on other ranks, by more than 5 % of the unit and 32 MB.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Training steps of one GPT with ours and with torch's own ways, in one run: time, CPU time, bytes, memory.
+"""Training steps of a GPT with this library and with torch, in the same run: time, CPU time, bytes, memory.
 
     python -m benchmarks.step
     python -m benchmarks.step --size 46M --rounds 6 --only ours fsdp2
     python -m benchmarks.step --precision bfloat16
     python -m benchmarks.step --skip gathers
 
-Ratios come first, because only they carry over to another machine. `docs/benchmarks.md` says what each column
-means. Exits with 1 when the contestants do not compute the same losses.
+Ratios are first, because only ratios are valid on other machines. `docs/benchmarks.md` explains the columns. Exits
+with 1 if the contestants compute different losses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from benchmarks._training import BFLOAT16_TOLERANCES, Setup, train_interleaved
 AMONG = (OURS, OURS_ORIG, OURS_ROWS, FSDP1_FLAT, FSDP1_ORIG, FSDP2, FSDP2_PREFETCH, DDP, FLOOR, SHARDED_FLOOR)
 _ALWAYS = (DDP, FLOOR, SHARDED_FLOOR)  # everything is related to them
 
-# What ours is held to, as a ratio to the best sharded peer's figure.
+# The targets of `ours`, as ratios to the best sharded peer's figure.
 TARGETS = {"step time": 0.85, "CPU time above the floor": 0.6, "peak memory": 0.8, "live bytes": 1.0}
 
 
@@ -115,7 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report_targets(figures: Mapping[str, Figures]) -> None:
-    """Ours against what it is held to; nothing when ours did not run or no peer did."""
+    """Print `ours` relative to its targets, if `ours` and a peer ran."""
     peer, cpu_peer, peak_peer, live_peer = best_peers(figures)
     ours = figures.get(OURS)
     if ours is None or peer is None or cpu_peer is None:

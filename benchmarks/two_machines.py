@@ -1,10 +1,10 @@
-"""Two machines on one, in network namespaces: how fast training is on a slow link.
+"""Two emulated machines in network namespaces: the speed of training on a slow link.
 
     python -m benchmarks.two_machines
     python -m benchmarks.two_machines --rates 200 --rounds 4 --only ours fsdp2-prefetch
 
-Needs Linux, root and iproute2; elsewhere it says what is missing and exits with 0. docs/benchmarks.md says what the
-columns mean. Exits with 1 when contestants do not compute the same losses.
+Requires Linux, root and iproute2; otherwise names the missing requirement and exits with 0. docs/benchmarks.md
+explains the columns. Exits with 1 if contestants compute different losses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from benchmarks._training import Rounds, Setup, train_interleaved
 AMONG = (OURS, FSDP1_FLAT, FSDP2, FSDP2_PREFETCH, DDP, FLOOR, SHARDED_FLOOR)
 _ALWAYS = (DDP, FLOOR, SHARDED_FLOOR)  # whose losses everybody must have, and what bounds are computed from
 
-# What ours is held to: at most this part of the best sharded peer's step; by Mbit/s, at least this part of the bound.
+# The targets of `ours`: the maximum ratio to the best sharded peer's step, and by Mbit/s the minimum ratio to the
+# bound.
 TARGET_STEP = 0.6
 TARGET_BOUND = {1000.0: 0.8, 200.0: 0.9}
 
@@ -111,7 +112,7 @@ def _speed(machines: tuple[Machine, Machine], mbits: float, options: argparse.Na
 
 
 def _limited(machines: tuple[Machine, Machine], mbits: float) -> float:
-    """Limit the link, and measure what it then carries, in bytes a second."""
+    """Limit the link, and measure its bandwidth in bytes per second."""
     for machine in machines:
         machine.limit(mbits)
     bandwidth = raw_bandwidth(machines, mbits)
@@ -130,7 +131,7 @@ def _train(
 
 
 def _report_targets(figures: Mapping[str, Figures], setup: Setup, mbits: float, bandwidth: float) -> None:
-    """Ours against what it is held to; nothing when ours did not run."""
+    """Print `ours` relative to its targets, if `ours` ran."""
     ours, peer = figures.get(OURS), best_peers(figures).step
     if ours is None:
         return

@@ -1,12 +1,12 @@
-"""What it costs that ranks watch each other: steps with and without, in turn, in one run.
+"""The cost of the watchdog: steps with and without it, in turn, in the same run.
 
     python -m benchmarks.watch
     python -m benchmarks.watch --rounds 40 --seconds 5 --ranks 4
 
-A model of 30 units is trained by AdamW on gloo. In half of the rounds nobody watches, and the steps are not described
-(`docs/waiting.md`); in the others all is as by default. Beside the ratios stands what is measured by itself: the hooks
-on a step, the threads, what is sent. Exits with 1 when a step takes more than 1.01 times the processor time, in the
-middle of the rounds.
+A model of 30 units is trained by AdamW on gloo. In half of the rounds the watchdog is off, and the steps are not
+recorded (`docs/waiting.md`); the other rounds use the default. In addition to the ratios, the hooks on a step, the
+threads, and the bytes sent are measured separately. Exits with 1 if the median processor time of a step is more than
+1.01 times as long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WIDTH, _BATCH = 256, 256
 
 @dataclass
 class Measured:
-    """What one rank has seen: seconds of a step, one entry a round; and of the rounds that were watched, the sums."""
+    """The measurements of a rank: seconds of a step for each round, and the sums of the watched rounds."""
 
     cpu: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})  # by whether it is watched
     wall: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
@@ -57,7 +57,7 @@ class Measured:
 
 
 class Watching:
-    """The watching of one model, which can be switched on and off."""
+    """The watchdog of a model, which can be switched on and off."""
 
     def __init__(self, measured: Measured) -> None:
         self._measured = measured
@@ -95,7 +95,7 @@ class Watching:
         dist.barrier()
 
     def note_threads(self) -> None:
-        """Add what the threads have taken since they began."""
+        """Add the time that the threads have used since they began."""
         for thread in threading.enumerate():
             if thread.name.startswith("fsdp ") and thread.ident is not None:
                 taken = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))

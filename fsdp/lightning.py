@@ -84,8 +84,8 @@ _OURS = {
     "state_dict_on_rank_0_only": "checkpoints are gathered on the first rank",
     "no_broadcast_optim_state": "checkpoints hold all optimizer state",
 }
-_FOLDER = "fsdp_folder"  # in what the Trainer is given: the tensors are there
-_TRAINER = "lightning"  # in the values of a folder: a torch.save of what the Trainer wants
+_FOLDER = "fsdp_folder"  # key in the Trainer's checkpoint: the folder of the tensors
+_TRAINER = "lightning"  # key in the values of a folder: a torch.save of the Trainer's state
 _NAMES = "param_names"
 
 
@@ -275,7 +275,7 @@ class FullyShardedStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Leave the model where it is: its shards belong to the wrappers."""
         module, model, optimizers = self._lightning_module, self.model, self.optimizers
-        self._lightning_module, self.model, self.optimizers = None, None, []  # what would be moved to the host
+        self._lightning_module, self.model, self.optimizers = None, None, []  # would be moved to the host
         try:
             with closing(self._checkpoints):
                 super().teardown()
@@ -517,7 +517,7 @@ def _refuse_other_settings(sharded_by: dict[str, Any], wanted: dict[str, Any]) -
         before, now = sharded_by.get(name), wanted.get(name)
         if before == now:
             continue
-        if callable(before) and callable(now):  # equal functions cannot be told from others
+        if callable(before) and callable(now):  # functions cannot be compared
             warnings.warn(
                 f"{name} of this Trainer's strategy is another function than the function that the model was sharded "
                 "by, and is not called: the model stays as it is. Pass the same function to both.",
@@ -584,7 +584,7 @@ class Checkpoints:
         self.kind = kind
         self._strategy, self._wrapper, self._is_full = strategy, wrapper, kind == "full"
         self._saver: fsdp.checkpoint.Saver | None = None
-        self._removals: list[Callable[[], None]] = []  # that wait for what it writes
+        self._removals: list[Callable[[], None]] = []  # that wait for pending writes
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

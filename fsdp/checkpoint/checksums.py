@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fsdp.checkpoint.untrusted import short
 
 BLOCK_BYTES = 4 << 20
-_POLYNOMIAL = 0xEDB88320  # bits reversed: the highest one stands for x to the power of 0
+_POLYNOMIAL = 0xEDB88320  # bits reversed: the highest bit is the coefficient of x to the power of 0
 _ONE = 1 << 31
 _DIGITS = re.compile(r"[0-9a-f]*")
 
@@ -79,7 +79,7 @@ def joined(first: int, second: int, second_nbytes: int) -> int:
     Appending n bytes multiplies by x to the power of 8n, modulo the polynomial, as in zlib's ``crc32_combine``. A
     checksum is therefore the sum of the contributions of its bytes, in any order, and gaps may be filled later.
     """
-    if not first:  # as of no bytes: most blocks are one fragment
+    if not first:  # the checksum of no bytes: most blocks are a single fragment
         return second
     return _product(_power(8 * second_nbytes), first) ^ second
 

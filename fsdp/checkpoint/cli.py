@@ -47,9 +47,9 @@ _EPILOG = (
     + "; ".join(f"{each.word}, {each.what}" for each in FORMATS)
     + "."
 )
-_INSPECT = "show what is in a checkpoint: tensors, the optimizer's groups and state, values"
+_INSPECT = "show the contents of a checkpoint: tensors, the optimizer's groups and state, values"
 _VERIFY = (
-    "read a checkpoint from end to end, and name all that is damaged\n"
+    "read a whole checkpoint, and list all damaged parts\n"
     "Ours, and what torch has written, is compared with checksums. Of safetensors files, which have none, headers and "
     "sizes are."
 )
@@ -77,7 +77,7 @@ _DTYPES = {
 }
 _SIZE = re.compile(r"(\d+)([KMGT]?)")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_MOST_WIDTH = 200  # characters in a column: all rows are as wide as the widest one
+_MOST_WIDTH = 200  # characters in a column: all rows are padded to the widest
 _PERIOD = 0.1  # seconds between two lines of progress
 
 
@@ -202,7 +202,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("for what a checkpoint does not say, or keeps under an unusual name")
+    group = command.add_argument_group("for information that a checkpoint lacks, or keeps under an unusual name")
     group.add_argument("--model-key", metavar="KEY", help="under which key the model is, as app.model")
     group.add_argument("--optimizer-key", metavar="KEY", help="under which key the optimizer is")
     group.add_argument(

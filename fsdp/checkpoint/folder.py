@@ -25,7 +25,7 @@ from pathlib import Path
 MANIFEST = "checkpoint.json"
 _PART = f"{MANIFEST}.part"  # while it is written
 SAVING, REPLACED, _LOCK = ".saving", ".replaced", ".saving.lock"
-_MARKER = "not-a-checkpoint"  # in a folder of ours that is not complete yet, or not any more
+_MARKER = "not-a-checkpoint"  # in an incomplete folder of this library, during saving or removal
 _OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|checkpoint\.json(\.part)?|" + _MARKER)
 _NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED, _LOCK)))})?")
 
@@ -119,7 +119,7 @@ class _Lock:
                         os.ftruncate(fd, 0)
                         os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     return True
-            os.close(fd)  # whoever had it has removed it since
+            os.close(fd)  # the previous holder has removed the file since
         return True
 
     @property
@@ -191,7 +191,7 @@ class Destination:
         for folder in (self.folder, self.path + REPLACED):
             if os.path.lexists(folder):
                 if not (_is_ours(folder) or _has_ours_alone(folder)):
-                    raise FileExistsError(f"{folder} is in the way, and is nothing that a save has left: move it")
+                    raise FileExistsError(f"{folder} is in the way, and was not created by a save: move it")
                 remove(folder)
 
     def commit(self, manifest: bytes) -> None:
@@ -208,7 +208,7 @@ class Destination:
                 "job a folder of its own, and start a job again when all processes of the last one have ended"
             )
         for entry in os.scandir(self.path) if os.path.isdir(self.path) else ():
-            if not _OURS.fullmatch(entry.name):  # what users have put there, as a configuration or a tokenizer
+            if not _OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer
                 _copy_synced(entry.path, os.path.join(self.folder, entry.name))
         part = os.path.join(self.folder, _PART)
         write_synced(part, manifest)
@@ -220,7 +220,7 @@ class Destination:
             os.rename(self.path, self.path + REPLACED)
         os.rename(self.folder, self.path)
         _sync_folder(os.path.dirname(self.path))
-        with suppress(OSError):  # the new one is there; the next save removes what is left, or says why it cannot
+        with suppress(OSError):  # the new checkpoint exists; the next save removes the remainder or raises
             remove(self.path + REPLACED)
         self._lock.release()
 

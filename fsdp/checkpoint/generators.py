@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp.distributed.devices import generator_state, set_generator_state
 
 _WORDS = 624  # of a Mersenne Twister, which all three generators on the CPU are
-_POSITION = struct.Struct("<8xiiQ")  # in torch's state: behind the seed, how many are left, a flag, and the next one
+_POSITION = struct.Struct("<8xiiQ")  # in torch's state, after the seed: remaining numbers, a flag, next index
 
 
 def generator_states() -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _check_numpy(state: Any) -> None:
 def _check_torch(state: Any) -> None:
     if not _is_bytes(state):
         raise ValueError("it is no tensor of bytes")
-    torch.Generator().set_state(state)  # which looks at the numbers one by one
+    torch.Generator().set_state(state)  # which validates each number
     left, _, position = _POSITION.unpack_from(state.numpy().tobytes())
     if left + position > _WORDS + 1:
         raise ValueError(f"{left} of its numbers are left from position {position} on, and it has {_WORDS}")

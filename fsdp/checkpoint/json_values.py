@@ -53,7 +53,7 @@ def encoded(value: Any, where: str) -> Any:
         return {_TENSOR: _encoded_tensor(value, where)}
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds None, numbers, strings, "
-        "bytes, lists, tuples, dicts and small tensors besides the model and the optimizer. Save what it is made of."
+        "bytes, lists, tuples, dicts and small tensors besides the model and the optimizer. Save its contents instead."
     )
 
 
@@ -78,7 +78,7 @@ def decoded(value: Any) -> Any:
     try:
         return _decoded(value)
     except RecursionError:
-        raise ValueError("values lie too deep in each other") from None
+        raise ValueError("values are nested too deeply") from None
 
 
 def _decoded(value: Any) -> Any:

@@ -29,8 +29,8 @@ class TensorFiles:
     """A set of tensors in a single safetensors file or in multiple files."""
 
     stem: str  # the first part of their names
-    files: Mapping[str, Sequence[int]]  # by name: the file's size, that of what is before its data, its checksum
-    checksums: Mapping[str, str]  # by a tensor's name, those of its blocks
+    files: Mapping[str, Sequence[int]]  # by name: size of the file, size of its header, checksum
+    checksums: Mapping[str, str]  # of a tensor's blocks, by its name
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
         """Yield the errors of the files outside their tensors."""
@@ -134,7 +134,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: it cannot be read: {error!r}") from None
         if hashlib.sha256(_text(content).encode()).hexdigest() != digest:
-            raise ValueError(f"{path} is damaged: it is not what its checksum says")
+            raise ValueError(f"{path} is damaged: it does not match its checksum")
         if not isinstance(content, dict):
             raise ValueError(f"{path} is damaged: what it says of a checkpoint is {short(content)}")
         if content.get("format") != _FORMAT or content.get("version") != VERSION:
@@ -245,7 +245,7 @@ def examine_ours(
     for files in opened:
         with files:
             problems += files.damaged(advance)
-    return nbytes, "all is what its checksums say"
+    return nbytes, "all data matches its checksums"
 
 
 def complete(path: str | os.PathLike[str]) -> str:

@@ -112,7 +112,7 @@ class UnshardedTensor:
 
     names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
-    device: torch.device  # for one that has no memory yet
+    device: torch.device  # for a tensor without memory
 
     @property
     def tensor(self) -> Tensor:
@@ -381,6 +381,6 @@ def part_of(target: Target, flat: Tensor | None) -> Part | None:
     """Return this rank's part of a tensor, or of an optimizer's elementwise state of the tensor."""
     if target.held is None or flat is None:
         return None
-    if flat.stride(0) != 1:  # a buffer that is every other element of something
+    if flat.stride(0) != 1:  # for example a buffer of every second element of a tensor
         flat = flat.clone(memory_format=torch.contiguous_format)
     return Part(target.held.ranges(target.shape), flat)

@@ -86,7 +86,7 @@ class Optimizers:
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the state of a parameter; empty if there is none."""
         optimizer = self._by_param[param]
-        found = optimizer.state.get(param) or {}  # asking for it by its key would make one
+        found = optimizer.state.get(param) or {}  # indexing would create an entry
         return flat_state(found) if isinstance(optimizer, OwnedOptimizer) else found
 
     def stepped(self, name: str, target: Target) -> SteppedParam | None:

@@ -490,7 +490,7 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     header: dict[str, object] = {
-        "__metadata__": {"format": "pt"}  # older versions of transformers refuse files that do not say it
+        "__metadata__": {"format": "pt"}  # required by older versions of transformers
     }
     offset, offsets = 0, {}
     # Each tensor is aligned: tensors that fill whole lines first, then from the largest elements to the smallest.
@@ -526,7 +526,7 @@ def create(folder: str, file: PlannedFile) -> None:
         made.write(file.head)
         made.truncate(file.nbytes)
         made.flush()
-        os.fsync(made.fileno())  # of a file without elements nobody else does
+        os.fsync(made.fileno())  # no rank writes to, or syncs, a file without elements
 
 
 def write_parts(

@@ -123,14 +123,14 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # a message of ours
+        if error.errno is None:  # an error of this module
             raise type(error)(readable(str(error))) from None
         if len(str(error)) > _MOST_CHARACTERS:
             raise OSError(error.errno, error.strerror, readable(str(error.filename), 1000)) from None
         raise
     except BROKEN as error:
         text = str(error)
-        if type(error) is ValueError:  # which says what is wrong
+        if type(error) is ValueError:  # which describes the error
             text = text if place in text else f"{place}: {text}"
         elif type(error) is not TypeError or place not in text:
             text = f"{place} is damaged, or of a form that is not known here: {type(error).__name__}: {text}"

@@ -70,12 +70,12 @@ _Extents = dict[str, list[tuple[int, int]]]
 class Plan:
     """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators."""
 
-    sets: list[TensorSet]  # of the model, and of the optimizer if there is one
-    optimizer_rest: Any  # what else is in its state; encoded, as the following ones
+    sets: list[TensorSet]  # of the model and the optional optimizer
+    optimizer_rest: Any  # other values of its state; encoded, like the next fields
     extra: dict[str, Any]  # state of modules that is no tensor
     values: Any
     generators: Any  # the states of this rank's; None if they are not to be saved
-    cast: dict[str, torch.dtype]  # by name, the dtype that parameters have which are saved in another one
+    cast: dict[str, torch.dtype]  # by name, the dtype of parameters that are saved in a different dtype
 
     @property
     def nbytes(self) -> int:
@@ -310,7 +310,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     except BaseException as error:
         if is_first:
             destination.abandon()
-        if isinstance(error, CollectiveError):  # whoever died may have been the first, which knows
+        if isinstance(error, CollectiveError):  # the dead rank may be the first, which knows the outcome
             told, *rest = str(error).splitlines()
             error.args = ("\n".join([told, place.what_is_there, *rest]),)
         raise
@@ -367,7 +367,7 @@ class Senders:
             for begin, memory in entry.chunks():
                 chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
                 self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
-                self._comm.settle()  # the memory is used for the next one
+                self._comm.settle()  # the memory is reused for the next chunk
                 sent.append(fragment(entry.name, begin, memory))
         if self._own == 0:
             self._receive(destination.folder, files)
@@ -416,7 +416,7 @@ class _Job:
         try:
             if self._work is not None:
                 self.saved = write(*self._work)
-        except BaseException as error:  # noqa: BLE001 (it is raised by whoever asks)
+        except BaseException as error:  # noqa: BLE001 (it is raised by `finish`)
             self._error = error
         finally:
             self._work = None  # the copies can be written over
@@ -470,7 +470,7 @@ class Saver:
             raise ValueError(f'when_busy must be "wait" or "raise", got {when_busy!r}')
         self._waits = when_busy == "wait"
         self._stager = StateDictStager(pin_memory, max_bytes=max_bytes)
-        self._jobs: list[_Job] = []  # the last one
+        self._jobs: list[_Job] = []  # the last job
         weakref.finalize(self, _report, self._jobs)
 
     @property

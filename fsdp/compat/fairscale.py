@@ -336,7 +336,7 @@ def build_unflat_state_dict(
                 padding = [0 if local in alone else pads[local][0] for pads in world_pad_info]
                 cut = [part[: len(part) - pad] for part, pad in zip(parts, padding, strict=False)]
                 values = layout.unpack(torch.cat(cut))
-            else:  # one value, but 0-d tensors as one for each rank
+            else:  # a single value, but 0-d tensors as a list of all ranks'
                 values = [parts if is_singleton_tensor(parts[0]) else parts[0]] * len(numbers)
             for number, value in zip(numbers, values, strict=True):
                 whole.setdefault(number, {})[key] = value
@@ -438,7 +438,7 @@ INSTEAD = {
         ("enable_pytorch_sync_bn", "current versions of torch need no such patch"),
         ("OffloadConfig ssd_offload", 'pass offload="disk" and offload_folder to FullyShardedDataParallel'),
         ("to_np from_np", "apply_to_tensors(lambda tensor: tensor.cpu().numpy(), container), or the other way round"),
-        ("experimental", "what FairScale called experimental is not part of this library"),
+        ("experimental", "FairScale's experimental features are not part of this library"),
     )
     for name in names.split()
 }

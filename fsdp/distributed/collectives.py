@@ -1,23 +1,23 @@
-"""Everything that one rank says to another, as pending work with one interface on every backend.
+"""All communication between ranks, as pending work with the same interface on every backend.
 
-Three ways to the other ranks, chosen by `communicator` from the group's backend and the device of the tensors:
+`communicator` chooses between three implementations, by the group's backend and the device of the tensors:
 
-- `TorchCollectives` calls `torch.distributed`, asynchronously. It is the way of NCCL, of torch's fake group and of
-  whatever backend we do not know. No stream of our own is needed on CUDA: a collective that is *issued* from the
-  compute stream runs on the backend's stream after what has been queued so far, and ``wait()`` makes the compute
-  stream wait for it. Buffers are therefore allocated, used and freed in the order of one stream, without
-  ``record_stream``. What makes overlap is that the next gather is issued before this unit's computation is queued.
-- `DirectExchange` is for gloo on CPU: every rank sends its piece straight to its peers, which receive it straight into
-  its final place. gloo's own reduce-scatter moves what an all-reduce moves, twice the bytes needed;
-  point-to-point messages are progressed by gloo's transport thread while Python computes.
-- `StagedExchange` is the same for CUDA tensors on a gloo group (several ranks on one GPU), through host memory.
+- `TorchCollectives` calls `torch.distributed`, asynchronously. This class serves NCCL, torch's fake group and all
+  other backends. CUDA needs no separate stream: a collective that is *issued* from the compute stream runs on the
+  backend's stream after the work queued so far, and ``wait()`` makes the compute stream wait for it. Buffers are
+  therefore allocated, used and freed in the order of a single stream, without ``record_stream``. Communication
+  overlaps with computation because the next gather is issued before this unit's computation is queued.
+- `DirectExchange` is for gloo on CPU: every rank sends its piece directly to its peers, which receive it directly into
+  its final memory. gloo's own reduce-scatter sends as many bytes as an all-reduce, twice the necessary number; gloo's
+  transport thread processes point-to-point messages while Python computes.
+- `StagedExchange` is the same for CUDA tensors on a gloo group (several ranks on a single GPU), through host memory.
 
-A group of one rank is `LoneRank` and needs no `torch.distributed` at all.
+A group of a single rank is `LoneRank`, which does not require `torch.distributed`.
 
-Every message on gloo, small talk included, carries a tag that is made of what it is (a gather, a reduction), what it is
-about (a handle), its length and its dtype. So ranks that do different things wait for each other, and time out with an
-error that names what they wait for, instead of taking each other's bytes. gloo's own collectives are not used: they are
-matched by their order alone, and one that meets another of another length ends the process.
+Every message on gloo, including control messages, has a tag that is computed from its kind (a gather, a reduction),
+its subject (a handle), its length and its dtype. So ranks that run different operations wait for each other, and time
+out with an error that contains the awaited operation, instead of receiving wrong bytes. gloo's own collectives are not
+used: they are matched by their order alone, and two matched collectives of different lengths end the process.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ _only_torch = False
 
 
 def use_torch_collectives(enabled: bool = True) -> None:
-    """Send everything through `torch.distributed`'s own collectives, on gloo too.
+    """Use the collectives of `torch.distributed` for all communication, on gloo too.
 
-    For tools that count or trace collectives by replacing those functions, and to compare. It is slower: gloo's
-    reduce-scatter moves twice the bytes. Has no effect on NCCL, where it is the only way. Call it on every rank alike,
-    before wrapping; models that are wrapped already keep their way.
+    This setting is for tools that count or trace collectives by replacing those functions, and for comparisons.
+    Communication is slower: gloo's reduce-scatter sends twice the bytes. The setting has no effect on NCCL, which
+    always uses these collectives. Call the function on all ranks with the same argument, before wrapping; models that
+    are already wrapped do not change.
     """
     global _only_torch
     _only_torch = enabled
@@ -217,7 +218,7 @@ class DirectExchange(TorchCollectives):
         return Pending(what, works, lambda: then(received))
 
     def _swap(self, what: str, kind: str, tag: Tag, outgoing: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
-        """Start to send to each rank its own tensor, and to receive one of the same size from each, in rank order."""
+        """Start to send each rank its tensor, and to receive a tensor of the same size from each, in rank order."""
         received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
         incoming = {peer: [received[peer]] for peer in self._peers}
         asked, sent = self._post(what, kind, tag, incoming, {peer: [outgoing[peer]] for peer in self._peers})
@@ -296,7 +297,7 @@ class DirectExchange(TorchCollectives):
 
 
 class StagedExchange(DirectExchange):
-    """CUDA tensors on a gloo group, through host memory: for tests of several ranks on one GPU."""
+    """CUDA tensors on a gloo group, through host memory: for tests of several ranks on a single GPU."""
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         host = torch.empty(full.shape, dtype=full.dtype, device="cpu")
@@ -329,7 +330,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available
 
 
 def communicator(group: Group, device: torch.device) -> Communicator:
-    """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
+    """Return the communicator of `group` for tensors on `device`; each group has an object per device type."""
     if group.size() == 1:
         _watch()  # others may wait for this rank, in a group that it was to be in
         return LONE_RANK

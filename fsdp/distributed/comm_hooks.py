@@ -1,14 +1,15 @@
-"""Communication hooks for `FullyShardedDataParallel.register_comm_hook`, and what is needed to write one.
+"""Communication hooks for `FullyShardedDataParallel.register_comm_hook`, and helpers for writing hooks.
 
-A hook that does what the library does without one:
+The following hook is equivalent to the library without a hook:
 
     def average(state, gradient, shard):
         ranks = gradient.numel() // shard.numel()
         shard.copy_(reduce_scatter(gradient)).div_(ranks)
 
-A hook is a user's own way from every rank's unsharded gradients to this rank's shard of their average. It may also call
-`torch.distributed`, as torch's own do. `reduce_scatter` goes the way of the library instead: on gloo it moves half the
-bytes, sums in the order of ranks (so that runs repeat to the bit), and its messages and errors carry the unit.
+A hook is a user's function that computes this rank's shard of the average from every rank's unsharded gradients. A
+hook may also call `torch.distributed`, like torch's hooks. `reduce_scatter` uses the communicator of the library
+instead: on gloo it sends half the bytes, sums in the order of ranks (so that runs are reproducible to the bit), and
+messages and errors contain the unit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fsdp.distributed.communicator import Group, default_group
 
 
 class HookCall(NamedTuple):
-    """The flat parameter that a hook runs for, and its own way to the ranks that reduce it."""
+    """The flat parameter that a hook runs for, and the communicator of the ranks that reduce it."""
 
     name: str
     comm: Communicator
@@ -42,8 +43,9 @@ _running: ContextVar[HookCall | None] = ContextVar("_running", default=None)
 class CommHook:
     """A communication hook with its state.
 
-    The contract is that of torch's FSDP1 for sharded strategies (`torch.distributed.fsdp`, ``register_comm_hook``), so
-    that torch's hooks for it work unchanged. They may replace ``shard.data`` by a tensor of another dtype.
+    The contract is the same as in torch's FSDP1 for sharded strategies (`torch.distributed.fsdp`,
+    ``register_comm_hook``), so torch's hooks for FSDP1 work unchanged. Hooks may replace ``shard.data`` by a tensor of
+    another dtype.
     """
 
     function: Callable[[Any, Tensor, Tensor], None]
@@ -68,10 +70,10 @@ class CommHook:
         )
 
     def reduce(self, gradient: Tensor, of: tuple[str, Communicator, int], dtype: torch.dtype) -> Tensor:
-        """Collective, as far as the hook is. Return this rank's shard ``[n]`` of the average, of this dtype.
+        """Collective if the hook is. Return this rank's shard ``[n]`` of the average, of this dtype.
 
-        The gradient ``[world_size * n]`` is in the dtype of the reduction and not divided by anything; the hook may do
-        with it what it likes. What goes wrong in it is a RuntimeError that names the flat parameter.
+        The gradient ``[world_size * n]`` is in the dtype of the reduction, before any division; the hook may overwrite
+        it. An error in the hook becomes a RuntimeError that contains the name of the flat parameter.
         """
         call = HookCall(*of)
         # Not zeros, and not what happens to be in memory: what a hook forgets to fill shall be noticed.
@@ -104,9 +106,9 @@ class CommHook:
 
 @dataclass(frozen=True)
 class AllReduceHook:
-    """A user's function that changes a shard's gradient in place once it is reduced.
+    """A user's function that modifies a shard's gradient in place after the reduction.
 
-    It sums over further replicas, say, which the unit knows nothing of.
+    For example, it sums over additional replicas, which are not part of the unit's mesh.
     """
 
     function: Callable[[Tensor], None]  # called with this rank's shard of the averaged gradient, flat
@@ -135,14 +137,14 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.device, bool, bool]:
 
 
 def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Collective. For use inside of a hook: sum a tensor over the ranks, of which each gets its part.
+    """Collective. Sum a tensor over the ranks, each of which receives its part. For use inside a hook.
 
     Args:
-        tensor: ``[world_size * n]``, the same shape and dtype on every rank; it is sent in its own dtype and may be
+        tensor: ``[world_size * n]``, with the same shape and dtype on every rank; it is sent in its dtype and may be
             overwritten.
-        group: the ranks; None means those of the unit that the hook was called for.
-        dtype: of the result; None means that of `tensor`. On gloo the sum is taken in the wider of the two; other
-            backends take it in the dtype of `tensor`.
+        group: the ranks; None means the ranks of the unit that the hook was called for.
+        dtype: the dtype of the result; None means the dtype of `tensor`. gloo computes the sum in the wider of the
+            two; other backends compute it in the dtype of `tensor`.
 
     Returns:
         ``[n]``, the sum of elements ``rank * n`` to ``(rank + 1) * n``. It may share memory with `tensor`.
@@ -165,17 +167,19 @@ def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtyp
 
 
 def bf16_compress_hook(state: Group | None, gradient: Tensor, shard: Tensor) -> None:
-    """Collective. Average gradients that are sent in bfloat16: half of the bytes of float32.
+    """Collective. Average gradients that are sent in bfloat16, which takes half the bytes of float32.
 
-    Each rank's gradient is rounded to bfloat16, which is off by at most 2**-8 of each element. On gloo the rounded ones
-    are added up in float32, in the order of ranks, so that the average is off by no more than that of the average of
-    their absolute values (besides float32's own rounding). NCCL and other backends add in bfloat16, and round at each
-    addition: up to ``world_size - 1`` times as much again. The result is then rounded to the unit's reduce dtype.
+    Each rank's gradient is rounded to bfloat16, with a relative error of at most 2**-8 per element. On gloo the
+    rounded gradients are summed in float32, in the order of ranks. The error of the average is then at most 2**-8 of
+    the average of the absolute values (in addition to the rounding of float32). NCCL and other backends add in
+    bfloat16, and round at each addition: up to ``world_size - 1`` times as much again. The result is then rounded to
+    the unit's reduce dtype.
 
-    The range is float32's, so nothing overflows and nothing need be scaled. A world of one rounds as others do.
+    The range is the same as in float32, so gradients do not overflow and need no scaling. A single rank rounds its
+    gradients too.
 
     Args:
-        state: the process group to average over; None means the wrapper's.
+        state: the process group to average over; None means the wrapper's group.
         gradient: ``[world_size * n]``, see `FullyShardedDataParallel.register_comm_hook`.
         shard: ``[n]``.
 

@@ -1,7 +1,8 @@
-"""`Communicator` is the interface of all ways from this rank to others, whatever the backend.
+"""`Communicator` is the interface of all communication with other ranks, for every backend.
 
-The ways that go through `torch.distributed` are in `distributed.collectives`. Here are the two that need none, and the
-process groups as users give them: which devices they serve, and which ones stand for those that were not given.
+The implementations that use `torch.distributed` are in `distributed.collectives`. This module contains the interface,
+the implementation for a single rank, and functions for users' process groups: their devices, and the defaults for
+groups that were not passed.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ wait_observers: tuple[Callable[[str], Callable[[], None]], ...] = ()
 
 
 def after_use_of(sent: Tensor, result: Tensor) -> Tensor:
-    """Return `result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
+    """Return `result`; the argument `sent` keeps its memory until the collective that reads it is awaited."""
     return result
 
 
 class Communicator(ABC):
-    """The ranks of one group. Every method is collective over them."""
+    """The ranks of a group. Every method is collective over them."""
 
     peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
     sends_pieces = False  # True where it is up to us what goes from rank to rank, under the tag.
@@ -106,16 +107,16 @@ class Communicator(ABC):
         return ranks_of(self.group)
 
     def new_tag(self) -> int:
-        """A tag for one handle. Every rank of the group must ask equally often."""
+        """Return a tag for a handle. Every rank of the group must call this method equally often."""
         return next(self._tags)
 
     def restart_tags(self) -> None:
-        """Go on with tags that are alike on all ranks again, though some may have asked more often."""
+        """Continue with the same tags on all ranks, even if the ranks have created different numbers of tags."""
         self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
     def talk_device(self) -> torch.device:
-        """The device for short messages: the host where that can be, so that nobody waits for the device."""
+        """The device for short messages: the host if possible, to avoid waiting for the device."""
         return HOST
 
     def for_device(self, device: torch.device) -> Communicator:
@@ -123,11 +124,11 @@ class Communicator(ABC):
         return self
 
     def apart(self) -> Communicator:
-        """A way to the same ranks for CPU tensors that nobody else uses, for a thread; collective the first time."""
+        """Return a separate communicator of the same ranks for CPU tensors, for a thread; collective the first time."""
         return self
 
     def give_up(self) -> None:  # noqa: B027 (a device that waits for others can't be told)
-        """End with an error what this rank waits for, now and later, where the host waits: with gloo."""
+        """End current and later waits of this rank with an error, if the host waits: with gloo."""
 
     def ensure_connected(self) -> None:  # noqa: B027 (there always is, but after unpickling)
         """Raise RuntimeError if there is no way to the ranks."""
@@ -142,43 +143,45 @@ class Communicator(ABC):
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`.
 
-        Both are of one dtype.
+        Both have the same dtype.
         """
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
 
-        It is sent in its own dtype. The result is of `dtype` (None: the same), in which we sum where that is up to us.
-        `full` must be left alone until `wait` has returned, and may share memory with the result.
+        The tensor is sent in its dtype. The result is of `dtype` (None: the same), in which the library sums if the
+        backend does not. `full` must not be used until `wait` has returned, and may share memory with the result.
         """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         """Reduce `tensor` in place by "sum" or "max".
 
-        It is small. What it is, `what`, is written alike on all ranks.
+        The tensor is small. Its description `what` must be the same on all ranks.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Pending:
-        """Overwrite `tensor` in place with that of the group's first rank."""
+        """Overwrite `tensor` in place with the tensor of the group's first rank."""
 
     def meet(self, what: str, tag: Tag) -> None:  # noqa: B027 (without tags there is nothing that ranks could tell)
-        """Block until all ranks come to the same, before they communicate in a way that does not say what it is."""
+        """Block until all ranks reach the same operation, before communication without tags."""
 
     @abstractmethod
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
-        """Send tensors to some ranks and receive others from some, which may be all there is to it for them.
+        """Send tensors to some ranks and receive tensors from some ranks, independently of all other ranks.
 
-        Not collective: two ranks take part that name each other, with tensors of equal sizes in the same order. All
-        are contiguous. The result of `wait` means nothing; what is sent must not change until `settle`.
+        This method is not collective: each message has two ranks that name each other, with tensors of equal sizes in
+        the same order. All tensors are contiguous. The result of `wait` has no meaning; sent tensors must not change
+        until `settle`.
         """
 
     def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
-        """Send each rank its own of some tensors ``[n]``; `wait` returns what `then` makes of those that have come.
+        """Send each rank its tensor ``[n]``; `wait` returns the result of `then` for the received tensors.
 
-        There is one of each rank, in their order, this rank's own included. They are left alone until `wait` returns.
+        `then` receives a tensor of each rank, including this rank, in their order. The tensors must not be used until
+        `wait` returns.
         """
         received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -212,7 +215,7 @@ class MissingRanks(Communicator):
 
 
 class LoneRank(Communicator):
-    """A world of one: what is gathered and reduced is already here."""
+    """A group of a single rank, which already holds all data to gather or reduce."""
 
     def __reduce__(self) -> str:
         return "LONE_RANK"
@@ -249,11 +252,11 @@ LONE_RANK = LoneRank()
 
 
 class OtherRankError(RuntimeError):
-    """A rank cannot go on because of what happened on another one, which knows more of it."""
+    """A rank cannot continue because of an error on another rank, which has the details."""
 
 
 class CollectiveError(OtherRankError):
-    """A collective did not complete, because of what happened on another rank."""
+    """A collective did not complete because of an error on another rank."""
 
 
 class DamagedMessageError(RuntimeError):
@@ -290,17 +293,17 @@ main_threads: set[int] = set()  # of ranks, where these are threads (`fsdp.testi
 
 
 def is_aside(thread: int) -> bool:
-    """Return whether a thread is another one than the main one, as that which saves in the background is."""
+    """Return whether a thread is not the main thread, such as a thread that saves in the background."""
     return thread != threading.main_thread().ident and thread not in main_threads
 
 
 def explain(closed_by: int | None) -> str:
-    """Return what is known of the ranks when a collective did not complete; the watchdog puts its own in the place."""
+    """Return an explanation for a collective that did not complete; the watchdog replaces this function."""
     return ""
 
 
 def finish(works: Sequence[Any], what: str) -> None:
-    """Wait for works of `torch.distributed`; an error if one did not complete, which says why if it is known."""
+    """Wait for works of `torch.distributed`; raise an error, with the known cause, if any of them did not complete."""
     thread, since = threading.get_ident(), time.monotonic()
     beside = thread != _MAIN_THREAD and is_aside(thread)
     waits[thread] = Wait(what, _call.get(), since)
@@ -350,9 +353,9 @@ def incomplete(what: str, error: RuntimeError) -> RuntimeError:
 
 @contextmanager
 def after_closing() -> Iterator[None]:
-    """Have this thread wait for nothing inside: connections are closed, and what has not come will not.
+    """Skip all waits of this thread inside the context: connections are closed, and no more messages arrive.
 
-    gloo (seen in torch 2.13) forgets to tell of a message that a peer had asked for and did not take before it closed
+    gloo (seen in torch 2.13) does not complete a message that a peer had requested and not received before it closed
     its connection: such a wait would end with the timeout of the group.
     """
     token = _limit.set((timedelta(milliseconds=1),))
@@ -364,7 +367,7 @@ def after_closing() -> Iterator[None]:
 
 @contextmanager
 def during(call: str) -> Iterator[None]:
-    """Have errors inside say that this rank is in a public call, as users write it: in the outermost one."""
+    """Add the outermost public call that this rank is in, as users write it, to errors inside the context."""
     token = _call.set(_call.get() or call)
     try:
         yield
@@ -378,13 +381,13 @@ def present_call() -> str:
 
 
 def in_stage(stage: str, what: str, tag: int) -> tuple[str, Tag]:
-    """Return what a collective is, for people and for its tag, with the pass or the public call that this rank is in.
+    """Return the description and the tag of a collective, with the pass or the public call that this rank is in.
 
-    So ranks in different ones do not take each other's messages. People are told of the call beside.
+    So ranks in different passes or calls do not receive each other's messages. Errors report the call separately.
 
     Args:
-        stage: the pass that a model is in, or was in last; empty where ranks may be in different ones, and calls.
-        what, tag: of the collective, in any pass.
+        stage: the current or last pass of a model; empty if ranks may be in different passes and calls.
+        what, tag: the description and tag of the collective, in any pass.
     """
     call = _call.get()
     return f"{what} in {stage}" if stage and not call else what, (tag, call or stage) if stage else tag
@@ -410,7 +413,7 @@ def own_rank() -> int:
 
 
 def labelled(what: str, name: str, function: Callable[..., _Result], *args: Any) -> _Result:
-    """Return what a function returns, which a profiler shows as ``FSDP::all_gather (layers.3)``."""
+    """Return the result of a function, which a profiler shows as ``FSDP::all_gather (layers.3)``."""
     # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 and 2.13)
     if not torch.autograd._profiler_enabled():
         return function(*args)
@@ -423,7 +426,7 @@ _STACKS = (torch._C._profiler.ActiveProfilerType.NVTX, torch._C._profiler.Active
 
 
 def begin_range(what: str, name: str) -> record_function | None:
-    """Return a range like that of `labelled`, which its `__exit__` ends; None without a profiler that can show it."""
+    """Return a range as in `labelled`, which its `__exit__` ends; None without a profiler that can show it."""
     if not torch.autograd._profiler_enabled() or torch._C._autograd._profiler_type() in _STACKS:
         return None
     return record_function(f"FSDP::{what} ({name})").__enter__()
@@ -452,13 +455,13 @@ def _leave_groups_to_parent() -> None:
 
 
 def made_once_for_groups() -> dict[Any, Any]:
-    """Return a dictionary for objects that are created once for a process group; it is emptied when the process ends.
+    """Return a dictionary for objects created once per process group; it is cleared when the process ends.
 
     Nothing is registered before the first entry (`before_groups_end`).
 
-    A thread of gloo may still have to free a tensor of a user's last collective, for which it needs the GIL. A group
-    that dies waits for its threads; if it dies while the interpreter is torn down, where there is no GIL to be had, the
-    process is aborted ("terminate called without an active exception", torch 2.13).
+    A thread of gloo may still have to free a tensor of a user's last collective, for which it needs the GIL. The
+    destructor of a group waits for its threads; if it runs at the shutdown of the interpreter, when no thread can
+    acquire the GIL, the process is aborted ("terminate called without an active exception", torch 2.13).
     """
     made = _MadeForGroups()
     _made.append(made)
@@ -489,7 +492,7 @@ def _watch_process() -> None:
 
 
 def forget_groups(groups: Collection[Any]) -> None:
-    """Let go of what was made for process groups that are of no use any more."""
+    """Delete the objects that were created for process groups that are no longer usable."""
     for made in _made:
         for key in list(made):
             if any(part in groups for part in (key if isinstance(key, tuple) else (key,))):
@@ -512,14 +515,14 @@ def _let_groups_go() -> None:
 
 
 class Group(Protocol):
-    """A process group, as far as we need one; dummies with only these two methods serve for a world of one."""
+    """The required interface of a process group; for a single rank, a dummy with these two methods suffices."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
 
 
 def behind(group: Any) -> Any:
-    """Return the group that torch knows: `group` itself, or the one that an object of the user's stands before."""
+    """Return the group of torch: `group` itself, or the group that a user's object wraps."""
     if dist.is_available() and not isinstance(group, dist.ProcessGroup):
         held = getattr(group, "__dict__", {}).values()
         return next((each for each in held if isinstance(each, dist.ProcessGroup)), group)
@@ -527,7 +530,7 @@ def behind(group: Any) -> Any:
 
 
 def ranks_of(group: Any) -> Sequence[int]:
-    """Return the numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
+    """Return the numbers of a group's ranks, in its order; for users' objects, the numbers that can be determined."""
     try:
         return dist.get_process_group_ranks(behind(group))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
@@ -558,14 +561,15 @@ def backend_names(group: Any) -> dict[str, str]:
 def number_of_groups() -> int:
     """Return the number of process groups that this rank is in.
 
-    Private in torch (seen in 2.11 and 2.13), which names a group that only its members make by it; ranks that are in
-    different numbers of groups would wait for each other for ever. -1 where torch keeps it elsewhere.
+    This number is private in torch (seen in 2.11 and 2.13). torch uses it to name a group that only its members
+    create, so ranks with different numbers of groups would wait for each other forever. The result is -1 if torch
+    stores the number elsewhere.
     """
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ())) or -1
 
 
 def default_group(group: Group | None) -> Group:
-    """`group`, or the group of all ranks; an error that says how to make one if there is none."""
+    """Return `group`, or the group of all ranks; without a group, raise an error that explains how to create it."""
     if group is not None:
         if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
             raise TypeError(
@@ -584,7 +588,7 @@ def default_group(group: Group | None) -> Group:
 
 
 def served_device(group: Group) -> torch.device:
-    """Return where to compute if nothing else tells: the current accelerator if `group` serves it, else the CPU."""
+    """Return the default compute device: the current accelerator if `group` supports it, else the CPU."""
     device = accelerator()
     return HOST if device is None or device.type not in backend_names(group) else device
 
@@ -608,14 +612,14 @@ _second_groups: dict[tuple[Any, str], Any] = made_once_for_groups()
 def summed(
     comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
 ) -> Generator[None, None, Tensor]:
-    """Collective, in stages. The sum of all ranks' tensors ``[n]``, the same bits on all of them.
+    """Collective, in stages. Return the sum of all ranks' tensors ``[n]``, with the same bits on all ranks.
 
-    Moves 2 (W - 1) / W of the tensor's bytes per rank, as a ring does.
+    Each rank sends 2 (W - 1) / W of the tensor's bytes, as in a ring.
 
     Args:
         comm: the ranks.
         tensor: may be overwritten.
-        dtype: in which it is sent.
+        dtype: the dtype in which the tensor is sent.
         what, tag: see `Communicator`.
     """
     if not comm.sends_pieces:

@@ -1,7 +1,7 @@
-"""Ranks tell each other what they have or did, to go on together or to raise an error together.
+"""Ranks exchange values or outcomes, to continue together or to raise an error together.
 
-Whoever compares what ranks have, or does what may fail on one of them, does it by these functions: everybody hears
-everybody, so that no rank raises an error while others wait for it in a collective until they time out.
+These functions compare values of ranks, and run operations that may fail on a rank. All ranks receive all outcomes, so
+no rank raises an error while other ranks wait for it in a collective until they time out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ranks = Sequence[Communicator]
 
 
 def peers_answer(ranks: Ranks) -> bool:
-    """Return whether there is somebody to compare with: other ranks may only be simulated."""
+    """Return whether other ranks exist; they may only be simulated."""
     return all(comm.peers_answer for comm in ranks)
 
 
@@ -40,7 +40,7 @@ def number_among(ranks: Ranks) -> int:
 
 
 def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
-    """Collective. Return the values, pickled, of all that `ranks` reach in turn; those of the first change fastest."""
+    """Collective. Return the pickled values of all ranks that `ranks` reach in turn; the first varies fastest."""
     values = [value]
     for comm in ranks:
         values = [heard for other in comm.all_gather_bytes(pickle.dumps(values)) for heard in pickle.loads(other)]
@@ -48,7 +48,7 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
 
 
 def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """Collective. Overwrite a contiguous tensor with that of the first of all that `ranks` reach, and return it."""
+    """Collective. Overwrite a contiguous tensor with the tensor of the first rank of `ranks`, and return it."""
     for comm in reversed(ranks):  # so that the first rank of each group has it when it sends its own
         if comm.world_size > 1 and tensor.numel():
             comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
@@ -56,9 +56,10 @@ def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
 
 
 def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
-    """Collective. Raise RuntimeError if not all ranks have the same one of some `things`, by its name.
+    """Collective. Raise RuntimeError if the ranks have different `things`, compared by name.
 
-    The error names the first rank that differs from rank 0, and what the two have, by `shown` or else by the name.
+    The error includes the first rank that differs from rank 0, and the things of both ranks, as `shown` or else as the
+    name.
     """
     if not peers_answer(ranks):
         return
@@ -72,10 +73,10 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
 
 
 def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | None) -> None:
-    """Collective. Go on only if all ranks have done what they were to do.
+    """Collective. Return only if the operation has succeeded on all ranks.
 
-    A rank that has an `error` raises it, and the others a RuntimeError that names the first of those. Of several
-    `everyone`, each is told what was heard of those before.
+    A rank that has an `error` raises it, and the other ranks raise a RuntimeError that contains the first of these
+    ranks. With several communicators in `everyone`, outcomes are passed from each to the next.
     """
     heard = own = ""
     for ranks in everyone:
@@ -91,7 +92,7 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
 
 
 def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> _T:
-    """Collective. Return what `job` returns if it raises on no rank; otherwise raise as `agree_on_outcome`."""
+    """Collective. Return the result of `job` if it raises on no rank; otherwise raise as `agree_on_outcome`."""
     try:
         result = job()
     except Exception as error:

@@ -23,11 +23,11 @@ class Collective(Protocol):
         """Return a tensor to send or to receive."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
-        """Start it, and return its work; None if it has ended. A reduce-scatter is told the `op`."""
+        """Start the collective, and return its work; None if it has finished. A reduce-scatter receives the `op`."""
 
 
 class InFront(Communicator):
-    """A communicator that leaves all to the one behind it."""
+    """A communicator that forwards all calls to another communicator."""
 
     def __init__(self, behind: Communicator, collective: Any) -> None:
         super().__init__(behind.rank, behind.world_size)
@@ -37,7 +37,7 @@ class InFront(Communicator):
 
     @classmethod
     def of(cls, comm: Communicator, collective: Any) -> Communicator:
-        """Return a communicator in which `collective` does its part, also where another one did."""
+        """Return a communicator that uses `collective`, also in place of another custom collective."""
         return cls(_behind(comm), collective)
 
     def new_tag(self) -> int:
@@ -108,7 +108,7 @@ class CustomReduceScatter(InFront):
 
 
 def moved(comm: Communicator, to: Communicator) -> Communicator:
-    """Return the way `to` some ranks, with the user's object that is in front of `comm`, if there is one."""
+    """Return the communicator `to`, with the user's collectives of `comm`, if it has any."""
     return type(comm).of(to, comm._collective) if isinstance(comm, InFront) else _behind(to)
 
 

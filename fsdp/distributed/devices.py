@@ -1,15 +1,15 @@
-"""All that differs between devices: which one is used, its streams, its pinned host memory, its random numbers.
+"""All differences between devices: the choice of device, streams, pinned host memory, random numbers.
 
-No other module names a type of accelerator. There are two kinds of device here. A CPU computes in order, so its
-streams and events are twins that do nothing. An *accelerator* queues what it computes; it is reached through torch's
-module for its type (`torch.get_device_module`), and these have the same names: `torch.cuda` (ROCm too), `torch.xpu`,
-`torch.mtia`, and those that plug-ins add (``torch.npu``, ``torch.hpu``). Apple's MPS has neither streams nor
-collectives in torch: it computes, but nothing is chosen or copied beside it.
+No other module mentions a type of accelerator. This module distinguishes two kinds of device. A CPU computes in order,
+so its streams and events have no effect. An *accelerator* queues its computations. The library uses torch's module for
+its type (`torch.get_device_module`); these modules have the same functions: `torch.cuda` (ROCm too), `torch.xpu`,
+`torch.mtia`, and the modules of plug-ins (``torch.npu``, ``torch.hpu``). Apple's MPS has neither streams nor
+collectives in torch: it can compute, but it is not chosen by default, and copies do not overlap with its computation.
 
-Memory of the host that was freed goes back to the operating system by functions here, too.
+This module also returns freed host memory to the operating system.
 
-A `CopyStream` is for copies between an accelerator and the host that run beside what is computed. A copy waits for what
-was queued on the compute stream before it, and the compute stream waits for the copy only where its result is used.
+A `CopyStream` runs copies between an accelerator and the host in parallel with computation. A copy waits for the work
+queued on the compute stream before it, and the compute stream waits for the copy only before its result is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_host(device: torch.device) -> bool:
 
 @cache
 def has_streams(kind: str) -> bool:
-    """Return whether devices of a type queue what they compute, and copy from and to pinned host memory meanwhile."""
+    """Return whether devices of a type queue computations, and copy from and to pinned host memory in parallel."""
     return kind != HOST.type and hasattr(getattr(torch, kind, None), "Stream")
 
 
@@ -56,28 +56,28 @@ def accelerator() -> torch.device | None:
 
 
 class Arrival:
-    """An arrival stands for what a stream has queued until now; on a CPU that has happened."""
+    """An arrival represents the work that a stream has queued until now; on a CPU this work has finished."""
 
     def wait(self, *limit: Any) -> None:
-        """Have what is queued from now on run after it; the host does not wait, so that there is nothing to limit."""
+        """Make later work wait for this arrival; the host does not wait, so `limit` has no effect."""
 
     def synchronize(self) -> None:
         """Block until it has happened."""
 
 
 class CopyStream:
-    """A stream on which everything happens in order: on a CPU, and on devices whose streams we do not know."""
+    """A stream that runs all work in order: on a CPU, and on devices with unknown streams."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Queue what is inside after what was queued before, and beside what is queued next."""
+        """Queue the work inside the context after earlier work, and in parallel with later work."""
         return nullcontext()
 
     def arrival(self) -> Arrival:
-        """Return that of all that was queued in forks until now."""
+        """Return the arrival of all work queued in forks until now."""
         return Arrival()
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
-        """Have `use` called with `source` on the host, at the latest in `settle`."""
+        """Call `use` with `source` on the host, at the latest in `settle`."""
         use(source.cpu())
 
     def settle(self) -> None:
@@ -85,10 +85,10 @@ class CopyStream:
 
 
 class QueuedArrival(Arrival):
-    """The arrival of what an accelerator's stream has queued.
+    """The arrival of the work that an accelerator's stream has queued.
 
     Args:
-        stream: of torch's module for the type of its device.
+        stream: a stream of torch's module for its type of device.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -104,7 +104,7 @@ class QueuedArrival(Arrival):
 
 
 class SideStream(CopyStream):
-    """A stream for each direction, beside the compute stream (the one that is current when a method is called)."""
+    """A copy stream for each direction, apart from the compute stream (the current stream at each call)."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -159,26 +159,26 @@ def _side_stream(device: torch.device) -> CopyStream:
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:
-    """Return the one copy stream of a device."""
+    """Return the shared copy stream of a device."""
     if not has_streams(device.type):
         return _IN_ORDER
     return _side_stream(device if device.index is not None else current_device(device.type))
 
 
 def new_copy_stream(device: torch.device) -> CopyStream:
-    """Return one besides, for copies that nothing else should wait for."""
+    """Return an additional copy stream, for copies that must not delay other copies."""
     return SideStream(device) if has_streams(device.type) else _IN_ORDER
 
 
 def arrival_on(device: torch.device) -> Arrival:
-    """Return the arrival of what the current stream of a device has queued."""
+    """Return the arrival of the work that the current stream of a device has queued."""
     if not has_streams(device.type):
         return Arrival()
     return QueuedArrival(torch.get_device_module(device).current_stream(device))
 
 
 def run_after(event: Any, device: torch.device) -> None:
-    """Have what the current stream of a device queues from now on run after a user's event; a CPU has no queue."""
+    """Make later work on the current stream of a device wait for a user's event; a CPU has no queue."""
     if has_streams(device.type):
         torch.get_device_module(device).current_stream().wait_event(event)
 
@@ -192,13 +192,13 @@ def finish_queued(device: torch.device) -> None:
 
 
 def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
-    """Pin host memory that torch has not allocated as such.
+    """Pin host memory that torch has allocated without pinning.
 
     Returns:
-        What undoes it, which is to be called before the memory is freed.
+        A function that unpins the memory, to be called before the memory is freed.
 
     Raises:
-        RuntimeError: if the system grants no more, or the accelerator has no way to do it.
+        RuntimeError: if the system permits no more pinned memory, or the accelerator does not support it.
     """
     if not can_page_lock():
         raise RuntimeError(
@@ -239,7 +239,7 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 def generator_state() -> tuple[str, Tensor] | None:
     """Return the type of the current accelerator and the state ``[n]`` of its generator, in bytes on the host.
 
-    None where there is none, or nothing has used it yet.
+    None if there is no accelerator, or if it is not initialized.
     """
     device = accelerator()
     if device is None or not torch.get_device_module(device).is_initialized():
@@ -248,7 +248,7 @@ def generator_state() -> tuple[str, Tensor] | None:
 
 
 def set_generator_state(kind: str, state: Tensor) -> None:
-    """Have the current accelerator's generator go on from a `generator_state`; one of another type is left alone."""
+    """Set the current accelerator's generator to a `generator_state`; a state of another type is ignored."""
     device = accelerator()
     if device is not None and device.type == kind:
         torch.get_device_module(device).set_rng_state(state, device)

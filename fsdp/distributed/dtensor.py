@@ -1,8 +1,8 @@
-"""Parameters that are `DTensor`s already: their local parts on this rank, and how to make `DTensor`s of these again.
+"""Parameters that are already `DTensor`s: their local parts on this rank, and the conversion back to `DTensor`s.
 
-Tensor parallelism shards parameters over a device mesh of its own. We shard what each rank has of them, its local part,
-over the data-parallel ranks, and modules see `DTensor`s around the gathered local parts. Everything that must be known
-of `DTensor`s is here. `torch.distributed.tensor` takes a second to import, so it is imported by who has made one.
+Tensor parallelism shards parameters over a separate device mesh. The library shards each rank's local part over the
+data-parallel ranks, and modules see `DTensor`s around the gathered local parts. All code that depends on `DTensor`s is
+in this module. `torch.distributed.tensor` takes a second to import, so it is imported only if a `DTensor` exists.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def held_part(tensor: Tensor) -> Tensor:
 
 
 def set_local_part(tensor: Tensor, local: Tensor) -> None:
-    """Have a tensor hold `local` from now on, without copying it."""
+    """Set the local tensor of a `DTensor` to `local`, without copying it."""
     if is_dtensor(tensor):
         tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 and 2.13)
     else:
@@ -61,7 +61,7 @@ def beside(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Have a `DTensor` be what another one is, of whatever dtype and device, and stay the object that it is."""
+    """Turn a `DTensor` into another `DTensor`, of any dtype and device, without changing its object identity."""
     with torch.no_grad():
         if tensor.is_meta is other.is_meta:
             tensor.data = other
@@ -97,7 +97,7 @@ def _is_in_flight(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class DimSharding:
-    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it."""
+    """The sharding of a tensor along a mesh dimension; outer mesh dimensions may have divided the tensor already."""
 
     mesh_dim: int
     dim: int  # of the tensor
@@ -113,7 +113,7 @@ class DimSharding:
 
 @dataclass(frozen=True)
 class MeshPart:
-    """The mesh, placements and shape that a `DTensor` has beside its local part."""
+    """The mesh, placements and shape of a `DTensor`, without its local part."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # for each dimension of the mesh
@@ -135,7 +135,7 @@ class MeshPart:
     def sharded_dims(self) -> tuple[int, ...]:
         """The dimensions of the mesh along which ranks hold different elements, in the order in which they shard.
 
-        A `_StridedShard` divides what is left by the dimensions to its right, so it comes after them.
+        A `_StridedShard` divides the parts of the dimensions to its right, so it follows them.
         """
         dims = [number for number, placement in enumerate(self.placements) if hasattr(placement, "dim")]
         strided = [number for number in dims if not self.placements[number].is_shard()]
@@ -143,7 +143,7 @@ class MeshPart:
 
     @cached_property
     def shardings(self) -> tuple[DimSharding, ...]:
-        """The shardings, in the order of `sharded_dims`: each divides what those before it have left."""
+        """The shardings, in the order of `sharded_dims`: each divides the part that the previous shardings give."""
         sizes, found = list(self.shape), []
         place = self.mesh.get_coordinate() or ()
         for number in self.sharded_dims:
@@ -169,7 +169,7 @@ class MeshPart:
 
     @property
     def kind(self) -> Hashable:
-        """A key that parameters of one flat parameter share: it tells which ranks hold the same elements of them."""
+        """A key that parameters of a flat parameter share; it identifies the ranks that hold the same elements."""
         return self.mesh, self.sharded_dims
 
     @property
@@ -198,7 +198,7 @@ class MeshPart:
         return cast("DTensor", beside(made, local)) if is_elsewhere else made
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient. Collective over the mesh if it is still to be summed over it."""
+        """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it."""
         if not is_dtensor(gradient):
             return gradient
         found: Sequence[Placement] = gradient.placements  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ class MeshPart:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
+    """Collective over the mesh. Return a `DTensor` as a plain tensor, which may share memory, or the plain tensor."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -238,9 +238,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def settled_gradient(param: Tensor) -> Tensor | None:
-    """This rank's part of an unsharded parameter's gradient, to be changed in place; None without one.
+    """Return this rank's part of an unsharded parameter's gradient, to be modified in place; None without a gradient.
 
-    Collective over the parameter's mesh if it is a `DTensor` and the gradient is still to be summed over it.
+    Collective over the parameter's mesh if the parameter is a `DTensor` and its gradient is not yet summed over the
+    mesh.
     """
     grad, part = param.grad, MeshPart.of(param)
     if grad is not None and part is not None:
@@ -254,7 +255,7 @@ def settled_gradient(param: Tensor) -> Tensor | None:
 
 
 def check_placements(name: str, param: Tensor) -> None:
-    """Raise TypeError or ValueError for a `DTensor` whose local part cannot be flattened."""
+    """Raise TypeError or ValueError for a `DTensor` with a local part that cannot be flattened."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     part = MeshPart.of(param)
@@ -301,7 +302,7 @@ def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the ranks over which a `DTensor` is spread when its local part is sharded over `mesh`.
 
     Raises:
-        ValueError: if it is on some of these ranks already, or the meshes are not of one root.
+        ValueError: if the `DTensor` is already on some of these ranks, or the meshes have different roots.
     """
     try:
         return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 and 2.13)
@@ -340,7 +341,7 @@ class MeshGroups:
 
     @classmethod
     def of(cls, parts: Iterable[MeshPart | None], data_ranks: Collection[int]) -> MeshGroups:
-        """Those of some parameters, of which no two may have several ranks in common without being the same."""
+        """Return the groups of the given parameters. Two different groups may have at most a single rank in common."""
         groups: dict[tuple[int, ...], Any] = {}
         for mesh, data_dims in {(part.mesh, part.data_dims): None for part in parts if part is not None}:
             found = groups_of(mesh).items()
@@ -380,7 +381,7 @@ def is_on_many_ranks(parts: Iterable[MeshPart | None]) -> bool:
 
 
 def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
-    """The ranks that hold parts of the same parameters as this one and are not in `group`."""
+    """Return the ranks outside `group` that hold parts of the same parameters as this rank."""
     ranks = {rank for part in parts if part is not None for rank in part.mesh.mesh.flatten().tolist()}
     return sorted(ranks - set(ranks_of(group)))
 
@@ -389,7 +390,7 @@ def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
 
 
 def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook: leave this rank's part of unsharded tensors to be loaded into `DTensor`s; torch says what does not fit."""
+    """Hook: replace unsharded tensors for `DTensor`s by this rank's part; torch reports tensors that do not fit."""
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:

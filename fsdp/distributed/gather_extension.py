@@ -1,8 +1,8 @@
-"""torch's extension of all-gathers: tensor subclasses that say themselves in which form they travel.
+"""torch's extension of all-gathers: tensor subclasses that define the form in which they are sent.
 
-A parameter of such a class has the methods ``fsdp_pre_all_gather``, which makes of its shard the plain tensors that
-are sent (8-bit numbers and their scales, say), and ``fsdp_post_all_gather``, which makes the unsharded parameter of
-what has come. Its values lie in one plain tensor, an attribute of it, which is what optimizers step.
+A parameter of such a class has two methods. ``fsdp_pre_all_gather`` converts its shard to the plain tensors that are
+sent (for example, 8-bit numbers and their scales). ``fsdp_post_all_gather`` creates the unsharded parameter from the
+received tensors. The values are in a single plain tensor, an attribute of the parameter, which optimizers update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_extended(tensor: Tensor) -> bool:
 
 
 def holds_extended(param: Tensor) -> bool:
-    """Return whether a parameter is of such a class, or a `DTensor` around a tensor of one."""
+    """Return whether a parameter is of such a class, or a `DTensor` around a tensor of such a class."""
     return is_extended(local_part(param))
 
 
@@ -35,14 +35,14 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def around(like: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor of the class and with the settings of another one, which shares the memory of these values."""
+    """Return a tensor with the class and settings of `like`, which shares the memory of these values."""
     made = like.new_zeros(values.shape, dtype=values.dtype, device=values.device)
     setattr(made, _attribute_of(made), values)
     return made
 
 
 def check_extension(name: str, param: Tensor) -> None:
-    """Raise TypeError for a parameter of such a class, or the local part of one, that cannot be sharded."""
+    """Raise TypeError for a parameter of such a class, or its local part, that cannot be sharded."""
     kind: Any = type(param)
     for method in _METHODS:
         if not hasattr(kind, method):

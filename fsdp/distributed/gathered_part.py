@@ -65,7 +65,7 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _eye(op: Any, args: Any, kwargs: Any) -> Any:
-    """Write an identity matrix to a `DTensor`. torch 2.13 writes a separate one to each rank's local tensor."""
+    """Write an identity matrix to a `DTensor`. torch 2.13 writes a separate matrix to each rank's local tensor."""
     out = kwargs["out"]
     part = MeshPart.of(out)
     if part is not None:

@@ -1,8 +1,8 @@
-"""Ranks that are imagined: a rank communicates with them as with others, and counts instead of sending.
+"""Simulated ranks: a rank communicates with them as with real ranks, but counts bytes instead of sending them.
 
-They are for planning. What a collective allocates and how much it sends is that of the real way, since it is the real
-one's code that runs; only the messages are left out. What would be received is undefined, so the tensors are on the
-meta device, and where ranks compare words, all others say what this one says.
+They are for planning. A collective allocates and sends the same amounts as a real collective, because it runs the same
+code without the messages. Received values would be undefined, so the tensors are on the meta device; where ranks
+compare values, all simulated ranks have the values of this rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of a rank.
+    """A collective of a rank.
 
     Attributes:
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
-        what: what errors would call it.
-        tag: of what it is; the number of a handle's tag is in it.
-        nbytes: of parameters and gradients, sent by this rank.
+        what: the description in errors.
+        tag: the tag of the message, which contains the number of a handle's tag.
+        nbytes: the bytes of parameters and gradients that this rank sends.
     """
 
     kind: str
@@ -42,16 +42,16 @@ class Message:
 
 @dataclass(eq=False)
 class ImaginedGroup:
-    """A process group of which only one rank exists.
+    """A process group of which only a single rank exists.
 
     Args:
         number: the rank that exists.
-        ranks: how many there would be.
-        sends_pieces: they would communicate as on gloo, by messages from rank to rank; False: by the backend's own
-            collectives, as on NCCL, which are taken to send as little as rings do.
+        ranks: the number of simulated ranks.
+        sends_pieces: if True, the ranks would communicate as on gloo, by messages from rank to rank; if False, by the
+            backend's collectives, as on NCCL, which are assumed to send as few bytes as rings do.
 
     Attributes:
-        sent: what the rank has communicated, in order; words of ranks about each other are not in it.
+        sent: the messages of the rank, in order, without control messages.
     """
 
     number: int
@@ -67,7 +67,7 @@ class ImaginedGroup:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Let models be sharded over the group inside."""
+        """Allow sharding models over the group inside the context."""
         way = (_ImaginedExchange if self.sends_pieces else _ImaginedCollectives)(self)
         keys = [(self, device.type, type(checked(self, False)), False) for device in (HOST, META)]
         communicators.update(dict.fromkeys(keys, way))
@@ -83,7 +83,7 @@ class ImaginedGroup:
 
 
 class _Sent:
-    """Messages that hold what is sent until they are awaited, as gloo's do."""
+    """Messages that hold the sent tensors until they are awaited, like gloo's messages."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -93,7 +93,7 @@ class _Sent:
 
 
 class _ImaginedExchange(DirectExchange):
-    """Pieces from rank to rank, which nobody receives."""
+    """Messages from rank to rank, which are never received."""
 
     def __init__(self, group: ImaginedGroup) -> None:
         super().__init__(group)
@@ -116,7 +116,7 @@ class _ImaginedExchange(DirectExchange):
 
 
 class _ImaginedCollectives(TorchCollectives):
-    """The collectives of a backend, none of which takes place; the tensors are those of `TorchCollectives`."""
+    """The collectives of a backend, without communication; they use the same tensors as `TorchCollectives`."""
 
     def __init__(self, group: ImaginedGroup) -> None:
         super().__init__(group)

@@ -34,7 +34,7 @@ _TAGS = (1 << 31) - _FIRST_TAG
 
 
 class Sending:
-    """A shard on its way to the peers, which lives as long: gloo's works hold what they send."""
+    """A shard that is being sent to the peers and is kept until then: gloo's works hold the sent tensors."""
 
     def __init__(self, works: Sequence[Any], what: str) -> None:
         self._works, self._what = works, what
@@ -47,11 +47,11 @@ class Sending:
 
 
 class Receiving:
-    """A message on its way to this rank, which has a place to go to until it was awaited.
+    """A message that this rank is receiving; its buffer is kept until the message is awaited.
 
-    A model may be given up, by an exception in the middle of a step, before its messages have come. gloo (seen in torch
-    2.13) reads nothing more from a peer once a message comes for a buffer that is gone, and does not say that one has
-    come unless it is awaited: such a buffer stays for the life of the process.
+    An exception in the middle of a step may abandon a model before its messages have arrived. gloo (seen in torch
+    2.13) stops reading from a peer when a message arrives for a freed buffer, and reports the arrival only to a
+    waiter. So such a buffer is kept until the process ends.
     """
 
     _under_way: ClassVar[set[Receiving]] = set()
@@ -76,7 +76,7 @@ class Receiving:
 
     @classmethod
     def forget(cls, group: Any) -> None:
-        """Let go of all that comes no more, since this group's connections are closed."""
+        """Delete the pending messages of a group with closed connections; they no longer arrive."""
         cls._under_way = {each for each in cls._under_way if behind(each._group) is not group}
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
@@ -89,12 +89,13 @@ class Receiving:
 
 
 def check_messages(enabled: bool = True) -> None:
-    """Send a checksum behind every message between ranks on gloo, and compare it where the message arrives.
+    """Send a checksum after every message between ranks on gloo, and compare it on the receiving rank.
 
-    A bit that changes on the way, in a network card, a cable or memory, is an error there, which names the collective
-    and both ranks, and comes before anything is computed with it; unnoticed, it would change the weights. All that is
-    sent and received is read once more. Call it on every rank alike, before wrapping. Wrapping over another backend
-    than gloo is an error then: the links of NCCL have checksums of their own.
+    If a bit changes in transit, in a network card, a cable or memory, the receiving rank raises an error before it
+    computes with the data. The error contains the collective and both ranks. Without the check, the bit would change
+    the weights. All sent and received data is read once more. Call the function on all ranks with the same argument,
+    before wrapping. Wrapping over a backend other than gloo is then an error: the links of NCCL have their own
+    checksums.
     """
     global _are_checked
     _are_checked = enabled
@@ -104,10 +105,10 @@ _are_checked = False
 
 
 def checked(group: Any, is_ours: bool) -> Any:
-    """Return a group, or what stands before it if messages are to have checksums.
+    """Return a group, or its `CheckedGroup` if messages are to have checksums.
 
     Raises:
-        RuntimeError: if it is not us who sends messages on it, as they are to have checksums.
+        RuntimeError: if checksums are required and the library does not send the group's messages itself.
     """
     if _are_checked and not is_ours:
         raise RuntimeError(
@@ -118,9 +119,9 @@ def checked(group: Any, is_ours: bool) -> Any:
 
 
 class CheckedGroup:
-    """Stands before a gloo group, and sends a checksum behind each message (CRC-32), with which the receiver compares.
+    """Wraps a gloo group, and sends a checksum (CRC-32) after each message, which the receiver compares.
 
-    Any one bit that changes on the way is noticed, and any burst of up to 32.
+    The check detects any single bit that changes in transit, and any burst of up to 32 bits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -168,10 +169,11 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def give_up(group: Any) -> None:
-    """End with an error all that this rank waits for on a gloo group, and will: its connections are closed.
+    """Close the connections of a gloo group, so that all current and later waits of this rank on it end with an error.
 
-    gloo does so when one wait takes too long (torch 2.13), wherever others wait; and a closed connection ends the waits
-    of the rank at its other end. A peer who has closed its own is not waited for, so all are asked.
+    gloo closes them when a wait takes too long (torch 2.13), which ends all other waits; a closed connection ends the
+    waits of the rank at its other end. A wait for a peer that has closed its connection does not time out, so all
+    peers are tried.
     """
     for peer in range(group.size()):
         if peer != group.rank():
@@ -180,14 +182,14 @@ def give_up(group: Any) -> None:
 
 
 def renew(group: Any) -> None:
-    """Collective. Connect the ranks of a gloo group anew, after they have given it up, for everybody who has the group.
+    """Collective. Reconnect the ranks of a gloo group after `give_up`, for all users of the group.
 
-    torch (private, seen in 2.11 and 2.13) has a group look its backend up by the type of device, and never takes
-    another backend of a kind that it has, nor lets go of one. So the new one is of a kind that torch has no name for,
-    and goes on with the device of the old one, which has the files and the thread that reads.
+    A group of torch (private, seen in 2.11 and 2.13) finds its backend by the type of device. The group neither
+    replaces nor deletes a backend of a kind that it has. So the new backend is of a kind without a name in torch, and
+    uses the gloo device of the old backend, which has the files and the reading thread.
 
     Raises:
-        RuntimeError: if there are no such kinds any more.
+        RuntimeError: if torch no longer has such kinds.
     """
     kind = _renewed.get(group, _NAMELESS)
     if kind not in _KINDS:
@@ -209,10 +211,10 @@ _renewed: dict[Any, int] = made_once_for_groups()
 
 @lru_cache(maxsize=1 << 14)
 def wire_tag(*meant: Any) -> int:
-    """The tag of a message on gloo, from all that its two ends must agree on.
+    """Return the tag of a message on gloo, computed from all properties that must be equal at both ends.
 
-    That two messages which are under way at once share one by chance is less likely than a broken wire, and would
-    matter only where ranks send them in different orders.
+    A random collision between the tags of two simultaneous messages is less likely than a broken wire, and would
+    matter only if ranks send them in different orders.
     """
     return _FIRST_TAG + zlib.crc32(repr(meant).encode()) % _TAGS
 

@@ -1,9 +1,9 @@
 """Gradients summed in the order of micro-batches: `SumByMicroBatch` is a communicator that takes the place of a sum.
 
-A reduce-scatter adds the gradients of W ranks, and an accumulation adds what several of them give: another order of
-additions, and so other bits, for each W. Here ranks exchange the pieces as they are. Rank r has computed the k-th of
-its gradients of a step with micro-batch ``k * W + r``, so that pieces that are taken in the order of ranks, one
-reduction after the other, come in the order of micro-batches for each W, and a `TreeSum` adds them.
+A reduce-scatter adds the gradients of W ranks, and an accumulation adds the results of several reduce-scatters. The
+order of additions, and so the bits, differ for each W. With this communicator, ranks exchange the pieces unchanged.
+Rank r computes its k-th gradient of a step with micro-batch ``k * W + r``. So the pieces of consecutive reductions,
+each in the order of ranks, are in the order of micro-batches for each W, and a `TreeSum` adds them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MicroBatchSums:
         self._added: dict[Tag, int] = {}
 
     def begin(self) -> None:
-        """A step begins; drop what is left of one that was given up."""
+        """Begin a step; delete the remains of an abandoned step."""
         self.end()
         self.step = object()
 
@@ -47,11 +47,11 @@ class MicroBatchSums:
 
     @property
     def added(self) -> set[int]:
-        """Return of how many micro-batches gradients have come: one number, if all have come as often."""
+        """Return the numbers of micro-batches of all gradients: a single number, if all are equal."""
         return set(self._added.values())
 
     def require_step(self, what: str) -> object:
-        """Return the step; an error for what is reduced between steps."""
+        """Return the step; raise an error for a reduction between steps."""
         if self.step is None:
             raise RuntimeError(
                 f"{what}: this backward is of no micro-batch. With fsdp.SameBits, each is inside of `for number in "

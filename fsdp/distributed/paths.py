@@ -1,8 +1,8 @@
-"""Ranks that wait for each other have taken different paths; comparing these gives the cause, and what to do about it.
+"""Ranks that wait for each other have taken different paths; a comparison of the paths gives the cause and a remedy.
 
-Each rank notes the forwards and backwards that it has begun last, with the units that it ran in them: the hot path
-appends a name. Nothing is compared before a rank has waited too long. Then `difference` looks for the first place at
-which the ranks did not do the same; it is a function of these notes, without a process group.
+Each rank records its latest forwards and backwards, with the units that it ran in them: the hot path appends a name.
+The comparison starts only when a rank has waited too long. Then `difference` finds the first place at which the ranks
+differ; it is a function of these records, without a process group.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Pass:
     """A forward or backward that this rank has begun.
 
     Attributes:
-        name: with its number among those of the model, as "backward 3".
-        model: the name of the outermost unit in it.
-        ranks: those of the model.
-        mode: what else must be alike on all ranks, as "without gradients".
-        reduced: the flat parameters of which a backward reduces gradients, with what of them is frozen.
-        units: those that it has come to, the first one first.
-        is_over: it has ended on this rank.
+        name: the kind of pass and its number in the model, such as "backward 3".
+        model: the name of the outermost unit in the pass.
+        ranks: the ranks of the model.
+        mode: another property that must be equal on all ranks, such as "without gradients".
+        reduced: the flat parameters of which a backward reduces gradients, with their frozen parts.
+        units: the units that the pass has reached, in order.
+        is_over: the pass has ended on this rank.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Pass:
             self.units.append(unit)
 
     def is_same(self, other: Pass) -> bool:
-        """Return whether two ranks mean the same one."""
+        """Return whether two ranks refer to the same pass."""
         return (self.name, self.model, self.ranks) == (other.name, other.model, other.ranks)
 
     def events(self, *, units: bool = True) -> Iterator[tuple[str, Hashable]]:
-        """Yield what must be alike on all ranks, in the order of time; without its `units` if wanted."""
+        """Yield the events that must be equal on all ranks, in the order of time; optionally without the `units`."""
         yield "begin", (self.name, self.model)
         yield "mode", tuple(self.mode)
         if not units:
@@ -106,14 +106,14 @@ path = Path()  # of this rank
 
 
 def difference(paths: Mapping[int, Sequence[Pass]], among: Iterable[int]) -> str:
-    """Return where ranks have taken different paths, and the remedy; empty if there is no such place.
+    """Return the place at which ranks have taken different paths, and the remedy; "" if the paths are equal.
 
     The order of passes and their modes are compared first, as far back as they are known. An old difference in units
-    may have done no harm: these are compared from the last forward on that all ranks have begun, and then before it.
+    may be harmless: units are compared first from the last forward that all ranks have begun, and then before it.
 
     Args:
         paths: the passes of each rank, the oldest first.
-        among: the ranks that wait for each other. What others do is compared if they have the same model.
+        among: the ranks that wait for each other. The paths of other ranks are compared if they have the same model.
     """
     compared = _of_one_model(paths, among)
     first = min(compared, default=-1)
@@ -141,7 +141,7 @@ def _index(passes: Sequence[Pass], wanted: Pass) -> int:
 
 @dataclass
 class _Side:
-    """Ranks that have done the same up to some place and there, and one of their paths."""
+    """Ranks with equal paths up to and including some place, with an example of these paths."""
 
     ranks: Sequence[int]
     passes: Sequence[Pass]
@@ -171,7 +171,7 @@ class _Divergence:
     def first_of(
         cls, since: Mapping[int, Sequence[Pass]], paths: Mapping[int, Sequence[Pass]], *, units: bool
     ) -> _Divergence | None:
-        """Return the first one in passes that begin with one that all ranks have; None if all have done the same."""
+        """Return the first divergence, from the first pass that all ranks have; None if all paths are equal."""
         events = {
             rank: [(number, *event) for number, one in enumerate(passes) for event in one.events(units=units)]
             for rank, passes in since.items()

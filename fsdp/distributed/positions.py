@@ -45,16 +45,17 @@ _LIBRARIES = tuple(
 
 @dataclass
 class Position:
-    """A position says where a rank is.
+    """A position describes the current operation of a rank.
 
     Attributes:
-        waits_for: the collective that it waits in; None if it waits in none of ours.
-        call: the public call that it is in; empty in forward and backward.
-        seconds: for how long it has waited.
-        stack: the lines of the user's code that its main thread is in, as "train.py:12 in step", the outermost first.
-        occupation: what it does that may take long, if that can be told.
-        passes: the forwards and backwards that its main thread has begun last, the oldest first.
-        groups: the ranks of the process groups that its models use.
+        waits_for: the collective that the rank waits in; None if it waits in no collective of the library.
+        call: the public call that the rank is in; empty in forward and backward.
+        seconds: the duration of the wait.
+        stack: the current lines of the user's code in the main thread, such as "train.py:12 in step", the outermost
+            first.
+        occupation: the current operation, if it is known and may take long.
+        passes: the latest forwards and backwards of the main thread, the oldest first.
+        groups: the ranks of the process groups that the rank's models use.
     """
 
     waits_for: str | None
@@ -67,7 +68,7 @@ class Position:
 
     @classmethod
     def here(cls, is_aside: bool) -> Position:
-        """Return where this rank's main thread is, or those beside it, of which that with the longest wait counts."""
+        """Return the position of this rank's main thread, or of the other thread with the longest wait."""
         thread, wait = longest_wait(is_aside) or (threading.main_thread().ident or 0, None)
         stacks = {each: _frames(frame) for each, frame in sys._current_frames().items()}
         busy = [frame for each, frames in stacks.items() if communicator.is_aside(each) is is_aside for frame in frames]
@@ -96,11 +97,11 @@ class Position:
 
 
 class Report:
-    """A report puts what the ranks have answered into words for people.
+    """A report describes the answers of the ranks as text.
 
     Args:
         asker: the rank that waits too long.
-        answers: by rank; a text if it gave no answer, which says why.
+        answers: the answers by rank; a text with the reason if a rank gave no answer.
     """
 
     def __init__(self, asker: int, answers: Mapping[int, Position | str]) -> None:
@@ -133,7 +134,7 @@ def lines_of(answers: Mapping[int, Position | str]) -> list[str]:
 
 
 def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
-    """Return why ranks wait for each other, and what to do about it, as far as their positions tell."""
+    """Return the reason why ranks wait for each other, and a remedy, according to their positions."""
     came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
     waiting = {rank: each for rank, each in came.items() if each.waits_for is not None}
     late = [rank for rank in answers if rank not in waiting]
@@ -152,7 +153,7 @@ def conclusion(asker: int, answers: Mapping[int, Position | str]) -> str:
 
 
 def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:
-    """Return which ranks are in a public call that others are not in."""
+    """Return a description of the ranks that are in a public call in which other ranks are not."""
     by_call: dict[str, list[int]] = {}
     for rank, each in sorted(waiting.items()):
         by_call.setdefault(each.call, []).append(rank)
@@ -171,7 +172,7 @@ def _of_calls(waiting: Mapping[int, Position], are_all: bool) -> str:
 
 
 def _of_groups(asker: int, came: Mapping[int, Position], late: Sequence[int]) -> str:
-    """Return which ranks have not made a group of ranks in which another one waits for them, but others, or none."""
+    """Return a description of the ranks that have not created a group in which another rank waits for them."""
     for group in came[asker].groups:
         without = [rank for rank in group if rank in came and group not in came[rank].groups]
         are_through = all(rank in without and came[rank].passes and not came[rank].groups for rank in late)
@@ -182,7 +183,7 @@ def _of_groups(asker: int, came: Mapping[int, Position], late: Sequence[int]) ->
 
 
 def longest_wait(is_aside: bool) -> tuple[int, communicator.Wait] | None:
-    """Return the thread that has waited longest, and for what: the main one, or of those beside it; None if none."""
+    """Return the thread with the longest wait, and its wait: the main thread or another thread; None if none."""
     found = [each for each in list(communicator.waits.items()) if communicator.is_aside(each[0]) is is_aside]
     return min(found, key=lambda each: each[1].since, default=None)
 
@@ -193,7 +194,7 @@ def places_in(frame: FrameType | None) -> Sequence[str]:
 
 
 def last_place(trace: TracebackType | None) -> Sequence[str]:
-    """Return the innermost line of the user's code that an exception has come through, if there is one."""
+    """Return the innermost line of the user's code in the traceback of an exception, if any."""
     return _places(traceback.extract_tb(trace))[-1:]
 
 

@@ -1,4 +1,4 @@
-"""The ranks' reports in a folder, a file of JSON lines for each, and the page that one makes of them afterwards."""
+"""The ranks' reports in a folder, a file of JSON lines for each rank, and the page created from them afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ORDER = {kind: number for number, kind in enumerate(Kind)} | {Kind.FOLLOWED: li
 
 @dataclass
 class Event:
-    """An event on one rank."""
+    """An event on a rank."""
 
     kind: Kind
     text: str
@@ -48,7 +48,7 @@ class Event:
     at: float = field(default_factory=time.time)  # seconds since 1970, by the clock of the rank's machine
 
     def write(self, folder: str | Path) -> None:
-        """Append it to the rank's file, if that can be: nothing depends on it."""
+        """Append the event to the rank's file; errors of the file system are ignored."""
         with suppress(OSError):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with open(Path(folder) / f"rank{self.rank:05}{_ENDING}", "a", encoding="utf-8") as file:
@@ -56,7 +56,7 @@ class Event:
 
 
 def read_events(folder: str | Path) -> list[Event]:
-    """Return what is in a folder, the oldest first; lines that no rank has written are left out."""
+    """Return the events in a folder, the oldest first; invalid lines are skipped."""
     found = []
     for path in sorted(Path(folder).glob(f"*{_ENDING}")):
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""`TreeSum` adds up tensors in an order that depends on their numbers alone, whoever has brought them."""
+"""`TreeSum` adds tensors in an order that depends on their numbers alone, not on the ranks that computed them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from torch import Tensor
 
 
 class TreeSum:
-    """A `TreeSum` adds up tensors that come in the order of their numbers, along a binary tree over the numbers.
+    """A `TreeSum` adds tensors, passed in the order of their numbers, along a binary tree over the numbers.
 
-    As a binary counter: it holds sums of 1, 2, 4, ... tensors in a row, at most one of each, and two of the same length
-    become one of twice the length. So it takes the memory of ``log2(count) + 1`` tensors.
+    The method resembles a binary counter. The object holds sums of 1, 2, 4, ... consecutive tensors, at most a single
+    sum of each length, and adds two sums of the same length to a sum of twice the length. So the sum requires the
+    memory of ``log2(count) + 1`` tensors.
 
     Attributes:
-        count: so many have come.
+        count: the number of tensors added.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class TreeSum:
         self._parts: list[Tensor] = []  # the longest first
 
     def add(self, leaf: Tensor) -> None:
-        """Add the next one, whose memory may be kept and overwritten."""
+        """Add the next tensor; its memory may be kept and overwritten."""
         longer = self.count
         while longer & 1:
             leaf = self._parts.pop().add_(leaf)
@@ -29,7 +30,7 @@ class TreeSum:
         self.count += 1
 
     def total(self) -> Tensor:
-        """Return the sum of all that have come, and begin anew."""
+        """Return the sum of all added tensors, and start again."""
         total = self._parts.pop()
         while self._parts:
             total = self._parts.pop().add_(total)

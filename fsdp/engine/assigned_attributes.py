@@ -12,8 +12,8 @@ from fsdp.engine.placeholder import Placeholder
 class AssignedAttributes:
     """The attributes of a module whose class overrides `__setattr__`, for example to update a cache.
 
-    `nn.RNNBase` updates a list of its weights in this way. Each tensor that is shown in the place of a parameter is
-    assigned to the attribute, so that the class can follow; the parameters that the module lists do not change.
+    `nn.RNNBase` updates a list of its weights in this way. Each tensor that replaces a parameter is assigned to the
+    attribute, so that the class can update its cache; the parameters that the module lists do not change.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class AssignedAttributes:
 
 
 def attributes_seen_by(module: nn.Module) -> dict[str, Any] | AssignedAttributes:
-    """Return the mapping in which a module looks up its parameters by name before the parameters that it lists."""
+    """Return the mapping of a module's attributes, which takes precedence over its listed parameters."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module.__dict__
     if isinstance(module, nn.RNNBase):

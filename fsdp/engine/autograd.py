@@ -1,4 +1,4 @@
-"""The few places where we reach into autograd, and those of its names that are private.
+"""The functions that use autograd's internals, and the private names that they require.
 
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter`` and
@@ -37,7 +37,7 @@ _UNCHANGED = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Have tensors that are made inside of it be ordinary ones, also where a transform of `torch.func` runs."""
+    """Create ordinary tensors inside the context, even while a transform of `torch.func` runs."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _UNCHANGED
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
@@ -73,11 +73,11 @@ def accumulator_of(leaf: Tensor) -> Any:
 
 
 class BackwardPass:
-    """One run of autograd, from the first hook to its end; begins when it is made, inside of a hook.
+    """A run of autograd, from its first hook to its end. Create it inside a hook.
 
-    `at_end` is called when the run (the innermost, if backwards are nested) has finished. A run that raised is
-    never finished: autograd then drops the callback, and that is how `is_alive` knows. Then `at_failure` is called, if
-    this object still exists.
+    `at_end` is called when the run (the innermost, if backwards are nested) has finished. A run that raised an
+    exception is never finished: autograd then deletes the callback, which `is_alive` detects. In this case
+    `at_failure` is called, if this object still exists.
     """
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None] | None = None) -> None:
@@ -102,7 +102,7 @@ class BackwardPass:
 
 
 class FollowedPass:
-    """Stands for a backward that other ranks run, and this one only takes part in."""
+    """Represents a backward that other ranks run, while this rank only takes part in its collectives."""
 
     is_alive = True
 
@@ -111,10 +111,10 @@ _version_of = operator.attrgetter("_version")
 
 
 class FreedLeaves:
-    """Leaves whose memory comes and goes: autograd must not read what it saved of them while there is none.
+    """Leaves whose memory is freed temporarily: autograd must not read saved views of them during this time.
 
-    It would read past the end of the memory. While they are `sealed` their versions are other ones, so that it raises
-    the error that it has for tensors which were changed since.
+    Autograd would read past the end of the memory. While the leaves are `sealed`, their versions differ, so that
+    autograd raises its error for modified tensors.
     """
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
@@ -167,7 +167,7 @@ def _parts(item: Any) -> Iterable[Any]:
 class InternalError(RuntimeError):
     """An invariant of the library is broken: a bug in the library, not in the code that uses it.
 
-    The message and the stack are printed as well as raised, because autograd may swallow what a hook raises.
+    The message and the stack are printed as well as raised, because autograd may swallow exceptions of hooks.
     """
 
     def __init__(self, message: str) -> None:

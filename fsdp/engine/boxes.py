@@ -20,14 +20,14 @@ class Box:
         return math.prod(self.sizes)
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The same box in a tensor in which its own one begins at `by`."""
+        """Return the same box in a larger tensor, in which its own tensor begins at `by`."""
         return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
 
     def ranges(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield where elements ``start:stop`` of the row-major box are in a row-major tensor of this shape around it.
+        """Yield the ranges of elements ``start:stop`` of the row-major box in an enclosing row-major tensor.
 
-        One range if it is a part of the first dimension, otherwise one for each row of what is before the last
-        dimension of which it is a part.
+        There is a single range if the box is a part of the first dimension, otherwise a range for each row before the
+        last divided dimension.
         """
         parts = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
         last = parts[-1] if parts else 0
@@ -45,10 +45,10 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements ``start:stop`` of a row-major tensor as boxes, each of which is a contiguous part of the range.
+    """Return elements ``start:stop`` of a row-major tensor as boxes, each of which is a contiguous part of the range.
 
-    In the order of the range: at most the rest of a row, complete rows, and the beginning of one, and so on for
-    each row that is not complete. So there are at most ``2 * len(shape) - 1``, and none of an empty range.
+    The boxes are in the order of the range: the end of a row, complete rows, and the beginning of a row, and so on for
+    each incomplete row. There are at most ``2 * len(shape) - 1`` boxes, and none for an empty range.
     """
     if start >= stop:
         return
@@ -72,7 +72,7 @@ def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the box that lies in both; None if they have nothing in common."""
+    """Return the intersection of two boxes; None if it is empty."""
     begins = tuple(map(max, one.offsets, other.offsets))
     ends = (
         min(first + size, second + more)

@@ -31,14 +31,14 @@ def runs_on_another_thread(module: nn.Module) -> bool:
 
 
 def is_called_from(module: str) -> bool:
-    """Return whether the public method, whose helper asks this, was called by the code of a module."""
+    """Return whether the public method that calls this helper was called by the code of a module."""
     return sys._getframe(3).f_globals.get("__name__") == module  # asked by a helper, which the method calls
 
 
 def uncompiled(function: Function) -> Function:
-    """Have compilers leave a function alone, and all that it calls: it moves data, or looks at all models.
+    """Exclude a function, and all functions that it calls, from compilation: it moves data, or examines all models.
 
-    As `torch.compiler.disable` does, which imports for seconds, and has a wrapper that asks eight things in each call.
+    The effect is the same as `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
     skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 and 2.13)

@@ -1,9 +1,9 @@
-"""Copies of a sharded model: what is settled before one is made, and the process groups that it is given afterwards.
+"""Copies of a sharded model: the preparation of a copy, and the assignment of process groups afterwards.
 
-A unit hangs on its module, and wrapper, unit, handles and hooks are plain objects that refer to each other, so
-`copy.deepcopy` and pickle find all of it and keep the references. The runtime and what is built from shards stay behind
-(`Unit.wake` builds it again). Process groups belong to the process: deep copies share them, and a pickle has `MISSING`
-in their place until groups are assigned.
+A unit is an attribute of its module, and wrapper, unit, handles and hooks are plain objects that refer to each other.
+`copy.deepcopy` and pickle therefore copy all of them and keep the references. The runtime and objects that are built
+from shards are not copied (`Unit.wake` builds them again). Process groups belong to the process: deep copies share
+them, and a pickle contains `MISSING` until groups are assigned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_missing(group: Any) -> bool:
 
 
 def is_connected(unit: Unit) -> bool:
-    """Return whether a unit can reach its ranks; a pickled one cannot."""
+    """Return whether a unit has process groups; an unpickled unit has none."""
     return not any(isinstance(comm, MissingRanks) for comm in unit.axes)
 
 
@@ -77,7 +77,7 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
 
 
 def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: Any) -> dict[str, Any]:
-    """Have a wrapper's unit communicate over a group that was assigned, once there are all.
+    """Connect a wrapper's unit to an assigned group, as soon as all groups are assigned.
 
     `groups_now` are the wrapper's groups, by the names of its attributes; their new values are returned.
     """
@@ -99,7 +99,7 @@ def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: An
 
 
 def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:
-    """Have a unit communicate over other process groups from now on."""
+    """Connect a unit to other process groups."""
     if unit.runtime is not None:
         unit.runtime.forget()
     unit.comm, unit.replicas = groups.communicators(unit.device)

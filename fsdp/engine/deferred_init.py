@@ -1,9 +1,10 @@
-"""Deferred initialization: parameters and buffers that have no values yet, and how it is found out that values came.
+"""Deferred initialization: parameters and buffers without values, and the detection of their initialization.
 
-What is on the meta device when it is wrapped gets memory, and no values. It is not computed with, and not saved: an
-error names it and the ways to give it values. Memory that waits for values carries a mark, a value that no
-initialization gives all of a tensor. So whatever was written is seen, also through ``.data``, which leaves no other
-trace: many models initialize themselves with ``module.weight.data.normal_()``, which no version counter counts.
+Parameters and buffers on the meta device get memory without values when they are wrapped. Computing with them, or
+saving them, raises an error that names them and the ways to initialize them. Memory without values is filled with a
+mark, a value that no initialization assigns to a whole tensor. All writes are therefore detected, including writes
+through ``.data``, which do not change version counters: many models initialize themselves with
+``module.weight.data.normal_()``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
-    """Raise RuntimeError before `what` is done if something in the units of a module tree has no values; it is named.
+    """Raise RuntimeError before `what` if a parameter or buffer of the units in a module tree has no values.
 
-    Every rank looks for itself: into the first unit, or all (`recurse`).
+    Not collective. Checks the first unit, or all units (`recurse`).
     """
     units = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
     missing: list[str] = []
@@ -55,9 +56,9 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
 
 
 def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> None:
-    """Collective until all ranks have all values. Raise what `require_values` raises on every rank if one lacks any.
+    """Collective until all ranks have all values. Raise the error of `require_values` on all ranks if any rank fails.
 
-    Or the others would wait, in their next gather, for a rank that has raised an error.
+    Otherwise the other ranks would wait in their next all-gather for the rank that has raised an error.
     """
     units = [unit for _, unit in units_in(root)] if recurse else [root]
     if not any(unit.awaits_values_somewhere for unit in units):
@@ -81,7 +82,7 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
 
 
 def valueless_in(unit: Unit) -> Iterator[str]:
-    """Yield the names, from its module, of what a unit took or its modules list and that has no values."""
+    """Yield the names, relative to its module, of a unit's parameters and buffers without values."""
     for handle in unit.owned_handles:
         handle.absorb()  # what users have assigned counts
         yield from (handle.layout.slots[slot].name for slot in sorted(handle.valueless))
@@ -95,7 +96,7 @@ def valueless_in(unit: Unit) -> Iterator[str]:
 
 
 def mark(tensor: Tensor) -> None:
-    """Fill memory that has no values yet with what `is_marked` knows again; of a `DTensor`, this rank's."""
+    """Fill memory without values with the mark that `is_marked` detects; for a `DTensor`, this rank's part."""
     tensor = local_part(tensor)
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -105,7 +106,7 @@ def mark(tensor: Tensor) -> None:
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Return True if nothing was written to any element since `mark`; of booleans, which have no mark, always."""
+    """Return True if no element was written since `mark`; always True for booleans, which have no mark."""
     flat = local_part(tensor).detach().reshape(-1)
     # The first element says no in most cases, and costs nothing.
     return flat.numel() > 0 and bool(_marks(flat[:1]).all()) and bool(_marks(flat).all())
@@ -139,10 +140,10 @@ def _waits(tensor: Tensor) -> bool:
 
 
 class Uninitialized:
-    """A parameter or buffer without values, while it is given some, in all of its places.
+    """A parameter or buffer without values during its initialization, with all of its places.
 
-    They list a `tensor` on the meta device or in memory that waits for values; or it is a unit's parameter, number
-    `slot` of a handle, which is shown in marked memory.
+    The places list a `tensor` on the meta device or in memory without values. Otherwise it is a unit's parameter,
+    number `slot` of a handle, which is shown in marked memory.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Uninitialized:
             self._given = value if value.dtype is torch.bool else None
 
     def put(self, value: Tensor) -> None:
-        """Have `value` in all of its places."""
+        """Register `value` in all of its places."""
         for module, name in self.places:
             entries = module._parameters if name in module._parameters else module._buffers
             if entries.get(name) is not value:
@@ -198,7 +199,7 @@ class Uninitialized:
             self.put(self._before)
 
     def keep_if_filled(self) -> None:
-        """Leave the values there, or what was there before if none came."""
+        """Keep the values, or restore the previous tensor if it was not initialized."""
         value = self.value
         if value is not None and self.is_filled:
             self.put(value)
@@ -218,7 +219,7 @@ def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
 
 @contextmanager
 def memory_to_load_into(units: Iterable[Unit]) -> Iterator[list[Uninitialized]]:
-    """Give memory to what modules list without values; where values came inside, it stays."""
+    """Allocate memory for listed tensors without values inside the context; keep memory that was initialized."""
     found = []
     try:
         for unit in units:

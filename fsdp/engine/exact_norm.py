@@ -1,7 +1,7 @@
-"""The norm of what is spread over ranks, the same bits however it is spread.
+"""The norm of tensors that are sharded over ranks, bitwise equal for every sharding.
 
-Floating-point sums depend on their order. So each square is turned into integers of a scale that all ranks have in
-common, and integers are added, where no order matters.
+Floating-point sums depend on their order. Each square is therefore converted to integers with a common scale of all
+ranks. Sums of integers do not depend on the order.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _LEAST_EXPONENT = -1000  # of the largest element; its inverse is a floating-poi
 
 
 def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Collective. The 2-norm of the tensors of all ranks together, a float64 number on `device`.
+    """Collective. Return the 2-norm of the tensors of all ranks together, a float64 number on `device`.
 
     Squares are taken in float64, where those of narrower dtypes are exact, and summed in fixed point: as three integers
     of ``62 - b`` bits each, for fewer than ``2**b`` elements. So each square is off by at most ``2**(3 * b - 187)`` of
     the largest one: with a million millions of elements (b = 40), all of them together by ``2**-27`` of it.
 
     Args:
-        comms: over these, one after the other, all ranks are reached that have a part of it.
-        tensors: this rank's. An element that several ranks have counts for each.
+        comms: communicators that together, in sequence, reach all ranks with a part of the tensors.
+        tensors: this rank's tensors. An element on multiple ranks counts for each rank.
     """
     own = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
     own = [each.detach().reshape(-1) for each in own if each.numel()]

@@ -1,7 +1,8 @@
-"""The unsharded parameter of a tensor subclass that says itself how it is all-gathered, as torch's FSDP2 has it.
+"""The unsharded parameter of a tensor subclass with its own all-gather extension, as in torch's FSDP2.
 
-Its local tensor makes of this rank's rows the tensors that are sent (``fsdp_pre_all_gather``), and the leaf of those
-that have come (``fsdp_post_all_gather``): once, and from then on in the same memory, which is freed in between.
+Its local tensor creates the tensors to send from this rank's rows (``fsdp_pre_all_gather``), and the leaf from the
+received tensors (``fsdp_post_all_gather``). The leaf is created once, and later all-gathers use the same memory, which
+is freed in between.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Sent(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """An all-gather of a parameter's tensors, which travel as bytes one behind the other."""
+    """An all-gather of a parameter's tensors, which are sent as concatenated bytes."""
 
     full: Tensor  # ``[ranks * bytes]``
     sent: list[Sent]
@@ -46,11 +47,11 @@ class ExtendedParameters(UnshardedParameters):
 
     Args:
         layout: in rows.
-        parts: what it is a part of, if it is the local part of a `DTensor`.
-        full: has the dtype and device of the computation.
-        absent: the `DTensor` around this rank's rows, which modules see while it is sharded.
+        parts: the record of its `DTensor`, if it is the local part of a `DTensor`.
+        full: a tensor with the compute dtype and device.
+        absent: the `DTensor` with this rank's rows, which modules see while it is sharded.
         module: the module that names the parameter.
-        mesh, mp_policy: of data parallelism, as the user gave them.
+        mesh, mp_policy: the user's mesh and policy of data parallelism.
         others: see `UnshardedParameters`.
     """
 
@@ -138,7 +139,7 @@ class ExtendedParameters(UnshardedParameters):
         self.rest()
 
     def _take(self, arriving: Arriving) -> None:
-        """Copy what has come to where it stays."""
+        """Copy the received tensors to their persistent memory."""
         if not self._memory:
             self._sent = arriving.sent
             self._received = [self._room_for(sent) for sent in arriving.sent]
@@ -162,17 +163,17 @@ class ExtendedParameters(UnshardedParameters):
         return self._layout.slots[0].dim
 
     def _is_divided(self, sent: Sent) -> bool:
-        """Return whether what ranks send are slices of one tensor, which do not lie in it as they come."""
+        """Return whether ranks send slices of a tensor whose order in memory differs from the received order."""
         return self._dim > 0 and sent.shape == self._full_rows
 
     def _room_for(self, sent: Sent) -> Tensor:
-        """Return memory for a tensor that all ranks send: as one, or one below the other."""
+        """Return memory for a tensor that all ranks send, either unsharded or concatenated by rows."""
         numel = self._shape.numel() if self._is_divided(sent) else self._layout.world_size * sent.shape.numel()
         shape = self._shape if self._is_divided(sent) else (-1, *sent.shape[1:])
         return torch.empty(numel, dtype=sent.dtype, device=self.full.device).view(shape)
 
     def _show_as(self, made: Tensor, inner: Sequence[Tensor]) -> None:
-        """Have a leaf around a tensor, which is padded as the shards are, and know the memory in which it lies."""
+        """Create a leaf of a tensor with the padding of the shards, and record its memory."""
         if made.shape != self._shape or made.stride() != self._stride:
             made = torch.as_strided(made, self._shape, self._stride, 0)
         leaf = self._new_leaf(0, made if self._part is None else self._part.dtensor(made), self._requires_grad[0])
@@ -202,6 +203,6 @@ class ExtendedParameters(UnshardedParameters):
 
 @contextmanager
 def _as_for_parameters() -> Iterator[None]:
-    """Have tensors made inside of it be of use in training too, also while a forward is one of inference."""
+    """Create tensors that can be used in training inside the context, even in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,9 +1,9 @@
-"""Fingerprints of unsharded parameters, taken when they are sharded: later no rank could tell what others saw.
+"""Fingerprints of unsharded parameters, computed during sharding to compare the ranks' values later.
 
-A rank that was seeded otherwise cuts its shards out of another model, and what is gathered from all ranks is a model
-that nobody built. So each rank keeps 64 bits of each unsharded parameter until the ranks compare them, at first use.
-What has been written since (loaded, summoned and changed, assigned, written to the shard) may have been different
-before: it is left out. That the own part was not written shows by a fingerprint of its own.
+If ranks have different seeds, their shards belong to different models. Each rank therefore keeps 64 bits of each
+unsharded parameter until the ranks compare them at first use. Parameters that were written since (loaded, changed
+while summoned, assigned, written to the shard) may have been different before and are excluded. A separate fingerprint
+of the shard shows whether it was written.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """64 bits that depend on every bit of a tensor and on its place, the same on every device; the dtype is not in it.
+    """Return 64 bits that depend on every bit of a tensor and its position, on any device, but not on the dtype.
 
     Words of 8 bytes times random odd numbers, summed modulo 2**64: multilinear hashing (Carter and Wegman, Universal
     classes of hash functions, 1979), over blocks that are combined as a polynomial. Integer sums have no rounding, so
-    their order does not matter. The upper half of each word is mixed into the lower one first, since the product keeps
-    nothing else of the topmost bit.
+    their order does not matter. The upper half of each word is first mixed into the lower half, because the topmost
+    bit is otherwise lost in the product.
     """
     # As bytes: a parameter need not begin or end at a whole word.
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
@@ -57,13 +57,13 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def fingerprint_of_range(values: Tensor, start: int) -> int:
-    """64 bits of some elements of a tensor, such that those of its ranges add up, modulo 2**64, to those of all of it.
+    """Return 64 bits of some elements, such that the sum over ranges modulo 2**64 is the value of the whole tensor.
 
-    As `fingerprint`, but with a word for each element, by its place in the whole tensor.
+    Like `fingerprint`, but with a word for each element, by its position in the whole tensor.
 
     Args:
-        values: the elements, in memory one after the other.
-        start: the place of the first one in the whole tensor.
+        values: the elements, contiguous in memory.
+        start: the position of the first element in the whole tensor.
     """
     real = torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
     data = real.resolve_neg().reshape(-1).contiguous()
@@ -80,12 +80,12 @@ def fingerprint_of_range(values: Tensor, start: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the 64 bits of a number as those of an int64."""
+    """Return the 64 bits of a number as an int64."""
     return (number & _MASK) - ((number & 1 << 63) << 1)
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """Return some elements of a tensor, in few places from its first to its last: of a mapped file no more is read."""
+    """Return some elements of a tensor from few positions, so that only these parts of a mapped file are read."""
     places, together = _SAMPLES
     if tensor.numel() <= places * together:
         return tensor.detach()
@@ -112,9 +112,9 @@ def _weights(device: torch.device, count: int) -> Tensor:
 
 
 class Fingerprints:
-    """Fingerprints of the parameters of one flat parameter, as this rank has seen them, and of its shard of each.
+    """This rank's fingerprints of the parameters of a flat parameter, and of its shard of each.
 
-    That of an `unsharded` parameter, from before it was sharded, is None if it had no values, or other ones since.
+    The fingerprint of an `unsharded` parameter before sharding is None if it had no values, or was changed since.
     """
 
     def __init__(self, unsharded: Iterable[int | None], shards: Iterable[int]) -> None:
@@ -130,23 +130,23 @@ class Fingerprints:
         )
 
     def only(self, slots: Iterable[int]) -> Fingerprints:
-        """Return those of some of the parameters."""
+        """Return the fingerprints of some of the parameters."""
         kept = list(slots)
         return Fingerprints((self.unsharded[slot] for slot in kept), (self._shards[slot] for slot in kept))
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Forget those of parameters that got other values."""
+        """Remove the fingerprints of parameters with new values."""
         for slot in slots:
             self.unsharded[slot] = None
 
     def forget_written(self, shards: Sequence[Tensor]) -> None:
-        """Forget the parameters whose shards have been written."""
+        """Remove the fingerprints of parameters whose shards were written."""
         for slot, (shard, before) in enumerate(zip(shards, self._shards, strict=True)):
             if self.unsharded[slot] is not None and fingerprint(shard) != before:
                 self.unsharded[slot] = None
 
     def follow(self, shards: Sequence[Tensor]) -> None:
-        """Take those of shards again that were cast or moved, on all ranks alike."""
+        """Recompute the fingerprints of shards that were cast or moved on all ranks."""
         self._shards = [
             before if known is None else fingerprint(shard)
             for known, before, shard in zip(self.unsharded, self._shards, shards, strict=True)
@@ -154,9 +154,9 @@ class Fingerprints:
 
 
 def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int, int] | None:
-    """Return the first rank that saw another value than rank 0, the number of the first such, and how many there are.
+    """Return the first rank that differs from rank 0, the number of its first different parameter, and their count.
 
-    What any rank does not know counts for none.
+    Parameters that are unknown on any rank are ignored.
     """
     known = [all(one is not None for one in each) for each in zip(*by_rank, strict=True)]
     for rank, found in enumerate(by_rank):

@@ -1,4 +1,4 @@
-"""`FlattenParamsWrapper`: a module whose parameters are stored as one or several flat vectors."""
+"""`FlattenParamsWrapper`: a module whose parameters are stored in one or more flat vectors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _VIEWS = "_unflattened_param_views"
 
 
 class FlattenParamsWrapper(nn.Module):
-    """Store a module's parameters in flat ones, and compute with views of them.
+    """Store a module's parameters in flat parameters, and compute with views of them.
 
-    The module's own attributes become views of the flat parameters, through which gradients flow, and are no
-    parameters any more; state dicts keep the module's plain names. Parameters that occur several times are stored once.
-    `FullyShardedDataParallel` holds its module in one of these.
+    The module's attributes become differentiable views of the flat parameters and are no longer parameters; state
+    dicts keep the module's plain names. Parameters that are used multiple times are stored once.
+    `FullyShardedDataParallel` uses this class for its module.
 
     Args:
-        module: the module to wrap; its parameters are taken over in place.
-        param_list: None flattens all parameters into one; a list of parameters flattens those; a list of lists
-            makes one flat parameter of each. With nothing to flatten the module stays as it is.
+        module: the module to wrap; its parameters are replaced in place.
+        param_list: None flattens all parameters into a single flat parameter; a list flattens these parameters; a list
+            of lists creates a flat parameter for each. Without parameters the module does not change.
         flat_param_names: suffixes of the flat parameters' names, ``flat_param_<suffix>``; by default their
             numbers.
 
@@ -79,7 +79,7 @@ class FlattenParamsWrapper(nn.Module):
         *,
         is_listed: bool = True,
     ) -> None:
-        """Take in flat parameters, with the places of what is in them, and list them as parameters if asked to."""
+        """Hold flat parameters, with the places of their parameters, and optionally list them as parameters."""
         self.flat_params, self.param_infos = flat_params, places
         self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
         for name, flat_param in zip(self.flat_param_names, flat_params, strict=True):
@@ -221,7 +221,7 @@ class FlattenParamsWrapper(nn.Module):
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Have the module list ordinary parameters inside; changes are kept, unless `flat_params` gave the values."""
+        """List ordinary parameters inside the context; changes are kept, unless `flat_params` provided the values."""
         self._refuse_managed("unflatten_params", "summon_full_params")
         if self._unflattened or not self.flat_params:
             yield

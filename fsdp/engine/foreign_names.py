@@ -1,7 +1,7 @@
-"""Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, and what to use instead.
+"""Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, with replacements.
 
-They are arguments, methods, attributes and environment variables. The module has besides the marks by which torch's
-composable functions (`replicate`, `fully_shard`) leave each other's modules alone.
+These are arguments, methods, attributes and environment variables. The module also contains the marks that make
+torch's composable functions (`replicate`, `fully_shard`) skip each other's modules.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def replicated_in(module: nn.Module) -> list[nn.Module]:
 
 
 def note_fully_sharded(module: nn.Module) -> None:
-    """Have torch's composable `replicate`, around a sharded module, leave it alone."""
+    """Make torch's composable `replicate` skip a sharded module inside it."""
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
@@ -163,9 +163,9 @@ class ForeignMethod:
 
 
 def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Have a constructor raise TypeError for arguments that only FSDP1 has; it shows its own signature.
+    """Make a constructor raise TypeError for arguments that only FSDP1 has; its signature is unchanged.
 
-    It warns of FSDP1's environment variables as well.
+    The constructor also warns of FSDP1's environment variables.
     """
 
     @functools.wraps(init)

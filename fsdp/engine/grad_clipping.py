@@ -1,8 +1,8 @@
-"""The norm of gradients that are spread over ranks, and clipping by it.
+"""The norm of sharded gradients, and clipping by this norm.
 
-With tensor parallelism, gradients are spread over the ranks of the `DTensor`s' meshes as well, and those of parameters
-that are no `DTensor`s, or replicated ones, are found on each of them. All ranks add what they have, divided by the
-number of ranks that have it too; so they all come to the same norm, to the bit, and scale alike.
+With tensor parallelism, gradients are also sharded over the ranks of the `DTensor`s' meshes. Gradients of plain or
+replicated parameters exist on each of these ranks. All ranks add their values, divided by the number of ranks with the
+same values. The resulting norm is bitwise equal on all ranks, so they use the same scale.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def clip_by_value(runtime: Runtime, clip_value: float) -> None:
 def clip_grad_norm(
     root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Collective. Scale all gradients to a norm over all ranks of at most `max_norm`; return that from before.
+    """Collective. Scale all gradients to a norm over all ranks of at most `max_norm`; return the previous norm.
 
-    If the norm is not finite and that is to be an error, it names parameters whose gradients are not, and none is
-    changed. Gradients that are not reduced yet are one as well.
+    If the norm is not finite and `error_if_nonfinite`, the error names the parameters with such gradients, and no
+    gradient is changed. Gradients that are not reduced yet also raise an error.
     """
     reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
@@ -82,7 +82,7 @@ def clip_grad_norm(
 
 
 def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> str:
-    """Collective. Return words for the parameters whose gradients are not finite, on any rank."""
+    """Collective. Return a description of the parameters whose gradients are not finite on any rank."""
     own = [
         f"{slot.name} of unit '{handle.unit_name}'"
         for handle, grad in reduced.items()
@@ -97,18 +97,18 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
 
 
 def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float, purpose: str = "") -> Tensor:
-    """Collective. The norm of what all ranks of a model have, in float32 or wider.
+    """Collective. Return the norm of the gradients on all ranks of a model, in float32 or wider.
 
-    Sums of powers are taken per shard and added over the ranks once; with `DTensor`s once more over each dimension of
-    their mesh. Of parameters that are not sharded, which every rank has for itself, the mean over ranks of these sums
-    is taken: all ranks find the same norm, and the right one where they have the same. A unit with ranks of its own
-    counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
+    Sums of powers are computed per shard and added over the ranks, and with `DTensor`s also over each dimension of
+    their mesh. For parameters that are not sharded, the mean of these sums over the ranks is used: all ranks compute
+    the same norm, which is correct if their gradients are equal. A unit with a separate process group counts once for
+    each group of ranks, because each group trains different parameters.
 
-    What is `owned` may be of the units' parameters or of others. Errors say the `purpose`, and ranks with different
-    ones do not take each other's messages.
+    The `owned` tensors may belong to the units' parameters or to other parameters. Errors contain the `purpose`, and
+    messages of ranks with different purposes do not match.
 
     Raises:
-        ValueError: for a norm that is none, or if a unit spans ranks that the root does not.
+        ValueError: for an invalid norm type, or if a unit spans ranks outside the root.
         NotImplementedError: if meshes of `DTensor`s overlap in part.
     """
     beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
@@ -142,7 +142,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
 
 
 def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = "") -> None:
-    """Scale gradients of this norm, over all ranks, to one of at most `max_norm`; `where` says which are not finite."""
+    """Scale gradients with this norm over all ranks to at most `max_norm`; `where` describes nonfinite gradients."""
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} over all ranks{where}, so they cannot be clipped; they are "
@@ -164,7 +164,7 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
 
 
 def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
-    """Have the gradients of shards where their parameters are; raise RuntimeError if they are not reduced yet."""
+    """Move the gradients of shards to their parameters' device; raise RuntimeError if they are not reduced yet."""
     for handle in handles:
         handle.storage.check(handle.name)
         if handle.orig_params is not None:

@@ -1,4 +1,4 @@
-"""`GradientHooks` calls the hooks that users have registered on what optimizers see."""
+"""`GradientHooks` calls the hooks that users have registered on the parameters of optimizers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from fsdp.engine.orig_params import OrigParams
 
 
 class GradientHooks:
-    """The hooks of one handle, and the reduced gradient that waits for them.
+    """The hooks of a handle, and the reduced gradient that waits for them.
 
-    It waits until backward has ended, because a hook is to see all of this backward's gradient, once.
+    The gradient waits until backward has ended, because a hook must be called once with the whole gradient of this
+    backward.
 
     Args:
         flat_param: this rank's shard.
-        params: those that may have hooks: it, or the local shards of its original parameters.
-        orig_params: what has these, if they are listed in its place.
+        params: the parameters that may have hooks: the flat parameter, or the local shards of its original parameters.
+        orig_params: the object with the local shards, if they are listed instead of the flat parameter.
     """
 
     def __init__(
@@ -29,14 +30,14 @@ class GradientHooks:
         self.delivered: Sequence[nn.Parameter] = ()  # this backward has brought their gradients
 
     def keep(self, reduced: Tensor) -> None:
-        """Keep a reduced gradient ``[shard_numel]`` until backward has ended, or add it to the kept one."""
+        """Keep a reduced gradient ``[shard_numel]`` until backward has ended, or add it to the kept gradient."""
         self.waiting = reduced if self.waiting is None else self.waiting + reduced
 
     def run(self, reduced: Tensor, used: Sequence[int]) -> None:
-        """Call the hooks of `Tensor.register_hook` with what was `waiting`, and add what they return to the gradient.
+        """Call the hooks of `Tensor.register_hook` with the waiting gradient, and add their results to the gradient.
 
         Args:
-            reduced: what was waiting.
+            reduced: the gradient that was waiting.
             used: for each original parameter, whether any rank has used it.
         """
         self.waiting = None
@@ -53,7 +54,7 @@ class GradientHooks:
         self.delivered = [params[slot] for slot in slots]
 
     def end_backward(self) -> None:
-        """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
+        """Call the hooks of `Tensor.register_post_accumulate_grad_hook` for gradients of this backward."""
         delivered, self.delivered = self.delivered, ()
         if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
             self._flat_param.bring_gradient()
@@ -62,12 +63,12 @@ class GradientHooks:
                     hook(param)
 
     def abandon(self) -> None:
-        """Forget what waits, or was delivered."""
+        """Discard waiting and delivered gradients."""
         self.waiting, self.delivered = None, ()
 
 
 def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Return what the hooks of `Tensor.register_hook` make of a gradient."""
+    """Return the result of the hooks of `Tensor.register_hook` for a gradient."""
     for hook in list((param._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed

@@ -14,7 +14,7 @@ from fsdp.engine.originals import taken_by
 
 @dataclass(frozen=True)
 class Ignored:
-    """`ignored_modules`, with all that is inside of them, and `ignored_parameters`: what is not sharded.
+    """`ignored_modules`, including all modules inside them, and `ignored_parameters`, which are not sharded.
 
     A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
     """
@@ -24,7 +24,7 @@ class Ignored:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
-        """Return what the arguments of a front door name, which must be modules and parameters."""
+        """Return the ignored modules and parameters from the arguments of an interface, after checking their types."""
         roots = _checked("ignored_modules", modules, nn.Module)
         inside = frozenset(inner for root in roots for inner in root.modules())
         named = _checked("ignored_parameters", parameters, nn.Parameter)
@@ -35,11 +35,11 @@ class Ignored:
         )
 
     def __or__(self, other: Ignored) -> Ignored:
-        """Return what either of them leaves alone."""
+        """Return the union of both."""
         return Ignored(self.modules | other.modules, self.parameters | other.parameters)
 
     def check(self, sharded: Iterable[ParamInfo]) -> None:
-        """Raise ValueError if an inner unit, whose parameters are used at `sharded`, has taken what is ignored now."""
+        """Raise ValueError if an inner unit, used at `sharded`, contains parameters that are now ignored."""
         names = [name for name in map(taken_by, self.parameters) if name is not None]
         names += [
             f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules

@@ -1,13 +1,13 @@
-"""Layouts pack parameters into a flat vector, pad it, and divide it into one equal shard per rank.
+"""Layouts pack parameters into a flat vector, pad the vector, and divide it into equal shards, one per rank.
 
-Pure arithmetic over shapes: no process group, no device, no tensor is needed to ask a layout anything. Views,
-gradient buffers, state dicts and checkpoints are all computed from here, and nowhere is this arithmetic repeated.
+A layout is pure arithmetic over shapes: it requires no process group, device or tensor. Views, gradient buffers, state
+dicts and checkpoints are all computed from layouts, and this arithmetic is not duplicated elsewhere.
 
-Both layouts share one property that everything else relies on: *a rank's part of one parameter is one
-contiguous range of the row-major parameter*, found at one contiguous place of the rank's shard. It is an
-`Interval`. (Of a parameter that is divided along another dimension than the first it is a range of slices along that
-one, which lie in the shard as a contiguous local tensor.) Gathering concatenates the shards in rank order, so place
-``offset`` of rank ``r`` is found at ``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
+Both layouts share a property that all other code relies on: *a rank's part of a parameter is a contiguous range of the
+row-major parameter*, at a contiguous position of the rank's shard. This range is an `Interval`. If a parameter is
+divided along a dimension other than the first, the part is a range of slices along this dimension. The shard stores
+these slices as a contiguous local tensor. Gathering concatenates the shards in rank order. In every layout, position
+``offset`` of rank ``r`` is therefore at ``r * shard_numel + offset`` of the gathered buffer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of a layout; `start` counts elements from the first parameter's first.
+    """A parameter of a layout; `start` counts elements from the beginning of the first parameter.
 
-    It is row-major in the unsharded vector. Along `dim` it is divided where the layout divides single parameters.
+    The parameter is row-major in the unsharded vector, and divided along `dim` if the layout divides each parameter.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Interval:
-    """Elements ``start:stop`` of parameter `slot` as it lies (row-major), kept at `offset` of one rank's shard."""
+    """Elements ``start:stop`` of the row-major parameter `slot`, stored at `offset` of a rank's shard."""
 
     slot: int
     start: int
@@ -101,7 +101,7 @@ class Layout(ABC):
 
     @cached_property
     def numel(self) -> int:
-        """Elements from the first parameter's first to the last one's last."""
+        """The number of elements from the first parameter's begin to the last parameter's end."""
         return self.slots[-1].stop if self.slots else 0
 
     @property
@@ -111,7 +111,7 @@ class Layout(ABC):
 
     @abstractmethod
     def interval(self, slot: int, rank: int) -> Interval | None:
-        """Return what `rank` keeps of parameter number `slot`; None if it keeps nothing of it."""
+        """Return the part of parameter number `slot` that `rank` keeps, or None."""
 
     @cached_property
     def padded_numel(self) -> int:
@@ -129,10 +129,10 @@ class Layout(ABC):
 
     @abstractmethod
     def paddings(self, rank: int) -> list[int]:
-        """Return for each parameter how many of these elements lie behind it, before the next one begins."""
+        """Return the number of padding elements between each parameter and the next."""
 
     def local_shards(self, shard: Tensor, rank: int) -> list[Tensor]:
-        """Views of a shard ``[shard_numel]``: what it has of each parameter, flat, and empty where it has nothing."""
+        """Return views of a shard ``[shard_numel]``: its flat part of each parameter, which may be empty."""
         self._check(shard, self.shard_numel, "shard")
         found = (self.interval(slot, rank) for slot in range(len(self.slots)))
         return [shard[i.offset : i.offset + i.numel] if i is not None else shard[:0] for i in found]
@@ -143,12 +143,12 @@ class Layout(ABC):
 
     @property
     def gathers_in_order(self) -> bool:
-        """True if parameters lie in a gathered buffer as they do in an unsharded one, which it then is."""
+        """True if a gathered buffer has the same order as an unsharded buffer and can be used as one."""
         return True
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of an unsharded buffer, in which all parameters lie one after the other."""
+        """The number of elements of an unsharded buffer, which contains all parameters consecutively."""
         return self.padded_numel if self.gathers_in_order else self.numel
 
     def views(self, unsharded: Tensor) -> list[Tensor]:
@@ -159,14 +159,14 @@ class Layout(ABC):
 
     @abstractmethod
     def places(self, full: Tensor) -> list[list[Tensor]]:
-        """Return for every parameter the views of a gathered buffer that hold it, shaped like those of `divided`."""
+        """Return for every parameter its views in a gathered buffer, shaped like the views of `divided`."""
 
     @abstractmethod
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
-        """Views of a parameter in its shape, or of anything of that shape, which belong to its `places`."""
+        """Return the views of a tensor with the parameter's shape that correspond to its `places`."""
 
     def pairs(self, full: Tensor, unsharded: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a gathered buffer ``[padded_numel]``, and of an unsharded one those that they are copied to."""
+        """Return views of a gathered buffer ``[padded_numel]``, and their destinations in an unsharded buffer."""
         places = [place for places in self.places(full) for place in places]
         views = self.views(unsharded)
         return places, [part for slot, view in enumerate(views) for part in self.divided(slot, view)]
@@ -180,7 +180,7 @@ class Layout(ABC):
         return self
 
     def local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
-        """The rank's shard of one parameter, of any dtype and device: flat, a view where possible, or empty."""
+        """Return the rank's flat shard of a parameter, of any dtype and device; a view if possible, or empty."""
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
@@ -190,7 +190,7 @@ class Layout(ABC):
     def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor: ...
 
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
-        """Copy the rank's shard of one parameter, of any dtype and device, into its shard."""
+        """Copy the rank's shard of a parameter, of any dtype and device, into its shard."""
         local = self.local_shard_of(slot, value, rank)
         self._check(shard, self.shard_numel, "shard")
         interval = self.interval(slot, rank)
@@ -204,7 +204,7 @@ class Layout(ABC):
 
 
 class ContiguousLayout(Layout):
-    """One flat vector, divided into equal shards; its end is padded by less than `world_size` elements.
+    """A flat vector that is divided into equal shards; its end is padded by less than `world_size` elements.
 
     The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
     (the chunks of ``torch.chunk``, each padded to the size of the first).

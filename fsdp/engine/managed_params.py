@@ -27,16 +27,16 @@ def collect(
     with_values: bool = True,
     takes_all: bool = False,
 ) -> dict[nn.Parameter, Places]:
-    """Return the parameters below `module` that no inner unit took, each with every place where it is used.
+    """Return the parameters below `module` that belong to no inner unit, each with every place where it is used.
 
-    Places that inner units see to (`claimed`) are left out. Parameters that another unit took and can share go to
-    `tied`, if that is given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather
-    extension are taken too.
+    Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
+    if given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather extension are included.
 
     Raises:
-        TypeError: if one is an integer tensor or another kind that cannot be flattened.
-        ValueError: if one was taken over by a unit that doesn't contain this place, or is tied to another by its memory
-            only: a tie would be lost; or if one has hooks, or is a DTensor of which this rank has no part.
+        TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
+        ValueError: if a parameter belongs to a unit that does not contain this place, or is tied to another parameter
+            by its memory only, because a tie would be lost; if a parameter has hooks, or is a DTensor without a part
+            on this rank.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -127,10 +127,10 @@ _PLAIN = (nn.Parameter,)
 def group(
     params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
-    """Group parameters that can share a flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
+    """Group parameters that can share a flat parameter: with equal dtype, device, `requires_grad`, key and usage.
 
-    `DTensor`s share one only with others that are spread over the same ranks. Uses are told apart by `kind`, and users
-    tell parameters apart by `key`, which each group is returned with.
+    `DTensor`s share a flat parameter only with `DTensor`s on the same ranks. `kind` distinguishes uses, and the user's
+    `key` distinguishes parameters; each group is returned with its key.
     """
     groups: dict[Hashable, list[nn.Parameter]] = {}
     keys: dict[Hashable, Hashable] = {}
@@ -153,7 +153,7 @@ def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
 
 
 def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:
-    """Return what the user's `group_by` says of a parameter."""
+    """Return the result of the user's `group_by` for a parameter."""
     found = None if key is None else key(places[0].fqn, param)
     try:
         hash(found)

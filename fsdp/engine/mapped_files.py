@@ -1,8 +1,7 @@
-"""Tensors whose memory is a file: the system writes what is not used to disk, and reads it when it is touched.
+"""Tensors backed by files: the system writes unused pages to disk, and reads pages on access.
 
-Space is reserved on the disk before a tensor exists, because a page for which there is no room kills the process
-when it is written, and nobody could tell why. For the same reason a mapping is checked before it is used: the pages of
-a file that was truncated cannot be read.
+Space is reserved on the disk before a tensor exists, because writing a page without space kills the process without an
+error message. For the same reason a mapping is checked before use: the pages of a truncated file cannot be read.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class Region:
             )
 
     def read_ahead(self) -> None:
-        """Have the system fetch it from disk while something else is computed."""
+        """Make the system read the region from disk in the background."""
         # In pieces, because Linux takes no more of one request than its device's read-ahead, commonly this much.
         for start in range(0, self._length, _READ_AHEAD_BYTES):
             self._advise("MADV_WILLNEED", start, min(_READ_AHEAD_BYTES, self._length - start))
 
     def release(self) -> None:
-        """Take it out of the process's memory; the system keeps it cached as long as it likes."""
+        """Remove the region from the process's memory; the system may keep it cached."""
         self._advise("MADV_DONTNEED", 0, self._length)
 
     def _advise(self, advice: str, start: int, length: int) -> None:
@@ -104,7 +103,7 @@ class MappedFiles:
         return files_under, (self._below, self._keep)
 
     def allocate(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Tensor, Region]:
-        """Return a tensor ``[numel]`` of zeros, named after what it is for; RuntimeError if the disk has no room."""
+        """Return a tensor ``[numel]`` of zeros, named after its `role`; raise RuntimeError if the disk is full."""
         nbytes = max(numel, 1) * dtype.itemsize
         if self._keep or nbytes >= _SHARED_FILE_BYTES // 4:
             mapping, path = self._map(_in_pages(nbytes), role)
@@ -121,12 +120,12 @@ class MappedFiles:
         return made[:numel], region
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one of those made here."""
+        """Return whether a tensor was allocated here."""
         region = self._regions.get(tensor.data_ptr())
         return region is not None and region.is_alive
 
     def regions_of(self, tensors: Iterable[Any]) -> list[Region]:
-        """Return the regions of those of `tensors` that were made here."""
+        """Return the regions of the `tensors` that were allocated here."""
         ours = (each for each in tensors if isinstance(each, Tensor) and self.holds(each))
         return [self._regions[each.data_ptr()] for each in ours]
 
@@ -190,7 +189,7 @@ def _in_pages(nbytes: int) -> int:
 
 
 def files_under(folder: str | os.PathLike[str], keep: bool) -> MappedFiles:
-    """The one folder of files of this process below `folder`."""
+    """Return this process's folder of files below `folder`."""
     key = (os.path.abspath(folder), keep)
     files = _open.get(key)
     if files is None:

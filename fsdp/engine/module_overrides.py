@@ -1,8 +1,9 @@
-"""Overrides of modules inside of a unit, for what users do past its wrapper: cast, move, freeze, call and save them.
+"""Overrides of methods of modules inside a unit: casting, moving, freezing, calling and saving them.
 
-`.to()`, `.half()` and `.cuda()` all come down to `nn.Module._apply`, which changes the parameters that a module lists.
-A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own; and a
-``requires_grad_``, which on a part of a flat parameter could only do nothing.
+`.to()`, `.half()` and `.cuda()` all call `nn.Module._apply`, which changes the parameters that a module lists. A
+unit's parameters are packed into vectors that can only be changed as a whole, so its modules get a different
+``_apply``. They also get a ``requires_grad_``, because the original would have no effect on a part of a flat
+parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _AT_REST = (TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS)
 
 
 def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
-    """Watch over the modules of a unit whose handles are complete; the rest is as in `shard_module.ParamForm`."""
+    """Override methods of a unit's modules once its handles are complete; arguments as in `shard_module.ParamForm`."""
     tied = {place.module for one in unit.wanted for place in one.places}
     # What units inside hold they save by themselves. Buffers may be cast.
     is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
@@ -49,7 +50,7 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
 
 
 def move_values(module: nn.Module, device: torch.device) -> None:
-    """Move a module as ``module.to(device)`` does, but leave what has no values on the meta device."""
+    """Move a module like ``module.to(device)``, but keep tensors without values on the meta device."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -142,7 +143,7 @@ class Conversions:
         return not changes and all(fn(tensor) is tensor for tensor in listed)
 
     def _check(self, fn: Conversion) -> None:
-        """Raise an error, before anything is changed, for what the shards cannot follow."""
+        """Raise an error, before any change, for a conversion that shards do not support."""
         unit = self.unit
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
@@ -214,7 +215,7 @@ class Conversions:
 
 
 def _follow(unit: Unit, device: torch.device) -> None:
-    """Have a unit follow parameters that were cast or moved, and compute on `device`."""
+    """Update a unit after its parameters were cast or moved, to compute on `device`."""
     unit.device = device
     unit.comm, unit.replicas = unit.comm.for_device(device), unit.replicas.for_device(device)
     unit.axes = unit.axes[0].for_device(device), unit.axes[1].for_device(device)
@@ -291,7 +292,7 @@ def _is_computing(unit: Unit) -> bool:
 
 
 def _makes_memory(fn: Conversion) -> bool:
-    """Return whether it is that of `to_empty`, and not one that copies."""
+    """Return whether `fn` is the conversion of `to_empty`, which does not copy."""
     try:
         return not fn(torch.empty(0, device="meta")).is_meta
     except RuntimeError:  # what is on the meta device cannot be copied
@@ -299,9 +300,9 @@ def _makes_memory(fn: Conversion) -> bool:
 
 
 def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
-    """Apply `fn`; what is offloaded (shards, gradients) or has no values is cast, and stays where it is.
+    """Apply `fn`; offloaded tensors (shards, gradients) and tensors without values are cast, but not moved.
 
-    But `to_empty` gives memory to what has no values, where the modules themselves list what has.
+    However, `to_empty` allocates memory for listed tensors without values.
     """
     if tensor.is_meta and gives_memory:
         from fsdp.engine.deferred_init import note_empty  # a layer for parameters without values
@@ -334,7 +335,7 @@ def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
 
 
 def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
-    """Do what `nn.Module._apply` did to registered parameters to a shard that is not registered itself."""
+    """Apply the conversion of `nn.Module._apply` to a shard that is not registered itself."""
     if handle.orig_params is not None:
         shard = handle.flat_param
         with torch.no_grad():
@@ -347,17 +348,17 @@ def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a wrapped module do what calling the module does: unshard, compute, reshard, and train.
+    """Make another method of a wrapped module unshard and reshard like a call of the module.
 
-    For ``model.encode(x)`` or ``model.decode(z)`` of modules that compute outside of `forward`. A ``generate()`` that
-    only calls the module needs nothing. Called from the module's own forward it is an ordinary method. The name and the
-    idea are those of torch's function for `fully_shard`. Not collective, but call it on every rank; the method itself
-    is collective, as forward is.
+    Use it for methods that compute outside `forward`, such as ``model.encode(x)`` or ``model.decode(z)``. A
+    ``generate()`` that only calls the module does not need it. Inside the module's own forward the method is not
+    changed. Name and semantics are the same as in torch's function for `fully_shard`. Not collective, but call it on
+    every rank; the method itself is collective, like forward.
 
     Args:
-        module: a `FullyShardedDataParallel`, the module that it wraps, or one that `fully_shard` was called on. Nothing
-            happens to others, so that a program may be run without sharding.
-        method_name: of one of the module's methods.
+        module: a `FullyShardedDataParallel`, the module that it wraps, or a module under `fully_shard`. Other modules
+            are not changed, so that a program can also run without sharding.
+        method_name: the name of a method of the module.
 
     Raises:
         ValueError: if a sharded module has no such method.

@@ -1,6 +1,6 @@
-"""`sync_module_states`: a module that is about to be sharded gets the values that it has on the first rank.
+"""`sync_module_states`: a module receives the values of rank 0 before it is sharded.
 
-They are sent before anything is sharded, one tensor at a time.
+Values are sent before sharding, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def take_states_of_first(
     ranks: Sequence[Communicator],
     device: torch.device,
 ) -> dict[nn.Parameter, Places]:
-    """Collective. Give a module that is about to be wrapped the values that it has on rank 0, one tensor at a time.
+    """Collective. Broadcast the values of rank 0 to a module before wrapping, one tensor at a time.
 
-    A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
-    What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
-    Of the parameters `found`, which are returned as they are now, `DTensor`s are sent by their local parts; of buffers,
-    those of inner units and of what is ignored are not sent.
+    A rank needs no additional memory, or memory for the largest tensor if it is on a different device or not
+    contiguous. Tensors on the meta device on ranks other than 0 are allocated on `device`; tensors on the meta device
+    of all ranks stay without values. The current parameters for `found` are returned. For `DTensor`s the local parts
+    are sent. Buffers of inner units and of ignored modules are not sent.
 
     Raises:
-        RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0
-            has no values, and another rank has.
+        RuntimeError: if the ranks have different parameters or buffers, with the first rank that differs; if rank 0
+            has no values, but another rank has.
     """
     buffers = _buffers(module, ignored)
     tensors: list[tuple[str, Tensor]] = [(places[0].fqn, param) for param, places in found.items()]

@@ -29,21 +29,21 @@ def clean_name(name: str) -> str:
 
 
 def module_name(name: str) -> str:
-    """A module's name without the parts that lead from wrappers to what they wrap.
+    """Return a module's name without the wrappers' path parts.
 
-    A `FlattenParamsWrapper` keeps its own, so that a flat parameter's name still says that it is one:
+    A `FlattenParamsWrapper` keeps its own part, so that the name of a flat parameter can be recognized:
     ``a._fsdp_wrapped_module.flat_param_0``.
     """
     return f"{name}.".replace(f"{FSDP_PART}.{FLATTEN_PART}.", "")[:-1]
 
 
 def plain_name(name: str) -> str:
-    """`clean_name`, and without what torch's wrappers put into it: as in the model before anything was done to it."""
+    """Return `clean_name` without the parts of torch's wrappers: the name in the original model."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _TORCH_PARTS)
 
 
 def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
-    """Return the prefix that all names of a state have and none of the model (`is_own`), as ``module.``; or nothing."""
+    """Return the prefix, such as ``module.``, that all names of a state and no names of the model (`is_own`) have."""
     split = [clean_name(name).split(".") for name in names]
     first = split[0] if split else []
     foreign = list(takewhile(lambda part: not is_own(part), first))
@@ -52,7 +52,7 @@ def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
 
 
 def prefix_problem(prefix: str, remedy: str) -> str:
-    """Return the message about a state whose names all have a prefix."""
+    """Return the error message for a state whose names all have a prefix."""
     return (
         f"every key begins with {prefix!r}, which this model does not know (DistributedDataParallel adds 'module.', "
         f"torch.compile '_orig_mod.'): {remedy}"
@@ -60,12 +60,12 @@ def prefix_problem(prefix: str, remedy: str) -> str:
 
 
 def join(path: str, name: str) -> str:
-    """The name of what is called `name` in the module at `path`, which is empty for the root."""
+    """Return the full name of `name` in the module at `path`, which is empty for the root."""
     return f"{path}.{name}" if path else name
 
 
 def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return by module what is before the names of its tensors (``a.b.``), once for each place that it has."""
+    """Return the prefixes of each module's tensors (``a.b.``), one for each place of the module."""
     paths: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(join(clean_name(name), ""))

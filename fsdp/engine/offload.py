@@ -1,7 +1,8 @@
 """Storages that keep shards and their gradients away from the compute device: in host memory, or in files on disk.
 
-torch wants a parameter and its gradient on one device. Where the user keeps them apart, the gradient is held beside the
-parameter (`FlatParameter.hold_gradient`) and joins it when something needs it: clipping, unscaling, or the optimizer.
+torch requires a parameter and its gradient on the same device. If the user stores them separately, the gradient is
+held outside `.grad` (`FlatParameter.hold_gradient`) and moved to the parameter when it is needed by clipping,
+unscaling, or the optimizer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class HostStorage(ShardStorage):
 
 
 class _OnDisk:
-    """A parameter in a mapped file. What optimizers make in its likeness, their state, is in mapped files as well."""
+    """A parameter in a mapped file. State that optimizers create like this parameter is also in mapped files."""
 
     shard_storage: Any
 
@@ -158,7 +159,7 @@ class DiskStorage(ShardStorage):
         self.release()
 
     def keep_state(self, state: dict[str, Any], shape: torch.Size) -> None:
-        """Move what an optimizer made in memory for a parameter of this shape to files."""
+        """Move state in memory that an optimizer created for a parameter of this shape to files."""
         for key, value in state.items():
             if key == "step" and not shape:
                 continue  # a count, though it looks like a value for each element
@@ -207,7 +208,7 @@ class Offload:
         return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
 
     def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
-        """Return what makes a storage for each flat parameter that is computed with on `device`."""
+        """Return a function that creates a storage for a flat parameter with the compute device `device`."""
         if self.folder is not None:
             from fsdp.engine.mapped_files import files_under  # which nothing but offloading to disk needs
 

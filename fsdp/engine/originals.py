@@ -49,7 +49,7 @@ taken_params = _TakenOver()
 
 
 def taken_over(param: Tensor) -> Taken | None:
-    """Return what this original parameter has become, None if no unit took it over."""
+    """Return the record of this original parameter, None if it belongs to no unit."""
     taken = taken_params.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
@@ -61,7 +61,7 @@ def taken_by(param: Tensor) -> str | None:
 
 
 def lender_of(param: Tensor) -> Any | None:
-    """Return the unit that took over this original parameter alone, and can share it with others; None if none did."""
+    """Return the unit that owns only this original parameter and can share it, or None."""
     taken = taken_over(param)
     return None if taken is None or taken.lender is None else taken.lender()
 
@@ -73,14 +73,14 @@ def note_stale(
     slot: int = 0,
     lender: weakref.ref[Any] | None = None,
 ) -> None:
-    """Remember that `param` is not, or not for long, what the model trains."""
+    """Record that `param` is no longer, or soon no longer, a trained parameter of the model."""
     key = id(param)
     reference = weakref.ref(param, lambda _: taken_params.pop(key, None))
     taken_params[key] = Taken(reference, description, flat_param, slot, lender)
 
 
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
-    """Note that what was in a flat parameter is in others now: for each number in which, and under which number."""
+    """Record the new flat parameters of the originals: by number, the new flat parameter and the number in it."""
     for key, taken in taken_params.items():
         if taken.flat_param is not None and taken.flat_param() is old:
             flat_param, slot = now[taken.slot]
@@ -88,12 +88,12 @@ def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter,
 
 
 def is_ours(param: Tensor) -> bool:
-    """Return whether what a module lists is a shard, or the local shard of an original parameter."""
+    """Return whether a listed parameter is a shard, or the local shard of an original parameter."""
     return owner_of(param) is not None
 
 
 def owner_of(param: Tensor) -> FlatParameter | None:
-    """Return the shard that something listed is, or is a view of; None for other parameters."""
+    """Return the shard of a listed parameter, which is the shard itself or a view of it; None for other parameters."""
     owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None
 
@@ -103,7 +103,7 @@ def take_over(
 ) -> None:
     """Remove parameters, in the order of the flat parameters that they became, from the modules of the `owner`.
 
-    From now on the modules' attributes are ours. The `lender` is a unit that can share them with others.
+    The library then manages the modules' attributes. The `lender` is a unit that can share them with other units.
     """
     lent_by = None if lender is None else weakref.ref(lender)
     slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]

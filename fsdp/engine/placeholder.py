@@ -1,7 +1,7 @@
-"""Tensors that stand where values are not: they know shape, dtype and device, and refuse everything else.
+"""Tensors without values: they have shape, dtype and device, and raise an error for all operations.
 
-A view of a freed storage crashes the interpreter on CPU, and an empty tensor in its place gives errors that nobody
-can read. A placeholder raises an error that names what is missing and the way to get it.
+On CPU a view of a freed storage crashes the interpreter, and an empty tensor instead causes unclear errors. A
+placeholder raises an error that names the missing parameter and the remedy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 
 class Placeholder(Tensor):
-    """A tensor without values; any operation on it raises `RuntimeError` with the message that it was made with."""
+    """A tensor without values; any operation on it raises `RuntimeError` with the message of the placeholder."""
 
     _message: str
     stands_for: Tensor | None = None  # what is kept elsewhere, in its place
@@ -86,7 +86,7 @@ _under_way = 0
 
 
 class Arrival:
-    """The end of a model's state, as pickle sees it; or, if pickle gives up before, what it drops."""
+    """A marker that pickle processes at the end of a model's state, or deletes if it fails before."""
 
     _is_awaited = False
 
@@ -104,7 +104,7 @@ class Arrival:
 
 
 def depart() -> Arrival:
-    """A model is being pickled, until what is returned is, or is dropped."""
+    """Mark that a model is being pickled, until the returned object is pickled or deleted."""
     arrival = Arrival()
     arrival._is_awaited = True
     _count(1)
@@ -155,12 +155,12 @@ def _message_in(values: Any) -> str:
 
 
 def sharded_weight(name: str, like: Tensor) -> Placeholder:
-    """Make what a module finds at a parameter's place while its unit is sharded."""
+    """Create the placeholder of a parameter while its unit is sharded."""
     return AbsentParameter(like, sharded_message(name, "its unit"))
 
 
 def sharded_message(name: str, unit: str) -> str:
-    """Say what is wrong with a weight that is not there, and what to do; `unit` is what it comes and goes with."""
+    """Return the error message for a sharded weight of `unit`, with the remedy."""
     return (
         f"{name} is sharded: outside of the forward and backward of {unit} this rank holds only its part of it, and "
         "not under this name. Call the sharded module (its forward gathers the weights; another module that reads them "
@@ -171,7 +171,7 @@ def sharded_message(name: str, unit: str) -> str:
 
 
 def valueless_weight(name: str, like: Tensor) -> Placeholder:
-    """Make what a module finds, in a world of one, at the place of a parameter that has no values yet."""
+    """Create the placeholder of a parameter without values, for a world size of 1."""
     return ValuelessParameter(
         like,
         f"{name} has no values yet: it was on the meta device when it was sharded. Give it values with "
@@ -180,7 +180,7 @@ def valueless_weight(name: str, like: Tensor) -> Placeholder:
 
 
 def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
-    """Make what an optimizer finds as gradient after a backward under `no_sync`."""
+    """Create the placeholder of a gradient after a backward under `no_sync`."""
     return Placeholder(
         like.detach(),
         f"the gradients of {name} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
@@ -191,7 +191,7 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
 
 
 def gradient_elsewhere(name: str, like: Tensor, device: torch.device) -> Placeholder:
-    """Make what stands for a gradient that is kept on another device than its parameter."""
+    """Create the placeholder of a gradient that is stored on a different device than its parameter."""
     return Placeholder(
         like.detach(),
         f"the gradient of {name} is kept on {device} and the parameter on {like.device}, as move_params_to_cpu and "
@@ -201,7 +201,7 @@ def gradient_elsewhere(name: str, like: Tensor, device: torch.device) -> Placeho
 
 
 def copy_as(leaf: nn.Parameter, placeholder: Placeholder) -> None:
-    """Have a leaf be copied and pickled with a model as its placeholder, since shards are; alone, with its values."""
+    """Make a leaf be copied and pickled as its placeholder within a model, and with its values if it is separate."""
     itself = weakref.ref(leaf)
     leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
     leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
@@ -216,7 +216,7 @@ def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, prot
 
 
 def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
-    """Return a copy of a leaf with its values, if it has any: a module may hold one that is not shown any more."""
+    """Return a copy of a leaf with its values, if any: a module may hold a leaf that is no longer shown."""
     found = leaf()
     local = None if found is None else local_part(found)
     if found is None or local is None or type(local) not in (Tensor, nn.Parameter):

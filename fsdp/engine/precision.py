@@ -1,8 +1,8 @@
 """The dtypes of a unit.
 
-There are four: that of the shard, which the optimizer steps (the parameters' own); that of the unsharded parameters, in
-which is computed; that in which gradients are summed; and those of buffers. `MixedPrecision` names the last three, and
-`Precision` is what it, or FairScale's flags, come to for one unit.
+There are four dtypes: the dtype of the shard, which the optimizer updates (the parameters' own); the dtype of the
+unsharded parameters and of computation; the dtype of gradient sums; and the dtype of buffers. `MixedPrecision` sets
+the last three, and `Precision` contains the resulting dtypes of a unit, from a policy or from FairScale's flags.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
-    """Compute and communicate in fewer bits than the optimizer steps with.
+    """Compute and communicate in a narrower dtype than the optimizer uses.
 
-    The shards keep the parameters' own dtype (float32, usually), and so do their gradients. The names are those of
+    The shards and their gradients keep the parameters' own dtype (usually float32). The field names are the same as in
     torch's policies.
 
     Args:
-        param_dtype: of the unsharded parameters and so of the computation; shards are cast just before the all-gather,
-            which moves half the bytes for 16 bits. None: the parameters' own.
-        reduce_dtype: in which gradients are sent and summed over ranks. None: the dtype of the computation. Where the
-            library adds by itself (gloo on CPU, and over micro-batches), it adds in the shard's dtype all the same.
-        buffer_dtype: of floating-point buffers. None leaves them as they are, because tables of positions and running
-            statistics lose more in 16 bits than they save.
-        output_dtype: of the floating-point outputs of the wrapped module. None leaves them.
-        cast_forward_inputs: cast floating-point inputs of the wrapped module, in any nest of containers, mappings and
-            dataclasses, to the dtype of its computation.
-        full_precision_modules: classes whose modules, where they lie in this unit, keep parameters, buffers and
-            computation in their own dtype; their outputs are cast back to the dtype of their inputs. Batch norms by
-            default.
-        full_precision_in_eval: don't cast, and gather in full, while the wrapped module is in ``eval()``.
-        keep_low_precision_grads: keep reduced gradients in `param_dtype`, whatever `reduce_dtype` is: half the bytes
-            between backward and step, for optimizers that widen gradients themselves. Of torch's, SGD (not fused) does;
-            the others raise an error at their step.
+        param_dtype: the dtype of the unsharded parameters and of computation; shards are cast just before the
+            all-gather, which sends half the bytes for 16 bits. None uses the parameters' own dtype.
+        reduce_dtype: the dtype in which gradients are sent and summed over ranks. None uses the compute dtype. If the
+            library itself computes the sum (gloo on CPU, and over micro-batches), it uses the shard's dtype.
+        buffer_dtype: the dtype of floating-point buffers. None does not cast them, because tables of positions and
+            running statistics lose precision in 16 bits and use little memory.
+        output_dtype: the dtype of the floating-point outputs of the wrapped module. None does not cast them.
+        cast_forward_inputs: cast floating-point inputs of the wrapped module, in any nested containers, mappings and
+            dataclasses, to its compute dtype.
+        full_precision_modules: classes whose modules in this unit keep parameters, buffers and computation in their
+            own dtype; their outputs are cast back to the dtype of their inputs. The default is batch norms.
+        full_precision_in_eval: do not cast, and gather in full precision, while the wrapped module is in ``eval()``.
+        keep_low_precision_grads: keep reduced gradients in `param_dtype`, regardless of `reduce_dtype`: half the bytes
+            between backward and step, for optimizers that widen gradients themselves. In torch, SGD (not fused)
+            supports this; other optimizers raise an error at their step.
 
     Raises:
-        ValueError: for a dtype that is not a floating-point one of 16 bits or more.
+        ValueError: for a dtype that is not a floating-point dtype with at least 16 bits.
     """
 
     param_dtype: torch.dtype | None = None
@@ -68,7 +67,7 @@ class MixedPrecision:
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Raise ValueError unless `dtype` is None or one that can be trained in."""
+    """Raise ValueError unless `dtype` is None or can be used for training."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
         return
     raise ValueError(
@@ -87,7 +86,7 @@ class InputCast(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of one unit, every default decided; None stands for "as the parameters are"."""
+    """The dtypes of a unit with all defaults resolved; None means the parameters' own dtype."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -247,7 +246,7 @@ class Buffers:
         self._replace(self._narrowed)
 
     def widen(self) -> None:
-        """Show them in the dtype that they had at first: as they were if nothing was written since."""
+        """Restore the original dtype of the buffers, with their original values unless they were written since."""
         self._replace(self._widened)
         self._sources.clear()
 
@@ -276,10 +275,9 @@ class Buffers:
 
 
 def kept_modules(modules: Iterable[nn.Module], precision: Precision) -> dict[nn.Module, list[nn.Module]]:
-    """Return those of a unit's modules, outer before inner, that keep their precision, each with all that is inside.
+    """Return a unit's modules that keep their precision, outer before inner, each with all modules inside it.
 
-    Modules of which nothing would be cast are not kept: a unit that computes in float32 leaves it to autocast what
-    their inputs are.
+    Modules that would not be cast are not included: a unit that computes in float32 leaves their inputs to autocast.
     """
     kept: dict[nn.Module, list[nn.Module]] = {}
     seen: set[nn.Module] = set()
@@ -301,7 +299,7 @@ def _would_be_cast(module: nn.Module, precision: Precision) -> bool:
 
 
 def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
-    """Have a module compute in its own dtype whatever comes in, and return that in the dtype of what came in."""
+    """Make a module compute in its own dtype, and return outputs in the dtype of its inputs."""
     casts = _Casts(module)
     return [
         module.register_forward_pre_hook(casts.widen, with_kwargs=True),

@@ -1,9 +1,9 @@
-"""Recovery: after an exception on any rank, all come back to the weights of the last step, and train on.
+"""Recovery: after an exception on any rank, all ranks return to the weights of the last step and continue training.
 
-The rank that has caught an exception tells the others, which wait for it in some collective: they give their waits up,
-raise an error, and come here as well. gloo closes connections when a wait is given up, so process groups are connected
-anew. What a rank has done of the step that was interrupted is dropped. Where others have ended the step that failed on
-this rank, it is taken here too: nobody could take it back.
+The rank that has caught an exception informs the other ranks, which wait for it in a collective. They abandon their
+waits, raise an error, and call `recover` as well. gloo closes connections when a wait is abandoned, so process groups
+are reconnected. The work of the interrupted step is discarded. If other ranks have completed the step that failed on
+this rank, this rank also takes the step, because it cannot be undone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AT_MOST = 100_000  # things that a rank has to let go of
 
 
 def recover(model: nn.Module) -> bool:
-    """Collective, each rank in its own time. Go on after an exception on any rank, from the weights of the last step.
+    """Collective, at any time. Continue after an exception on any rank, from the weights of the last step.
 
     ::
 
@@ -54,25 +54,25 @@ def recover(model: nn.Module) -> bool:
                         continue  # with the same batch
                 break  # and go on with the next one
 
-    Call it on the rank that has caught an exception, and on the others, which raise a `CollectiveError` when it does.
-    Unsharded parameters and all gradients of the model are dropped. Process groups are connected anew: those that the
-    model uses, and all others on gloo among its ranks that fsdp knows; so your own collectives on them work again. A
-    step that some ranks have taken, because it failed on others before anything was written, is taken on these too.
+    Call it on the rank that has caught an exception, and on the other ranks, which then raise a `CollectiveError`.
+    Unsharded parameters and all gradients of the model are discarded. Process groups are reconnected: the groups of
+    the model, and all other gloo groups among its ranks that fsdp uses, so user collectives on them work again. If
+    some ranks have completed a step that failed on other ranks before any write, these ranks take the step too.
 
-    Not undone are buffers (statistics of batch norm), states of random generators, schedulers and scalers.
+    Buffers (batch norm statistics), states of random generators, schedulers and scalers are not restored.
 
     Args:
         model: a sharded model.
 
     Returns:
-        True on ranks that were a step ahead: they have not used the batch that they were interrupted in, and have to
-        run it again, now with the others.
+        True on ranks that were a step ahead: their interrupted batch was not used, and they must run it again together
+        with the other ranks.
 
     Raises:
-        RuntimeError: on every rank, if the last step cannot be completed on one that has begun to write, or has lost
-            its gradients. All ranks are idle then, and can load a checkpoint. Besides if a rank is gone, if groups are
-            not on gloo, or inside of a forward, a backward, or `fsdp.join`.
-        ValueError: if nothing in `model` is sharded.
+        RuntimeError: on every rank, if a rank cannot complete the last step because it has begun to write or has lost
+            its gradients. All ranks are idle then, and can load a checkpoint. Also if a rank has exited, if groups do
+            not use gloo, or inside a forward, a backward, or `fsdp.join`.
+        ValueError: if `model` is not sharded.
     """
     roots: dict[Unit, None] = {}
     inside: set[Unit] = set()
@@ -142,7 +142,7 @@ def _reason() -> str:
 
 
 def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
-    """Return the optimizer whose step was interrupted, or the only one of a model; and this rank's state."""
+    """Return the optimizer whose step was interrupted, or the model's only optimizer, and this rank's state."""
     steps = runtime.steps
     known = [steps.interrupted] if steps.interrupted is not None else optimizers_of(runtime.handles)
     optimizer = known[0] if len(known) == 1 else None
@@ -171,7 +171,7 @@ def _step(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
-    """Drop all that a forward or backward has left, where connections are closed and nothing arrives any more."""
+    """Discard the state of an interrupted forward or backward, while connections are closed and no message arrives."""
     paths.path.forget(root.ranks)
     for _, unit in units_in(root):
         for handle in unit.handles:
@@ -188,7 +188,7 @@ def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicat
 
 
 def _repeat(end: Callable[[], None]) -> None:
-    """Call what lets go of one thing after the other, and raises an error for each that did not complete."""
+    """Call a function repeatedly that releases resources and raises an error for each incomplete collective."""
     for _ in range(_AT_MOST):
         with suppress(CollectiveError):
             end()

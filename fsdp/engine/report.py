@@ -1,6 +1,6 @@
-"""`Report` says what a trace has shown of each unit: what it holds, how long ranks waited, how far they are apart.
+"""`Report` contains the results of a trace for each unit: memory, waits of ranks, and delays between ranks.
 
-It is computed from what the trace has recorded, when that ends. So nothing is counted in steps that are not traced.
+The report is computed from the records when a trace ends, so untraced steps have no cost.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OTHERS = "all else"
 
 
 class Span(NamedTuple):
-    """A span is what a rank did for a while.
+    """An interval of time and the activity of a rank in it.
 
     Attributes:
         kind: "forward", "backward", "wait" (for a collective) or "optimizer step".
         name: of the unit, the collective, or the optimizer.
-        begin, end: in nanoseconds, on the first rank's clock.
+        begin, end: in nanoseconds, on rank 0's clock.
     """
 
     kind: str
@@ -34,12 +34,12 @@ class Span(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record is what one rank has noted; times are in nanoseconds, on the first rank's clock.
+    """The record of a rank; times are in nanoseconds, on rank 0's clock.
 
     Attributes:
-        rank: among all.
-        spans: in the order of their ends; each lies within others or beside them.
-        memory: times, and how many bytes of shards, unsharded parameters and gradients there were then.
+        rank: the global rank.
+        spans: in the order of their ends; spans are nested or disjoint.
+        memory: times, with the bytes of shards, unsharded parameters and gradients.
     """
 
     rank: int
@@ -49,19 +49,20 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitReport:
-    """A unit of a `Report`: what ranks have done with it in the steps that were traced.
+    """A unit of a `Report`, with the activity of all ranks in the traced steps.
 
     Attributes:
-        name: of its module in the model; of the last one "all else", which is no unit: collectives of no unit in
-            particular, by which ranks compare what they do.
-        shard_bytes, unsharded_bytes: of its parameters, on each rank, and all-gathered.
-        padding: elements that are added, on all ranks together.
-        waited: nanoseconds in which each rank did nothing but wait for its all-gathers and reductions. What is reduced
-            together with other units' counts for the first of them.
-        live_peak: the most bytes of shards, unsharded parameters and gradients, of all units, that a rank has held
-            while it ran.
-        skew: nanoseconds by which the last rank ended its forward or backward after the first one, on average.
-        last_rank: the rank that ended these latest, on average; None for a unit that did not run.
+        name: the name of its module in the model. The last entry "all else" is not a unit: it contains collectives
+            outside units, such as comparisons between ranks.
+        shard_bytes, unsharded_bytes: the bytes of its parameters on each rank, and all-gathered.
+        padding: the number of padding elements on all ranks together.
+        waited: nanoseconds that each rank waited for its all-gathers and reductions. Reductions together with other
+            units count for the first of these units.
+        live_peak: the peak bytes of shards, unsharded parameters and gradients of all units on a rank while the unit
+            ran.
+        skew: the average delay in nanoseconds between the first and the last rank at the end of its forward or
+            backward.
+        last_rank: the rank that ended these last, on average; None for a unit that did not run.
     """
 
     name: str
@@ -76,11 +77,11 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A report on what a trace has shown of each unit; see `Trace.report`. ``str(report)`` is a table.
+    """The results of a trace for each unit; see `Trace.report`. ``str(report)`` is a table.
 
     Attributes:
         steps: forwards of the outermost unit that were recorded.
-        units: the outermost one first, and last what ranks waited for besides.
+        units: the outermost unit first, and all other waits last.
     """
 
     steps: int
@@ -108,7 +109,7 @@ class Report:
 
 
 def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
-    """Return what records of all ranks say of units, the outermost first."""
+    """Return the report of the records of all ranks on units, the outermost first."""
     names = {unit.name for unit in units}
     waited = {name: dict.fromkeys((record.rank for record in records), 0) for name in (*names, OTHERS)}
     for record in records:
@@ -122,7 +123,7 @@ def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
 
 
 def _awaited(what: str, names: Iterable[str]) -> str:
-    """Return the unit whose collective it is, as in "all-gather of layers.3 in forward"."""
+    """Return the unit in the name of a collective, such as "all-gather of layers.3 in forward"."""
     _, _, of = what.partition(" of ")
     return next((name for name in names if of == name or of.startswith(f"{name} ")), OTHERS)
 
@@ -163,7 +164,7 @@ _last: weakref.WeakKeyDictionary[Unit, Report] = weakref.WeakKeyDictionary()
 
 
 def keep(root: Unit, report: Report) -> None:
-    """Have a report be the last one of a model."""
+    """Store a report as the last report of a model."""
     _last[root] = report
 
 

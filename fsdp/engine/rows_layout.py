@@ -1,4 +1,4 @@
-"""`RowsLayout` divides every parameter along one dimension, as a `DTensor` does with ``Shard``."""
+"""`RowsLayout` divides every parameter along a dimension, like a `DTensor` with ``Shard``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rows of one parameter that every rank has room for, in the rows layout.
+    """A rank's maximum number of rows of a parameter in the rows layout.
 
-    Rows are its slices along `dim`. Those of a rank lie one behind the other in the order of the local tensor, which is
-    contiguous.
+    Rows are its slices along `dim`. The rows of a rank are consecutive, in the order of the contiguous local tensor.
     """
 
     shape: torch.Size  # of the parameter; of a scalar, that of its only row
@@ -44,7 +43,7 @@ class Chunk:
 
     @cached_property
     def split(self) -> torch.Size:
-        """The shape of all full chunks, with `dim` split into that of the ranks and that of the rows."""
+        """The shape of all full chunks, with `dim` split into a dimension of ranks and a dimension of rows."""
         return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
 
     @property
@@ -69,10 +68,10 @@ class Chunk:
 class RowsLayout(Layout):
     """Every parameter divided along its `dim` into `world_size` chunks of equal numbers of rows: ``Shard`` of DTensor.
 
-    A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
-    one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
+    A short or empty chunk is padded, so that every rank's shard has the same size. A scalar counts as a single row. In
+    the gathered buffer the chunks of a parameter are ``shard_numel`` apart, so `unpack` copies.
 
-    Chunks of multiples of `align` elements begin at one, and lie before the others; nothing is between them.
+    Chunks with a multiple of `align` elements begin at such a multiple and precede the other chunks, without gaps.
     """
 
     @cached_property
@@ -185,7 +184,7 @@ class RowsLayout(Layout):
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """The ranges of shards that hold nothing, each with the rank from which on."""
+        """The unused ranges of shards, each with the first rank where it is unused."""
         found, stop = [], 0
         for chunk in sorted(self._chunks, key=lambda chunk: (chunk.offset, chunk.stop)):
             found.append((0, stop, chunk.offset))
@@ -235,7 +234,7 @@ class Arrangement:
         return self._gathered
 
     def end(self, is_wanted: bool) -> None:
-        """Copy what has come, if it is wanted, and free the buffer."""
+        """Copy the received data if it `is_wanted`, and free the buffer."""
         if is_wanted:
             torch._foreach_copy_(self._targets, self._sources)
         self._gathered.untyped_storage().resize_(0)

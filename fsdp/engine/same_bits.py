@@ -1,10 +1,10 @@
-"""`SameBits` is a way to train in which results have the same bits at every number of ranks.
+"""`SameBits` makes the results of a training bitwise equal for every number of ranks.
 
-What depends on the number of ranks in an ordinary training is the order of additions (of gradients, losses, squares),
-and which random numbers a sample meets. Here a step consists of micro-batches that are numbered over all ranks. Each is
-computed by one rank, from random numbers of its own, and whatever is summed over them is summed in the order of their
-numbers (`TreeSum`), or exactly (`exact_norm`). The engine does not know of it: gradients go through another
-communicator (`SumByMicroBatch`), and are divided by nothing else.
+In an ordinary training, the order of additions (of gradients, losses, squares) and the random numbers of a sample
+depend on the number of ranks. Here a step consists of micro-batches that are numbered across all ranks. A single rank
+computes each micro-batch with its own random numbers. Sums over micro-batches are computed in the order of their
+numbers (`TreeSum`), or exactly (`exact_norm`). The engine does not depend on this module: gradients use a different
+communicator (`SumByMicroBatch`), and are not divided elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAKE = "train with the same bits"
 
 
 class SameBits:
-    """Train a model so that weights, losses and optimizer state have the same bits at every number of ranks. ::
+    """Train a model with bitwise equal weights, losses and optimizer state for every number of ranks. ::
 
         bits = fsdp.SameBits(model, micro_batches=24, seed=0)
         for step in range(first, last):
@@ -51,24 +51,24 @@ class SameBits:
             optimizer.step()
             print(bits.mean(losses), fsdp.fingerprint(model, optimizer))
 
-    A step has always the same number of micro-batches, each of a fixed size. With W ranks, rank r computes those of the
-    numbers r, W + r, 2 W + r, ... The gradient is the mean over all of them, and is there after the last one: until
-    then it is zeros. A parameter that nobody has used gets zeros, too.
+    A step always has the same number of micro-batches of a fixed size. With W ranks, rank r computes the micro-batches
+    r, W + r, 2 W + r, ... The gradient is the mean over all micro-batches and is available after the last one; until
+    then it is zero. The gradient of an unused parameter is also zero.
 
-    It stays so for this model. Making one is collective, and so is all that it does.
+    The mode is permanent for this model. The constructor and all methods are collective.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
         micro_batches: the number of micro-batches of a step, over all ranks: a multiple of the number of ranks.
-        seed: of the random numbers that micro-batches are computed with.
+        seed: the seed of the random numbers of micro-batches.
 
     Raises:
         TypeError: if `model` is not sharded.
-        ValueError: if the number of ranks does not divide that of micro-batches.
-        NotImplementedError: for what would have other bits at another number of ranks, by name: hybrid
-            sharding, reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism,
-            `fsdp.cond`, parameters that are trained and not sharded.
-        RuntimeError: if ranks have other arguments or numbers of threads; if another module around this one runs it.
+        ValueError: if the number of ranks does not divide the number of micro-batches.
+        NotImplementedError: for features whose results depend on the number of ranks, by name: hybrid sharding,
+            reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism, `fsdp.cond`,
+            parameters that are trained and not sharded.
+        RuntimeError: if ranks have different arguments or numbers of threads; if an enclosing sharded module runs it.
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, seed: int = 0) -> None:
@@ -105,15 +105,15 @@ class SameBits:
     def step(self, number: int) -> Iterator[int]:
         """Collective. Yield the numbers of this rank's micro-batches of a step.
 
-        One forward and backward of the model belong into each turn of the loop. Before each turn, torch's generators
-        are seeded by the seed, the step's and the micro-batch's number; they are put back in the end.
+        Run a single forward and backward of the model in each iteration of the loop. Before each iteration, torch's
+        generators are seeded by the seed, the step's and the micro-batch's number; they are restored at the end.
 
         Args:
-            number: of the step, since the beginning of the training.
+            number: the number of the step since the beginning of the training.
 
         Raises:
-            RuntimeError: if there was no backward for a micro-batch, or more than one, or one under `no_sync`; inside
-                of `fsdp.join`, or if the model uses `fsdp.cond`.
+            RuntimeError: if a micro-batch had no backward, more than one, or a backward under `no_sync`; inside
+                `fsdp.join`, or if the model uses `fsdp.cond`.
             NotImplementedError: for norms that keep running statistics in training, as batch norms do.
         """
         device = self._root.device
@@ -132,10 +132,10 @@ class SameBits:
                 self._sums.end()
 
     def mean(self, losses: Iterable[Tensor | float]) -> float:
-        """Collective. Return the mean of one number for each micro-batch of a step, such as its loss.
+        """Collective. Return the mean of a number for each micro-batch of a step, such as its loss.
 
         Args:
-            losses: those of this rank's micro-batches, in their order.
+            losses: the numbers of this rank's micro-batches, in their order.
 
         Raises:
             ValueError: on every rank, if there are more or fewer.
@@ -157,12 +157,12 @@ class SameBits:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Collective. Scale the gradients to a 2-norm of at most `max_norm`, and return that from before, in float64.
+        """Collective. Scale the gradients to a 2-norm of at most `max_norm`, and return the previous norm in float64.
 
-        How exact it is, `exact_norm` says: better than one rounding of float32 with up to 2**40 elements.
+        The norm is more precise than a rounding of float32 for up to 2**40 elements; see `exact_norm`.
 
         Raises:
-            RuntimeError: if asked for, and the norm is not finite.
+            RuntimeError: if `error_if_nonfinite` and the norm is not finite.
         """
         self._runtime.ensure_idle("clip gradients")
         require_reduced(self._runtime.handles)
@@ -248,7 +248,7 @@ class SameBits:
 
 
 class _RanksWithMicroBatches(Participation):
-    """All ranks do the same; what would sum in another order is refused."""
+    """All ranks run the same operations; operations that would sum in a different order raise an error."""
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         raise RuntimeError(
@@ -257,7 +257,7 @@ class _RanksWithMicroBatches(Participation):
 
 
 class _Checking:
-    """A hook of all optimizers for one `SameBits`, as long as that lives."""
+    """A hook of all optimizers for a `SameBits` object during its lifetime."""
 
     def __init__(self, bits: SameBits) -> None:
         self._bits = weakref.ref(bits)
@@ -268,7 +268,7 @@ class _Checking:
 
 
 def _problems(unit: Unit, ranks: int) -> Iterator[str]:
-    """Yield what of a unit would have other bits at another number of ranks."""
+    """Yield the features of a unit whose results would depend on the number of ranks."""
     if unit.policy.comm_hook is not None or unit.policy.all_reduce_hook is not None:
         yield f"{unit.name} has a communication hook, which sums in its own way: leave it out"
     if unit.placements.defers_reduction:

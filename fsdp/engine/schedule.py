@@ -1,4 +1,4 @@
-"""The order in which units run, learned by watching, so that the next one can be unsharded before it is needed."""
+"""The recorded order of units, which predicts the next unit so that it can be unsharded in advance."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class ExecutionOrder(Generic[T]):
-    """Records one pass after the other and predicts from the last one.
+    """Records each pass and predicts the next pass from the last one.
 
-    The prediction stops for the rest of a pass at the first difference, and the next pass is predicted from what
-    really happened. An order that was seen twice running is *settled*.
+    At the first difference, prediction stops until the end of the pass, and the next pass is predicted from the actual
+    order. An order that occurred twice in succession is *settled*.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class ExecutionOrder(Generic[T]):
         self.is_settled = False
 
     def begin(self) -> None:
-        """A new pass starts; the one before, if it recorded anything, becomes what is expected."""
+        """Start a new pass; the previous pass, if it was recorded, becomes the prediction."""
         if self._current:
             self.is_settled = self._on_course and len(self._current) == len(self._last)
             if not self.is_settled:

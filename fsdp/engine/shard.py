@@ -1,4 +1,4 @@
-"""`Shard`: one flat parameter's shard as it leaves the front doors, with all that a handle is made of."""
+"""`Shard`: a flat parameter's shard as the interfaces create it, with all data for its handle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's shard of one flat parameter, whose original parameters have left their modules."""
+    """This rank's shard of a flat parameter, whose original parameters were removed from their modules."""
 
     flat_param: FlatParameter
     places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it

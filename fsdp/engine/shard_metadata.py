@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """The parameters of which one rank's shard of a flat parameter holds elements, in the order of the flat parameter.
+    """The parameters with elements in a rank's shard of a flat parameter, in the order of the flat parameter.
 
     The fields have the same names and contents as in FSDP1's class of this name.
 
@@ -23,8 +23,9 @@ class FlatParamShardMetadata(NamedTuple):
         param_strides: the strides of these shapes, in row-major order.
         param_contiguities: True for each.
         param_numels: their unsharded numbers of elements.
-        param_offsets: the first and the last of the elements in the shard, in row-major order. Of a parameter that is
-            sharded along another dimension than the first, they are counted with this dimension moved to the front.
+        param_offsets: the first and the last of the elements in the shard, in row-major order. If a parameter is
+            sharded along a dimension other than the first, elements are counted with this dimension moved to the
+            front.
     """
 
     param_names: tuple[str, ...]
@@ -36,7 +37,7 @@ class FlatParamShardMetadata(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
-        """Return the metadata of one rank's shard."""
+        """Return the metadata of a rank's shard."""
         intervals = layout.intervals(rank)
         slots = [layout.slots[interval.slot] for interval in intervals]
         return cls(

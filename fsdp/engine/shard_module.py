@@ -1,10 +1,10 @@
-"""`shard_module` makes a module a unit. Both `FullyShardedDataParallel` and `fully_shard` go through it.
+"""`shard_module` makes a module a unit. `FullyShardedDataParallel` and `fully_shard` both use it.
 
-In this order: the parameters that no unit inside has taken are found, with every place where they are used; ranks and
-device are settled; parameters that are alike are put into groups, and each group becomes this rank's shard of one flat
-parameter; the original parameters leave their modules, and their memory; the unit gets a handle for each flat
-parameter; and the modules are watched for what users do to them. What optimizers see, and what modules list in the
-places of the original parameters, is what the two front doors differ in, and a `ParamForm` decides it.
+These are the steps. The function finds the parameters that belong to no inner unit, with every place where they are
+used. The function determines ranks and device, and groups similar parameters. Each group becomes this rank's shard of
+a flat parameter. The original parameters are removed from their modules, and their memory is freed. The unit gets a
+handle for each flat parameter, and methods of the modules are overridden. The two interfaces differ in the parameters
+that optimizers see and that modules list; a `ParamForm` defines them.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class ParamForm(Protocol):
 
     @property
     def keeps_without_backward(self) -> bool:
-        """Return whether what is not resharded after a forward stays unsharded though no backward will come."""
+        """Return whether units that are not resharded after a forward stay unsharded even without a backward."""
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
-        """Raise an error for parameters that cannot have this form; have units inside share those that are tied."""
+        """Raise an error for parameters that do not support this form; share tied parameters with inner units."""
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         """Shard the parameters, and take them out of their modules."""
@@ -80,7 +80,7 @@ class ParamForm(Protocol):
 def shard_module(
     module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
 ) -> tuple[Unit, Group]:
-    """Make a module a unit, whose parameters get this form; return it, and the group that it reduces gradients over."""
+    """Make a module a unit with this form of parameters; return the unit and the group for reducing gradients."""
     refuse_shared_modules(module)
     inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
     ignored.check([place for unit in inner for place in unit.places()])
@@ -113,7 +113,7 @@ def _new_runtime(root: Unit, bucket_bytes: int) -> Runtime:
 
 
 def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
-    """Have units that were outermost until now, or the module's own from an earlier wrapper, make way for a new one."""
+    """Detach units that were outermost until now, or the module's unit of an earlier wrapper, for a new unit."""
     for unit in units:
         if unit.module is module:
             unit.withdraw()
@@ -174,7 +174,7 @@ def _shard_params(
 
 
 def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
-    """Return where a module is: its own parameters, or what units inside of it compute on."""
+    """Return the device of a module: of its own parameters, or the compute device of its inner units."""
     inner = (
         unit
         for unit in map(unit_of, module.modules())
@@ -224,7 +224,7 @@ def _make_unit(
 
 
 def refuse_unwrappable(module: Any, fully_sharded: type[Any]) -> None:
-    """Raise an error for what `FullyShardedDataParallel` cannot wrap, as what `fully_shard` gave its class."""
+    """Raise an error for modules that `FullyShardedDataParallel` cannot wrap, such as modules under `fully_shard`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
     if (unit := unit_of(module)) is not None and not unit.holds_nothing:
@@ -259,8 +259,8 @@ class WrapperForm:
     """The forms of `FullyShardedDataParallel`.
 
     Modules list flat parameters, or with ``use_orig_params`` this rank's shard of each original parameter; with
-    ``flatten_parameters=False`` each parameter is a flat parameter of its own, under its own name. Flat parameters are
-    listed by the wrapper inside of the wrapper (`holder`), too.
+    ``flatten_parameters=False`` each parameter is a separate flat parameter under its own name. The inner wrapper
+    (`holder`) also lists flat parameters.
     """
 
     lists_parts = brings_inputs = keeps_without_backward = False

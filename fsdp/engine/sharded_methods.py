@@ -20,10 +20,10 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def explain_methods(kind: type[Any]) -> type[Any]:
-    """Override public methods of a sharded module's class, so that they explain this error.
+    """Override public methods of a sharded module's class, so that they explain the placeholder's error.
 
-    Only methods beside a forward in the same class are overridden. Methods of a library's base class, as those of
-    ``transformers.PreTrainedModel``, do not compute, and may look at their callers.
+    Only methods of classes that define a forward are overridden. Methods of a library's base class, such as
+    ``transformers.PreTrainedModel``, do not compute, and may inspect their callers.
     """
     front, original = kind.__bases__
     computing = [base for base in original.__mro__ if "forward" in vars(base) and base is not nn.Module]
@@ -66,7 +66,7 @@ def _sharded_weights(unit: Unit) -> dict[int, str]:
 
 
 def _used(weights: dict[int, str], traceback: TracebackType | None) -> str | None:
-    """Return the weight that the innermost function of a traceback has at hand, if it has one."""
+    """Return the weight that the innermost function of a traceback uses, if any."""
     found = None
     while traceback is not None:
         at_hand = [weights[id(param)] for param in _params(traceback.tb_frame.f_locals) if id(param) in weights]

@@ -1,10 +1,10 @@
-"""Parameters that several units share: `append_shared_param`.
+"""Parameters that multiple units share: `append_shared_param`.
 
-A tied parameter belongs into a unit that contains all of its uses. Where modules with a tied parameter are wrapped
-one by one, with ``flatten_parameters=False``, the first one takes it and the others *want* it. When such a wrapper is
-given it, the handle gets the other's places as well: there is one shard, one leaf, one gradient. Before the units are
-used, the handle moves to the lowest unit around all of them, which unshards it during all of its own forward and
-backward.
+A tied parameter must belong to a unit that contains all of its uses. If modules with a tied parameter are wrapped
+separately, with ``flatten_parameters=False``, the first wrapper owns the parameter and the other wrappers *want* it.
+When the parameter is appended to such a wrapper, the handle also gets the wrapper's places: there is a single shard,
+leaf and gradient. Before the units are used, the handle moves to the lowest unit around all of them, which unshards it
+during its whole forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_
 
 
 def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
-    """Return what `collect` found to be taken by others, with the units that took it."""
+    """Return the parameters that `collect` found in other units, with these units."""
     found = []
     for param, places in tied.items():
         owner, taken = lender_of(param), taken_over(param)
@@ -39,13 +39,13 @@ def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
 
 
 def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
-    """Return the places in a module tree of what units in it want, which no unit around them is to take."""
+    """Return the places of parameters that units in a module tree want, which an enclosing unit must not own."""
     units = filter(None, map(unit_of, module.modules()))
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
 
 def restore_order(unit: Unit) -> None:
-    """Have the modules of a unit list their parameters in the order from before they were wrapped."""
+    """Restore the order in which the modules of a unit listed their parameters before wrapping."""
     for each in dict.fromkeys([unit, *(member for one in unit.shares for member in one.members)]):
         places = [*(one.places for one in each.wanted), *(used for one in each.visible_handles for used in one.places)]
         for module in {place.module for used in places for place in used}:
@@ -53,7 +53,7 @@ def restore_order(unit: Unit) -> None:
 
 
 def reorder(module: nn.Module, order: Iterable[str]) -> None:
-    """Have a module list its parameters in this order, and all others behind them."""
+    """Make a module list its parameters in this order, followed by all other parameters."""
     params = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({name: params.pop(name) for name in order if name in params})
@@ -61,7 +61,7 @@ def reorder(module: nn.Module, order: Iterable[str]) -> None:
 
 
 def share(unit: Unit, param: Any) -> None:
-    """Let `unit` use a parameter that another one took; see `append_shared_param`."""
+    """Add a parameter of another unit to `unit`; see `append_shared_param`."""
     if any(one.state is TrainingState.SUMMON_FULL_PARAMS for one in (unit, *(one.owner for one in unit.wanted))):
         raise RuntimeError(
             f"append_shared_param: inside summon_full_params() the modules of {unit.name} and of those it is tied to "
@@ -87,7 +87,7 @@ def share(unit: Unit, param: Any) -> None:
 
 
 def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
-    """Note that `unit` uses a handle of another one."""
+    """Record that `unit` uses a handle of another unit."""
     common = next((one for one in owner.shares if one.handle is handle), None)
     if common is None:
         common = Share(handle, [owner], owner)
@@ -121,10 +121,10 @@ def _check(unit: Unit, asked: Wanted) -> None:
 
 
 def split_off(param: nn.Parameter, owner: Unit | None) -> None:
-    """Give an original parameter that `owner` took with others a flat parameter of its own. Not collective.
+    """Move an original parameter of `owner` into a separate flat parameter. Not collective.
 
-    Under `fully_shard` a module may be tied to one that was sharded before it, and not used yet. What they share has to
-    be a handle by itself, which the unit around both can run.
+    With `fully_shard` a module may be tied to a module that was sharded before and not used yet. The shared parameter
+    needs a separate handle, which the unit around both can run.
     """
     taken = taken_over(param)
     shard = None if taken is None or taken.flat_param is None else taken.flat_param()
@@ -140,7 +140,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
 
 
 def _alone(owner: Unit, handle: FlatParamHandle, slot: int) -> FlatParamHandle:
-    """Return a handle of one parameter by itself, in the place of the one that `owner` has for it and others."""
+    """Return a separate handle of a parameter, which replaces the handle of `owner` with multiple parameters."""
     handle.absorb()
     if len(handle.places) == 1:
         return handle
@@ -156,7 +156,7 @@ def _alone(owner: Unit, handle: FlatParamHandle, slot: int) -> FlatParamHandle:
 
 
 def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
-    """Return a handle for some of the parameters of another one, with a copy of their local shards."""
+    """Return a handle for some of the parameters of another handle, with a copy of their local shards."""
     from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
 
     old, listed = handle.flat_param, handle.orig_params
@@ -179,7 +179,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
 
 
 def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Parameter, Places], kind: str) -> None:
-    """Raise ValueError if all that a module has was taken by others."""
+    """Raise ValueError if all parameters of a module belong to other units."""
     if tied and not found:
         names = ", ".join(places[0].fqn for places in tied.values())
         raise ValueError(
@@ -196,7 +196,7 @@ class _Listed(NamedTuple):
     unit: Unit
 
     def found(self) -> tuple[FlatParamHandle, int]:
-        """Return its handle, and its number there."""
+        """Return the handle of the parameter, and its number there."""
         return next(
             (handle, slot)
             for handle in self.unit.owned_handles
@@ -217,12 +217,12 @@ def _dtensors(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
 
 
 def tie_assigned(units: Iterable[Unit]) -> None:
-    """Make one parameter of those that a user has tied after sharding: modules list the same `DTensor` for both.
+    """Merge parameters that a user has tied after sharding: modules list the same `DTensor` for both.
 
-    Units that were used already are left alone: their handles say that it is too late.
+    Units that were already used are skipped: their handles raise an error.
 
     Raises:
-        RuntimeError: for two that cannot be one.
+        RuntimeError: for two parameters that cannot be merged.
     """
     kept: dict[nn.Parameter, _Listed] = {}
     others: list[tuple[_Listed, nn.Parameter]] = []
@@ -239,7 +239,7 @@ def tie_assigned(units: Iterable[Unit]) -> None:
 
 
 def _tie(first: _Listed, other: _Listed) -> None:
-    """Have modules list one parameter in the places of another one, which is let go."""
+    """Replace a parameter by another parameter in all places that list it."""
     places, name = other.places, other.places[0].fqn
     _check_alike(first, other)
     note_stale(other.param, f"what {name} was before it was tied to {first.places[0].fqn}")
@@ -261,7 +261,7 @@ def _tie(first: _Listed, other: _Listed) -> None:
 
 
 def _check_alike(first: _Listed, other: _Listed) -> None:
-    """Raise RuntimeError for two parameters that cannot be one."""
+    """Raise RuntimeError for two parameters that cannot be merged."""
     (handle, slot), (left, number) = first.found(), other.found()
     for what, differ in (
         ("shape or placements", MeshPart.of(first.param) != MeshPart.of(other.param)),
@@ -279,10 +279,10 @@ def _check_alike(first: _Listed, other: _Listed) -> None:
 
 
 def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_inside: bool) -> None:
-    """Have each shared parameter run by the lowest unit around all its uses.
+    """Assign each shared parameter to the lowest unit around all its uses.
 
-    Units come outer before inner. All that share a parameter must lie in the tree (`all_inside`); otherwise such a one
-    stays. A tied parameter that is not shared yet is a RuntimeError.
+    Outer units precede inner units. With `all_inside`, all units that share a parameter must be in the tree; otherwise
+    such a parameter is not moved. A tied parameter that is not shared yet raises a RuntimeError.
     """
     _refuse_wanted(named_units)
     units = [unit for _, unit in named_units]
@@ -302,7 +302,7 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
 
 
 def _move(one: Share, unit: Unit) -> None:
-    """Have another unit run a shared handle, while none of them computes; it must work with the same ranks there."""
+    """Assign a shared handle to another unit, which must have the same ranks, while no unit computes."""
     before = one.holder
     if unit is before:
         return
@@ -360,7 +360,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 
 def exported_around(unit: Unit) -> set[int]:
-    """Return addresses of shared parameters in the state dict of a unit around this one, which is being taken."""
+    """Return the addresses of shared parameters in the enclosing unit's state dict that is being created."""
     around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
     places = [one.handle.places[0][0] for one in around if one.handle.presentation.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
@@ -383,7 +383,7 @@ def _dtypes(precision: Precision) -> tuple[Any, ...]:
 
 
 def _is_of(handle: FlatParamHandle, param: Any) -> bool:
-    """Return whether `param` is the handle's: the original, its shard, or what modules show of it."""
+    """Return whether `param` belongs to the handle: the original, its shard, or a tensor that modules show."""
     taken = taken_over(param) if isinstance(param, Tensor) else None
     if taken is not None:
         return taken.flat_param is not None and taken.flat_param() is handle.flat_param

@@ -47,19 +47,19 @@ def flat_param_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 
 class StandaloneHandle(FlatParamHandle):
-    """A `FlatParamHandle` that is used by hand: no unit, no hook and no schedule runs it.
+    """A `FlatParamHandle` that the user controls: no unit, hook or schedule runs it.
 
-    The constructor is collective. It takes parameters out of a module and shards them as one flat parameter. In their
-    places the module has placeholders, or after `unshard` and `wait_for_unshard` the unsharded parameters. It lists
-    the shard as ``flat_param_0`` (or the next free number), which an optimizer steps. Gradients that backward brings
-    wait in the handle until `reduce_gradient`. The parameters must be unsharded in forward and in backward. Keep a
-    reference to the handle: without it, nothing can unshard them.
+    The constructor is collective. The handle removes parameters from a module and shards them as a flat parameter. The
+    module has placeholders instead, or the unsharded parameters after `unshard` and `wait_for_unshard`. The module
+    lists the shard as ``flat_param_0`` (or the next free number) for optimizers. Gradients of a backward stay in the
+    handle until `reduce_gradient`. The parameters must be unsharded in forward and in backward. Keep a reference to
+    the handle, because only the handle can unshard them.
 
     Args:
-        params: parameters of `module` or of modules in it, of one dtype and device, all trained or all frozen.
-        module: names are those seen from it.
-        process_group: the ranks to shard over; None means all. A 1-D `DeviceMesh` stands for its group.
-        use_orig_params: modules list this rank's shard of each parameter under its name, in place of the flat one.
+        params: parameters of `module` or of modules in it, with equal dtype and device, all trained or all frozen.
+        module: the module that names are relative to.
+        process_group: the ranks to shard over; None means all ranks. A 1-D `DeviceMesh` means its group.
+        use_orig_params: list this rank's shard of each parameter under its name instead of the flat parameter.
         param_dtype: the dtype of the unsharded parameters; None leaves them as they are.
         reduce_dtype: the dtype in which gradients are summed; None is `param_dtype`.
         device: the device of the shard and of the computation; None is the device of the parameters.
@@ -67,8 +67,8 @@ class StandaloneHandle(FlatParamHandle):
     Raises:
         RuntimeError: without a process group; if the ranks give different parameters, or different values of them.
         TypeError: for `DTensor`s, integers, and parameters without values.
-        ValueError: for no parameters, for those that differ in dtype, device or `requires_grad`, that are not the
-            module's, or that are sharded already; for a pair of groups.
+        ValueError: for an empty list, for parameters with different dtypes, devices or `requires_grad`, that do not
+            belong to the module, or that are already sharded; for a pair of groups.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class StandaloneHandle(FlatParamHandle):
         agree_on_values([(name, with_handles)])
 
     def reduce_gradient(self) -> None:
-        """Collective. Add the mean over the ranks of what backwards have brought to the shard's gradient.
+        """Collective. Add the mean of the ranks' gradients since the last call to the shard's gradient.
 
-        Every rank must call it. A rank without gradients counts with zeros, and so does a parameter that was not used.
+        Every rank must call it. Missing gradients of a rank or a parameter count as zeros.
         """
         if not self.requires_grad:
             return

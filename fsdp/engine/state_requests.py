@@ -1,6 +1,7 @@
-"""Requests: what is being done with the state of units, while it is being done; see `Unit.request`.
+"""Requests describe the running operation on the state of units; see `Unit.request`.
 
-A unit has at most one of each kind. How a state dict is taken or loaded is decided by the outermost unit, for all.
+A unit has at most one request of each kind. The outermost unit decides how a state dict is created or loaded, for all
+units.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Saving:
 
 
 class Exporting:
-    """The state dict of the unit itself is being taken, not that of one around it."""
+    """The state dict of the unit itself is being created, rather than an enclosing unit's."""
 
 
 class LocalState:
@@ -76,7 +77,7 @@ class Summoning:
     on_host: bool  # they are in host memory
 
     def require_shown_by(self, other: Summoning | None, unit: Unit) -> None:
-        """Raise RuntimeError if what is asked for is not what is there, where a unit is summoned already."""
+        """Raise RuntimeError if the unit is summoned already, in a form that differs from the requested form."""
         if other is None:
             raise RuntimeError(
                 f"{unit.name}: its state is being loaded or saved; summon parameters before or after that"
@@ -99,9 +100,9 @@ class Summoning:
 
 
 class FirstRank:
-    """The first of some ranks says what it has changed, step by step; the others have nothing of their own to say.
+    """The first of several ranks announces its changes, step by step; the other ranks receive them.
 
-    Everybody hears everybody in each step, so a rank that fails tells the others, and nobody waits for it.
+    All ranks exchange messages in each step, so a rank that fails reports its failure, and no rank waits for it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -114,10 +115,10 @@ class FirstRank:
         return tuple(self.ranks) == unit.everyone
 
     def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> Sequence[Sequence[int]]:
-        """Collective. Return what the first rank has changed.
+        """Collective. Return the changes of the first rank.
 
         Raises:
-            RuntimeError: on every rank, if one has a problem, naming it.
+            RuntimeError: on every rank, if any rank has a problem; the message includes it.
         """
         heard = from_everyone(self.ranks, (changed, problem))
         for rank, (_, text) in enumerate(heard):
@@ -129,10 +130,10 @@ class FirstRank:
         return heard[0][0]
 
     def finish(self, error: Exception | None) -> None:
-        """Collective with `tell`. This rank is done, or has failed, which others may not know yet.
+        """Collective with `tell`. End the exchange: report that this rank has finished, or has failed.
 
         Raises:
-            RuntimeError: if it is done and another has failed.
+            RuntimeError: if this rank has finished and another rank has failed.
         """
         if not self.is_over:
             try:
@@ -145,7 +146,7 @@ class FirstRank:
 
 @contextmanager
 def saving(root: Unit, form: Saving) -> Iterator[Saving]:
-    """Have all units of the tree take a state dict in this form, or in that which a unit around them has chosen."""
+    """Create the state dict of all units of the tree in this form, or in the form that an enclosing unit has chosen."""
     outer = root.request(Saving)
     if outer is not None:
         yield outer
@@ -155,13 +156,13 @@ def saving(root: Unit, form: Saving) -> Iterator[Saving]:
 
 
 def loading(root: Unit, form: LoadPass) -> AbstractContextManager[None]:
-    """Have all units of the tree load a state dict in this form."""
+    """Load a state dict into all units of the tree in this form."""
     return serving([unit for _, unit in units_in(root)], form)
 
 
 @contextmanager
 def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
-    """Have the state of units under a request, instead of one of the same kind, while the context lasts."""
+    """Set a request on the units while the context is active, in place of another request of the same kind."""
     kind = type(request)
     outer = {unit: unit.requests.get(kind) for unit in units}
     for unit in outer:

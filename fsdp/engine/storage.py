@@ -18,7 +18,7 @@ from fsdp.engine.orig_params import LocalShard
 
 
 class ShardStorage:
-    """The compute device: nothing is moved."""
+    """Storage on the compute device, without copies."""
 
     flat_parameter: type[FlatParameter] = FlatParameter
     local_shard: type[LocalShard] = LocalShard
@@ -39,7 +39,7 @@ class ShardStorage:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def adopt(self, flat_param: FlatParameter) -> None:
-        """Bring back a shard whose values were moved or cast (``module.to(...)``)."""
+        """Store a shard whose values were moved or cast (``module.to(...)``)."""
 
     def read_ahead(self) -> None:
         """The shard will be wanted soon."""

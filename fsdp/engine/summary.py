@@ -1,4 +1,4 @@
-"""`summary` says for `print(model)` what a unit shards, how much of it this rank holds, and what options are in use."""
+"""`summary` describes a unit for `print(model)`: its sharded parameters, this rank's part, and the options."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def milliseconds(nanoseconds: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first column to the left, the others to the right."""
+    """Return the lines of a table: the first column is aligned to the left, the other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same nest of lists, tuples, mappings and dataclasses with `function` applied to its tensors.
+    """Return the same nested lists, tuples, mappings and dataclasses with `function` applied to their tensors.
 
-    What a nest holds besides is left as it is; containers in which nothing changed are returned themselves, so
-    that types that cannot be rebuilt are only a problem where something inside must be replaced.
+    Other values are unchanged. Containers without a change are returned themselves, so types that cannot be rebuilt
+    are a problem only if a value inside must be replaced.
     """
     return function(tree) if isinstance(tree, Tensor) else _mapped(function, tree)[0]  # nearly always a tensor
 

@@ -19,7 +19,7 @@ _NOT_SET = "__", "_dynamo"  # by users
 
 
 def give_attributes(param: Tensor, attributes: Attributes) -> None:
-    """Set what users had set on the parameter that this one stands for, but for what it has itself."""
+    """Set the attributes that users had set on the original of this parameter, except those that it already has."""
     for name, value in attributes.items():
         if not hasattr(param, name):
             param.__dict__[name] = value

@@ -1,8 +1,8 @@
-"""The ranks compare their units before they trust each other: shards of different models would be glued together.
+"""The ranks compare their units before the first use: otherwise shards of different models would be combined.
 
 When a tree is used first, all ranks must have the same units with the same options (`agree`), and must have wrapped the
-same values (`agree_on_values`, by `engine.fingerprints`). On each rank all that is trained must be sharded, by one
-library (`refuse_strangers`, `refuse_ddp`).
+same values (`agree_on_values`, by `engine.fingerprints`). On each rank, all trained parameters must be sharded, by a
+single library (`refuse_strangers`, `refuse_ddp`).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def require_sharded(model: Any, what: str) -> Unit:
 
 
 def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = False) -> None:
-    """Collective. Make sure that all ranks have the same units with the same parameters, and number them alike.
+    """Collective. Check that all ranks have the same units with the same parameters, and assign equal numbers to them.
 
-    Handles get tags that nobody else on their communicators has, so that messages of different units never mix.
+    Handles get tags that are unique on their communicators, so that messages of different units never mix.
 
     Args:
         ranks: that hold a part of the root.
         units: all in the root, with their names.
-        to_run: they are about to compute, so that it matters whether they train or evaluate.
+        to_run: the ranks are about to compute, so their training modes must be equal too.
 
     Raises:
-        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has; or if a
-            handle has no way to the ranks.
+        RuntimeError: with the first rank that differs from rank 0, the unit, and the values of both ranks; or if a
+            handle has no communicator for the ranks.
     """
     for _, unit in units:
         for handle in unit.handles:
@@ -76,7 +76,7 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
 
 
 def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
-    """Return the versions, and the settings of torch, that change what ranks compute."""
+    """Return the versions, and the settings of torch, that affect the results of a computation."""
     autocast = autocast_dtype(device.type) if to_run else None
     return {
         "torch": torch.__version__.split("+")[0],  # whatever it was built for
@@ -88,7 +88,7 @@ def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
 
 
 def describe_unit(unit: Unit) -> dict[str, Any]:
-    """Return all that the ranks must have alike of a unit, by the names that messages use."""
+    """Return the properties of a unit that must be equal on all ranks, by their names in messages."""
     return {
         "parameters": list(map(describe_handle, unit.handles)),
         **unit.settings,
@@ -107,7 +107,7 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
 
 
 def _saved_buffers(unit: Unit) -> Iterator[str]:
-    """Yield what a unit has of buffers, but those that are not saved: caches may differ."""
+    """Yield a unit's persistent buffers; others, such as caches, may differ."""
     names = {inner: clean_name(name) for name, inner in unit.module.named_modules()}
     for inner in own_modules(unit.module):
         for name, buffer in inner._buffers.items() if inner not in unit.ignored.modules else ():
@@ -116,7 +116,7 @@ def _saved_buffers(unit: Unit) -> Iterator[str]:
 
 
 def describe_handle(handle: FlatParamHandle) -> str:
-    """Return all that the ranks must have alike of a flat parameter, as text."""
+    """Return the properties of a flat parameter that must be equal on all ranks, as text."""
     flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
     slots = ", ".join(
         (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
@@ -146,9 +146,9 @@ def _describe_parts(handle: FlatParamHandle) -> list[str]:
 
 
 def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
-    """Collective. Make sure that the ranks which shard a `DTensor`'s local part have the same part of it.
+    """Collective. Check that the ranks which shard a `DTensor`'s local part have the same part of it.
 
-    Others may have other ones: with expert parallelism a unit's ranks are some of the root's.
+    Other ranks may have other parts: with expert parallelism, a unit's ranks are a subset of the root's.
     """
     plans: dict[tuple[Communicator, Communicator], Plan] = {}
     for name, unit in units:
@@ -161,9 +161,9 @@ def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
-    """Collective. Make sure that all ranks have the same units, of which the same is to be said.
+    """Collective. Check that all ranks have the same units with the same properties.
 
-    The error names the first rank that differs from rank 0, the unit, and what each of the two has.
+    The error includes the first rank that differs from rank 0, the unit, and the values of both ranks.
     """
     text = json.dumps(plan, default=str).encode()
     digests = from_everyone(ranks, hashlib.sha256(text).digest())
@@ -192,7 +192,7 @@ def _difference(first: Plan, other: Plan, rank: int) -> str:
 
 
 def settle_fingerprints(handle: FlatParamHandle) -> None:
-    """Forget the fingerprints of parameters that were written in ways which nobody announced."""
+    """Delete the fingerprints of parameters that were written without a notification."""
     if handle.values.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
         handle.values.fingerprints.forget_written(handle.values.local_shards)
         handle.storage.release()
@@ -206,14 +206,14 @@ def renew_fingerprints(handle: FlatParamHandle) -> None:
 
 
 def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
-    """Collective while there are parameters whose values the ranks have not compared. Make sure that they were equal.
+    """Collective while the ranks have parameters with uncompared values. Check that these were equal.
 
-    Each group of ranks, with its replicas, compares what its ranks have seen at wrapping, in one exchange for all
-    units, once. Parameters that any rank has written since are left out, and so are those that no other rank has a
-    part of, and buffers.
+    Each group of ranks, with its replicas, compares the values at wrapping once, in a single exchange for all units.
+    The comparison excludes buffers, parameters that any rank has written since, and parameters without a part on
+    another rank.
 
     Raises:
-        RuntimeError: naming the first rank that differs from rank 0, the unit and the parameter.
+        RuntimeError: with the first rank that differs from rank 0, the unit and the parameter.
     """
     pending: dict[tuple[Communicator, Communicator], list[tuple[str, FlatParamHandle]]] = {}
     for name, unit in units:
@@ -232,9 +232,9 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
 
 
 def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
-    """Collective. Return what is wrong if the ranks are to write different values; empty if nothing is.
+    """Collective. Return a description of the difference if the ranks are about to write different values; else "".
 
-    Of the fingerprints, by FQNs, those of which another rank has none are not compared.
+    Fingerprints, by FQNs, are compared only if all ranks have them.
     """
     if not peers_answer(ranks):
         return ""
@@ -251,7 +251,7 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
 
 
 def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
-    """Collective. Return what is wrong if ranks have sharded different values; empty if nothing is."""
+    """Collective. Return a description of the difference if ranks have sharded different values; else ""."""
     seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
     noted = [(handle.values.fingerprints, slot) for _, handle, slot in seen]
     found = [fingerprints.unsharded[slot] for fingerprints, slot in noted if fingerprints is not None]
@@ -276,7 +276,7 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
 
 
 def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise RuntimeError if a parameter of a tree was added after its units were made, or an original one is held."""
+    """Raise RuntimeError if a parameter was added after the units were created, or an original is still used."""
     refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
     # What was put into ignored modules since, is theirs too.
@@ -295,7 +295,7 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def refuse_ddp(ddp: DistributedDataParallel, root: Unit, handles: Iterable[FlatParamHandle]) -> None:
-    """Raise RuntimeError if what runs a model takes its shards for copies of one another."""
+    """Raise RuntimeError if DistributedDataParallel would treat the shards of a model as replicas."""
     ours = {id(param) for handle in handles for param in handle.listed_params}
     # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
     for path, module in ddp.module.named_modules():

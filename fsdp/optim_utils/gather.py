@@ -153,7 +153,7 @@ class OptimStream:
         try:
             while left or window:
                 yield next_one()
-        except GeneratorExit:  # the other ranks wait for what this one has or wants
+        except GeneratorExit:  # the other ranks wait for this rank's messages
             while left or window:
                 next_one()
             raise
@@ -191,7 +191,7 @@ class OptimStream:
             if pending is not None:
                 pending.wait()
                 if not self.is_wanted and not is_host(one.device):
-                    comm.settle()  # what was copied only to be sent can go
+                    comm.settle()  # release copies that were made for sending
             if not self.is_wanted:
                 return original, key, made
             tensor = made if original.part is None else full_tensor(original.part.dtensor(made))
@@ -277,7 +277,7 @@ def _filled(
         if one in stream.shared and stream.is_wanted:
             shared = stream.shared[one]
             # Also for tensors from other ranks, so that keys have the optimizer's order.
-            how = _as_it_is if one.is_owned else kept  # one rank has it: there are no others' numbers
+            how = _as_it_is if one.is_owned else kept  # on a single rank, without numbers of other ranks
             state[key_of(original)] = {key: how(key, kind, shared) for key, kind in shared.kinds.items()}
     for original, name, tensor in stream.tensors():
         if stream.is_wanted:

@@ -85,12 +85,12 @@ class OwnedOptimizer(torch.optim.Optimizer):
         model: the outermost wrapper, or module under `fully_shard`.
         groups: a dictionary for each group of parameters. ``optimizer`` is a class of optimizers, or a function that
             creates an optimizer from a list of parameters. ``params`` are names of parameters in the unsharded module,
-            parameters of the sharded model, or a function of a name and the unsharded shape that returns whether the
-            parameter belongs to the group. By default, ``params`` are all parameters that are in no other group.
-            ``sharded`` is True if the optimizer is elementwise and steps the shards in place. ``cost`` is a function
-            that returns the cost of a parameter's step from its shape, in any unit, to assign owners (by default the
-            cost to orthogonalize a matrix; use `math.prod` for optimizers that are linear in the number of elements).
-            All other keys are options of the optimizer.
+            parameters of the sharded model, or a function. The function receives a name and the unsharded shape, and
+            returns whether the parameter belongs to the group. By default, ``params`` are all parameters that are in
+            no other group. ``sharded`` is True if the optimizer is elementwise and steps the shards in place. ``cost``
+            is a function that returns the cost of a parameter's step from its shape, in any unit, to assign owners (by
+            default the cost to orthogonalize a matrix; use `math.prod` for optimizers that are linear in the number of
+            elements). All other keys are options of the optimizer.
 
     Attributes:
         plan: the owner of each parameter; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
@@ -129,7 +129,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._is_ready = True
         self.defaults = {key: value for each in reversed(options) for key, value in each.items()}
         here = {one.stepped.param for one in self._each() if one.stepped.is_here}
-        for optimizer in self.optimizers:  # one dictionary for all: whoever reads `state` finds everything
+        for optimizer in self.optimizers:  # a common dictionary, so that `state` contains all of it
             self.state.update({param: state for param, state in optimizer.state.items() if param in here})
             optimizer.state = self.state
         travelling: dict[Communicator, list[_Member]] = {}
@@ -229,7 +229,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             call(optimizer)
         except Exception as error:  # noqa: BLE001 (raised when the others know)
             return error
-        shown.update(options_of(own))  # some keep what they count there
+        shown.update(options_of(own))  # some optimizers keep counters in their options
         return None
 
     def _described(self) -> str:
@@ -551,7 +551,7 @@ class _Exchange:
                     one.elements.copy_(elements)
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
-            if handle is not None:  # also where nothing of it was written, or ranks would not all-gather alike
+            if handle is not None:  # also without writes, so that all ranks all-gather
                 handle.values.touch()
         return [comm.ranks[owner] for owner in failed]
 

@@ -59,7 +59,7 @@ class Parameters:
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
         self.by_name = {original.name: (one, original) for one, original in self.by_number.values()}
         paths = paths_in(wrapper)
-        for one, original in self.by_number.values():  # and by the other names of tied ones
+        for one, original in self.by_number.values():  # and by the other names of tied parameters
             for place in [] if one.handle is None else one.handle.places[original.slot]:
                 for path in paths.get(place.module, ()):
                     self.by_name.setdefault(path + place.name, (one, original))
@@ -132,7 +132,7 @@ class OwnState:
     """The state of an optimizer on this rank."""
 
     dictionary: Mapping[str, Any]  # as the optimizer gave it; not to be changed
-    groups: list[list[OptimParam]]  # what is in each parameter group
+    groups: list[list[OptimParam]]  # the parameters of each group
     ids: dict[OptimParam, Any]  # the optimizer's numbers
     states: dict[OptimParam, Mapping[str, Any]]  # of each parameter that has any
 

@@ -329,7 +329,7 @@ def deal_states(
             values = [full.states[one, original].get(key) for original in one.originals]
             if (one.comm, one.replicas) == tuple(source.ranks):
                 window.add(_deal(one, made, values, kind.shape), nbytes)
-            else:  # it has ranks of its own, which only together with others reach the first one
+            else:  # a separate group, which reaches rank 0 only through other groups
                 _share(one, made, values, source, kind.shape)
     while window:
         window.first()
@@ -371,7 +371,7 @@ def _deal(
         if one.replicas.world_size > 1 and flat.numel():
             one.replicas.broadcast(flat.view(torch.uint8)).wait()
         if outgoing and not is_host(one.device):
-            comm.settle()  # what was brought to the device only to be sent can go
+            comm.settle()  # release copies on the device that were made for sending
         if arriving is not made:
             made.copy_(arriving)
 

@@ -51,10 +51,10 @@ class OptimParam:
 
     param: nn.Parameter  # that the optimizer has
     handle: FlatParamHandle | None  # of the flat parameter; None for a parameter that is not sharded
-    originals: tuple[Original, ...]  # what it was made of
+    originals: tuple[Original, ...]  # the parameters in it
     is_uncollected: bool = False  # its state is not to be gathered
 
-    is_owned = False  # one rank has all of it, and state of any shape
+    is_owned = False  # True if a single rank has all of it, with state of any shape
 
     @property
     def comm(self) -> Communicator:
@@ -216,7 +216,7 @@ def match_groups(
     """
     found: list[int | None] = []
     problems = []
-    matched: dict[int, tuple[int, str]] = {}  # by saved group: that of the optimizer, and a parameter in it
+    matched: dict[int, tuple[int, str]] = {}  # by saved group: the optimizer's group, and a parameter
     for number, group in enumerate(groups):
         first: dict[int, str] = {}
         for original in (original for one in group for original in one.originals):

@@ -63,7 +63,7 @@ from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
 from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
 
 _Result = TypeVar("_Result")
-_ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
+_ALIGNMENT = 16  # bytes, for the widest dtype, so that a part of a buffer can have any dtype
 
 
 @torch.no_grad()
@@ -433,7 +433,7 @@ def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], _Result
     problem, failed = b"", None
     try:
         result = check()
-    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
         failed = error
         problem = pickle.dumps(_told(error, where))
     for comm in ways:
@@ -478,7 +478,7 @@ def _packed(described: Any) -> bytes:
 
 def _saved(value: Any) -> bytes:
     file = io.BytesIO()
-    torch.save(value, file)  # and not pickle, which brings tensors to the device that they come from
+    torch.save(value, file)  # not pickle, which restores tensors to their original device
     return file.getvalue()
 
 

@@ -96,7 +96,7 @@ class Gathering:
             piece = local.resolve_conj().resolve_neg().contiguous()
             full = _joined(comm, sharding, piece, _places(part, sharding, ranks), wants)
             if piece is not own:
-                comm.settle()  # what is only made to be sent should not pile up
+                comm.settle()  # copies for sending must not accumulate
             local = local if full is None else full
         return full
 

@@ -118,13 +118,13 @@ class HostMemory:
     def _make_room(self, nbytes: int, wanted: Callable[[], int]) -> None:
         if self._max_bytes is None or self._evict(nbytes):
             return
-        gc.collect()  # copies with cycles may be garbage that nobody has collected
+        gc.collect()  # unreferenced copies with cycles may not be collected yet
         total = wanted()
         deadline = time.monotonic() + self._wait_seconds
         while not self._evict(nbytes):
             if total > self._max_bytes or time.monotonic() >= deadline:
                 raise MemoryError(self._no_room(total))
-            time.sleep(_POLL_SECONDS)  # nobody tells when a tensor is dropped
+            time.sleep(_POLL_SECONDS)  # there is no notification when a tensor is released
 
     def _evict(self, nbytes: int) -> bool:
         """Give up as many free blocks as it takes, and return True if there is room then."""

@@ -57,7 +57,7 @@ class PendingCopy(Generic[Tree]):
 
     def __init__(self, tree: Tree, originals: list[UntypedStorage], arrivals: list[Arrival]) -> None:
         self._tree, self._arrivals = tree, arrivals
-        self._originals = originals  # or their memory could be used for something else
+        self._originals = originals  # keeps their memory from being reused
 
     def wait(self) -> Tree:
         """Block until all values have arrived, and return the copy."""
@@ -345,7 +345,7 @@ class TreeCopy:
 
     def _tuple(self, original: tuple[Any, ...]) -> Any:
         copied = tuple(self._part(index, value) for index, value in enumerate(original))
-        if id(original) in self._memo:  # one of its parts holds it, and has copied it already
+        if id(original) in self._memo:  # a part of it refers to it, and has copied it already
             return self._memo[id(original)]
         if all(one is other for one, other in zip(original, copied, strict=True)):
             return original
@@ -414,7 +414,7 @@ class TreeCopy:
         return self._with_attributes(original, view) if original.__dict__ else view
 
     def _subclass(self, original: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():  # what a class does with operations is not meant for us
+        with torch._C.DisableTorchFunctionSubclass():  # overridden operations of a class must not run
             copied = Tensor._make_subclass(type(original), self._view(original), original.requires_grad)
         return self._with_attributes(original, self._remember(original, copied))
 
@@ -424,7 +424,7 @@ class TreeCopy:
         for name, part in parts.items():
             if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
                 parts[name] = self._part(name, part)
-        if not type(original).__module__.startswith("torch."):  # those of torch do not look at values
+        if not type(original).__module__.startswith("torch."):  # torch's classes do not read values
             self._fill()
         copied = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
         if copied.requires_grad != original.requires_grad:
@@ -462,7 +462,7 @@ class TreeCopy:
     def _check(self, original: Tensor) -> None:
         if original.is_nested or is_wrapper(original):
             raise TypeError(
-                f"{self._where()}: {by_class(original)} keeps its values where nobody sees them. A class that wraps "
+                f"{self._where()}: {by_class(original)} keeps its values in an inaccessible place. A class that wraps "
                 "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
             )
         if missing := missing_memory(original):

@@ -29,7 +29,7 @@ from fsdp.state_dict_utils.host_memory import allocate
 PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 Path = tuple[Any, ...]
 
-_SHOWN = 5  # keys in one message
+_SHOWN = 5  # keys in a message
 
 
 def is_tensor(leaf: Any) -> bool:
@@ -158,7 +158,7 @@ def not_writable(tensor: Tensor) -> str | None:
     """Return the reason why a tensor that is not on the meta device cannot be written, or None."""
     local = local_part(tensor)
     if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
-        return "several elements of the target lie in one place (it was expanded): clone() it"
+        return "multiple elements of the target share memory (it was expanded): clone() it"
     return missing_memory(local)
 
 
@@ -376,7 +376,7 @@ def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
             new.update(values)
             return new
         return kind(values) if is_mapping else getattr(kind, "_make", kind)(list(values.values()))
-    except TypeError:  # its constructor takes something else
+    except TypeError:  # its constructor has different arguments
         return plain
 
 
@@ -421,10 +421,10 @@ def with_own_leaves(tree: Any) -> Any:
 class Comparison:
     """The rules by which two trees must match."""
 
-    names: tuple[str, str]  # what messages call them
-    differ: Callable[[Any, Any], str | None]  # says what is wrong with two leaves
-    strict: bool = True  # refuse keys of mappings that only one of them has
-    fills: bool = False  # None in the second tree, or a key that it lacks, is a place for what the first one has there
+    names: tuple[str, str]  # of the two trees, for messages
+    differ: Callable[[Any, Any], str | None]  # returns the difference of two leaves
+    strict: bool = True  # reject keys that only one of the mappings has
+    fills: bool = False  # None or missing keys in the second tree are filled from the first
 
     def check(self, first: Any, second: Any, path: Path = ()) -> None:
         """Raise CompanionMismatch at the first place where they do not match."""

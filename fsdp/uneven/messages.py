@@ -23,12 +23,12 @@ class Kind(IntEnum):
     """The kinds of messages."""
 
     WAIT = auto()  # at position `subject`
-    FINISHED = auto()  # out of batches; takes part in what others do
-    VISIT = auto()  # comes to region `subject`; `argument`: to run it
+    FINISHED = auto()  # has no more batches; takes part in other ranks' operations
+    VISIT = auto()  # reaches region `subject`; `argument`: whether it runs the region
     FORWARD = auto()  # all-gathers unit `subject` for its forward
     BACKWARD = auto()  # all-gathers unit `subject` for its backward
     REDUCE = auto()  # has the gradient of handle `subject`
-    LEAVE = auto()  # has run region `subject`; `argument`: a backward may come
+    LEAVE = auto()  # has run region `subject`; `argument`: whether a backward may follow
     FAILED = auto()  # raised inside of region `subject`
     CLIP_NORM = auto()
     CLIP_VALUE = auto()

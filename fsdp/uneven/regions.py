@@ -123,7 +123,7 @@ class Region:
             for handle in unit.handles
             if any(place.module in own for places in handle.places for place in places)
         ]
-        self.last: Visit | None = None  # the visit of the last forward that came to it; None if nobody ran it
+        self.last: Visit | None = None  # of the last forward that reached it; None if no rank ran it
         self.forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self.backward_order: ExecutionOrder[Unit] = ExecutionOrder()
 
@@ -140,9 +140,9 @@ class Visit:
         self.position, self.level, self.places = position, level, 0
         self.runs_here, self.is_mixed = runs_here, is_mixed
         self.units = list(region.units)  # and others that it runs
-        self.calls: list[Call] = []  # whose backward may come
+        self.calls: list[Call] = []  # whose backward may follow
         self.reached: set[Call] = set()
-        self.is_differentiable = False  # backward may come to its outputs
+        self.is_differentiable = False  # backward may reach its outputs
         self.is_reentrant = False  # only its recomputation has a graph
         self.was_owed = False  # its forward had a graph
         self.reduced: set[FlatParamHandle] = set()
@@ -160,7 +160,7 @@ class Directory:
         self._root, self.units, self.handles = root, units, handles
         self._modules: list[tuple[str, nn.Module]] = []
         self._numbers: dict[nn.Module, int] = {}
-        self.regions: dict[nn.Module, Region] = {}  # that were ever come to
+        self.regions: dict[nn.Module, Region] = {}  # that were ever reached
 
     def region(self, module: nn.Module) -> Region:
         """The region that a module is, which must be in the root's."""
@@ -207,7 +207,7 @@ class Place(NamedTuple):
     """The position of a call of a unit in the forward that all ranks share."""
 
     position: int = 0
-    visit: Visit | None = None  # the mixed one that it is a part of
+    visit: Visit | None = None  # the mixed visit that contains it
 
 
 class StepsOfOthers(Protocol):
@@ -222,11 +222,11 @@ class StepsOfOthers(Protocol):
 
 
 _FIRST = Place()
-_MANY = 100_000  # places in a forward, after which visits whose backward has not come are given up
+_MANY = 100_000  # places in a forward, after which visits without a backward are dropped
 
-_BITS_TOLD = 60  # in one number of a message
+_BITS_TOLD = 60  # in a number of a message
 
-TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be told to them
+TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be sent to them
 
 
 def visits_of(runtime: Runtime) -> Visits:
@@ -249,9 +249,9 @@ class Visits(Participation):
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
         self.joining: StepsOfOthers | None = None
         self.is_uneven = False
-        self._mode = 0  # of the backward that runs, for ranks that begin one to take part in it
+        self._mode = 0  # of the current backward, for ranks that begin one to take part
         self._open: list[Visit] = []  # that are running, the innermost last
-        self._owed: list[Visit] = []  # mixed ones whose backward may come
+        self._owed: list[Visit] = []  # mixed visits whose backward may follow
         self._mixed: set[Unit] = set()  # units of mixed visits, which may be unsharded on some ranks only
         self._touched: set[FlatParamHandle] = set()  # of units around regions that ran somewhere
         self._visited: dict[Region, bool] = {}  # in this forward, and whether mixed
@@ -259,7 +259,7 @@ class Visits(Participation):
         self._places: WeakKeyDictionary[Call, Place] = WeakKeyDictionary()
         self._positions: dict[Unit, int] = {}
         self._within: dict[Unit, Region] = {}  # in which units ran last
-        self._without_graph: set[Unit] = set()  # whose last forward has none; others may have one
+        self._without_graph: set[Unit] = set()  # whose last forward has no graph on this rank
         self._of_root: Visit | None = None
 
     # --- forward, as the runtime reports it ---------------------------------------------------------------------
@@ -575,7 +575,7 @@ class Visits(Participation):
 
     def _run(self, visit: Visit, compute: Callable[[], Any]) -> Any:
         if not visit.runs_here:
-            while visit in self._open:  # take part in what others run
+            while visit in self._open:  # take part in other ranks' operations
                 self.serve_one(visit.position)
             return None
         output = compute()
@@ -636,7 +636,7 @@ class Visits(Participation):
             return
         setattr(error, TOLD, True)
         if is_told:
-            with suppress(RuntimeError):  # which all ranks raise now; what this one has raised says more
+            with suppress(RuntimeError):  # which all ranks raise now; this rank's own exception is more specific
                 self.talk.exchange(Message(Kind.FAILED, visit.region.number))
 
     def _enter(self, region: Region, rows: Sequence[Message], run_here: bool, position: int) -> Visit | None:
@@ -665,11 +665,11 @@ class Visits(Participation):
         return visit
 
     def _leave(self, visit: Visit, rows: Sequence[Message]) -> None:
-        if visit in self._open:  # not if others recompute what is inside of something that this rank does not run
+        if visit in self._open:  # not if other ranks recompute a part that this rank does not run
             self._open.remove(visit)
         self._mixed.update(visit.units)
         for unit in visit.units:
-            unit.reshard()  # alike on all ranks from here on
+            unit.reshard()  # all ranks are equal from here on
         is_owed = any(row.argument for row in rows if row.kind == Kind.LEAVE)
         if is_owed:
             visit.was_owed = True

@@ -265,7 +265,7 @@ class ConfigAutoWrap:
         """
         policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
         if not ConfigAutoWrap.in_autowrap_context or policy is None:
-            raise RuntimeError("recursive_wrap needs an active context: call it inside of enable_wrap(...).")
+            raise RuntimeError("recursive_wrap needs an active context: call it inside enable_wrap(...).")
         wrapped = wrapped_in(module, ConfigAutoWrap.wrapper_cls, is_allowed=keep_wrapped)
         graph = ModuleGraph.without(module, wrapped, {**ConfigAutoWrap.kwargs, **kwargs})
         return wrap_units(graph, policy, lambda unit, own: wrap(unit, **{**kwargs, **own}), module_is_root)

@@ -117,7 +117,7 @@ class _CheckpointedForward:
         if drops_compile:
             warnings.warn(
                 f"torch.compile leaves {type(self.module).__name__} uncompiled, because checkpoint_wrapper("
-                "offload_to_cpu=True) cannot be compiled. Compile what is checkpointed: "
+                "offload_to_cpu=True) cannot be compiled. Compile the inner module instead: "
                 "checkpoint_wrapper(torch.compile(module), offload_to_cpu=True).",
                 stacklevel=3,
             )

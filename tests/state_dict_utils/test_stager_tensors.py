@@ -237,7 +237,7 @@ def test_of_nested_tensors_the_jagged_ones_are_copied_and_strided_ones_are_an_er
     parts = [torch.ones(2), torch.zeros(3)]
     copied = staged(torch.nested.nested_tensor(parts, layout=torch.jagged))
     assert [part.tolist() for part in copied.unbind()] == [[1, 1], [0, 0, 0]]
-    with pytest.raises(TypeError, match="keeps its values where nobody sees them"):
+    with pytest.raises(TypeError, match="keeps its values in an inaccessible place"):
         staged(torch.nested.nested_tensor(parts, layout=torch.strided))
 
 

@@ -233,7 +233,7 @@ def test_recursive_wrap_returns_the_number_of_parameters_in_units():
         assert (type(root), numel) == (nn.Sequential, 90)
         root, numel = ConfigAutoWrap.recursive_wrap(linear(60), at_least(20))
         assert (type(root), numel) == (Unit, 60)
-    with pytest.raises(RuntimeError, match="inside of enable_wrap"):
+    with pytest.raises(RuntimeError, match="inside enable_wrap"):
         ConfigAutoWrap.recursive_wrap(linear(), at_least(20))
 
 

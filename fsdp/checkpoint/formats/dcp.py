@@ -163,9 +163,9 @@ class DcpFolder:
             if not os.path.exists(path):
                 yield f"{path} is missing"
             elif os.path.getsize(path) < end:
-                yield f"{path} has {os.path.getsize(path)} bytes, and what is in it ends at {end}"
+                yield f"{path} has {os.path.getsize(path)} bytes, and its contents end at {end}"
             elif os.path.getsize(path) < sizes[path]:
-                yield f"{path} has {os.path.getsize(path)} bytes, and parts that lie over each other"
+                yield f"{path} has {os.path.getsize(path)} bytes, and overlapping parts"
 
     @property
     def nbytes(self) -> int:
@@ -194,7 +194,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
     import torch.distributed.checkpoint as dcp  # which takes long
     from torch.distributed.checkpoint.api import CheckpointException
 
-    entries: dict[int, Entry] = {}  # by the id of what stands for a tensor in the state
+    entries: dict[int, Entry] = {}  # by the id of the object that represents a tensor in the state
 
     def make(entry: Entry) -> Tensor:
         stand_in = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

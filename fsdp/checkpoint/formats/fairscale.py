@@ -36,7 +36,7 @@ def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = Tr
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found: dict[str, Any] = {}
-    if is_whole:  # they were not sharded when they were saved, as fairseq does by default; tied ones are one
+    if is_whole:  # saved unsharded, as fairseq does by default; ties are a single tensor
         known: dict[Any, Any] = {}
         for key, value in shards[0].weights.items():
             found[clean_name(key)] = known.setdefault(memory_of(value), value)
@@ -128,7 +128,7 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
     for number, name in names.items():
         for key, value in content["state"].get(number, {}).items():
             if isinstance(value, list) and value and all(is_single(key, each, shapes[name]) for each in value):
-                state.add_single([name], key, value)  # 0-d tensors, one of each rank
+                state.add_single([name], key, value)  # a 0-d tensor of each rank
             else:
                 state.add(name, key, value, shapes[name])
     for group in content["param_groups"]:

@@ -19,7 +19,7 @@ from fsdp.checkpoint.manifest import examine_ours, read_ours
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
 from fsdp.checkpoint.untrusted import reading
 
-Start = Callable[[int], Callable[[int], None]]  # is told how many bytes there are, and returns what is told of progress
+Start = Callable[[int], Callable[[int], None]]  # receives the number of bytes, returns a progress callback
 _SAFETENSORS_ENDINGS = (SUFFIX, INDEX_SUFFIX)
 
 
@@ -68,7 +68,7 @@ def _examine_archives(
             have_checksums &= archive.has_checksums
             problems += archive.damaged(advance)
     if have_checksums:
-        return nbytes, "all is what torch's checksums say"
+        return nbytes, "all data matches torch's checksums"
     return nbytes, "all can be read; there are no checksums, since it was saved without them"
 
 

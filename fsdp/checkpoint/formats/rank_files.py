@@ -209,7 +209,7 @@ class RankFiles:
     ) -> Source:
         """Return the checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
         tensors, aliases, extra = _sorted_out(found, self.title)
-        names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # those of a flat parameter stay first
+        names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # flat parameters' names stay first
         if saved and saved[0].others:
             values[saved[0].key] = saved[0].others
         return Source(
@@ -235,7 +235,7 @@ def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], d
     """Return tensors, second names of some, and modules' extra state, encoded."""
     tensors: dict[str, Any] = {}
     aliases, extra = {}, {}
-    names: dict[int, str] = {}  # by the id of a tensor, the first one
+    names: dict[int, str] = {}  # the first name, by the id of a tensor
     for name, value in found.items():
         if name.rpartition(".")[2] == _EXTRA:
             extra[name] = encoded(materialised(value), f"{title}: {name}")
@@ -309,7 +309,7 @@ def _model_key(file: TorchArchive) -> str | None:
     found = [key for key, value in file.content.items() if _is_state_dict(value)]
     found = [key for key in found if key in _MODELS] or found
     if len(found) > 1:
-        raise ValueError(f"{file} has several state dicts, {', '.join(found)}: save the one that is meant as 'model'")
+        raise ValueError(f"{file} has several state dicts, {', '.join(found)}: save the right one as 'model'")
     return found[0] if found else None
 
 

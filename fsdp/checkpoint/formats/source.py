@@ -27,7 +27,7 @@ from fsdp.checkpoint.untrusted import descriptor, readable
 from fsdp.distributed.devices import is_host
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
-_MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
+_MOST_OPEN = 64  # maximum of open files: thousands of ranks may each have written a file
 _Reader = TypeVar("_Reader", bound="TensorReader")
 
 
@@ -39,14 +39,14 @@ class Source:
     path: str
     model: TensorReader  # of parameters and buffers, under plain names
     optimizer: TensorReader | None = None  # of state with a value for each element, under ``<name>/<key>``
-    optimizer_rest: Any = None  # what else is in the state (`fsdp.checkpoint.optim.rest_of`)
+    optimizer_rest: Any = None  # other values of the state (`fsdp.checkpoint.optim.rest_of`)
     extra: Mapping[str, Any] = field(default_factory=dict)  # state of modules that is no tensor, by name, encoded
-    values: Any = None  # what else the user saved, encoded (`fsdp.checkpoint.json_values`)
-    world_size: int | None = None  # of the ranks that saved it; None if it does not say
-    notes: tuple[str, ...] = ()  # what is worth telling of it: what was left out, and why
+    values: Any = None  # the user's values, encoded (`fsdp.checkpoint.json_values`)
+    world_size: int | None = None  # of the ranks that saved it; None if unknown
+    notes: tuple[str, ...] = ()  # for the user, such as skipped data and the reason
     generators: list[Any] | None = None  # for each rank the states of its random number generators, encoded
-    identity: str = ""  # different for checkpoints that differ in what the rest does not show; empty if nobody looked
-    aliases: Mapping[str, str] = field(default_factory=dict)  # second names of tied parameters, and the first ones
+    identity: str = ""  # distinguishes checkpoints with equal other fields; empty if unknown
+    aliases: Mapping[str, str] = field(default_factory=dict)  # from additional names of tied parameters to the first
     is_in_order: bool = True  # `model` has the order of the modules, which gives an optimizer its numbers
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class TensorReader:
                 f"{found}: cannot read elements {start} to {start + numel} of {found.shape.numel()} into a tensor of "
                 f"shape {list(target.shape)} and strides {list(target.stride())}"
             )
-        flat = target.detach().as_strided((numel,), (1,))  # one element may have any stride
+        flat = target.detach().as_strided((numel,), (1,))  # the stride of a single element is arbitrary
         dtype = found.dtype
         size = dtype.itemsize
         is_ready = is_host(flat.device) and flat.dtype == dtype
@@ -187,7 +187,7 @@ class OpenFiles:
     def whole(self, tensor: StridedTensor) -> Tensor:
         """Return all elements of a non-contiguous tensor in file order; the last such tensor is cached."""
         if self._last is None or self._last[0] is not tensor:
-            self._last = None  # before there is memory for another one
+            self._last = None  # before allocating another tensor
             self._last = (tensor, tensor.span(self, 0, tensor.extent))
         return self._last[1]
 
@@ -231,7 +231,7 @@ class StridedTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
-    def extent(self) -> int:  # in elements, from the first to the last one in the file
+    def extent(self) -> int:  # in elements, from the first to the last element in the file
         return 1 + _place(self.strides, [size - 1 for size in self.shape]) if self.shape.numel() else 0
 
     @cached_property
@@ -299,7 +299,7 @@ def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
     inside = Box((0,) * len(shape), tuple(shape))
     if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
         return False
-    open_ones: list[Box] = []  # that have rows in common with the next one
+    open_ones: list[Box] = []  # that share rows with the next box
     for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
         open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
         if any(overlap(box, each) is not None for each in open_ones):

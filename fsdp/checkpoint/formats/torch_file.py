@@ -49,7 +49,7 @@ _KINDS = (
 _STORAGES = {f"{kind}Storage": getattr(torch, name) for kind, name in map(str.split, _KINDS.split(", "))}
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _PATHS_PER_BYTE = 100  # of a pickle: objects that are mentioned several times count as often
-_FREE_PATHS = 1 << 20  # in small ones
+_FREE_PATHS = 1 << 20  # for small pickles
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 
     @property
     def has_checksum(self) -> bool:
-        return self.checksum != 0 or self.nbytes == 0  # what torch writes without has zero
+        return self.checksum != 0 or self.nbytes == 0  # archives that torch writes without checksums have zero
 
 
 class _Window(io.RawIOBase):
@@ -152,7 +152,7 @@ class TorchArchive:
             if sum(each.nbytes for each in self.records.values()) > nbytes or any(
                 each.begin + each.nbytes > begin + nbytes for each in self.records.values()
             ):
-                raise ValueError("what is in it lies outside of it, or over each other")
+                raise ValueError("its contents exceed the file, or overlap")
             self._root = infos[0].filename.rpartition("/")[0]
         if self._content_of(file, "byteorder", b"little") != b"little":
             raise ValueError("its numbers are big-endian")

@@ -47,8 +47,8 @@ class Choices:
     model_key: str | None = None  # its place in the tree, with dots between the keys
     optimizer_key: str | None = None
     param_order: Sequence[str] | None = None  # for optimizers that go by numbers: names, or FairScale's keys of shards
-    only: str | None = None  # "model" or "optimizer", if the other one is not wanted
-    optimizer_files: Paths | None = None  # for files of ranks, if those of the optimizer's state are others
+    only: str | None = None  # "model" or "optimizer", if only that part is needed
+    optimizer_files: Paths | None = None  # for ranks' files, if optimizer state is in separate files
 
 
 DEFAULT = Choices()
@@ -204,7 +204,7 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
 
     changed = [name for name in names if cleaned(name) != name]
     if changed:
-        notes.append(f"what wrappers add to names was left out ({changed[0]} is {cleaned(changed[0])})")
+        notes.append(f"parts of names that wrappers add were removed ({changed[0]} is {cleaned(changed[0])})")
     if len({cleaned(name) for name in names}) < len(names):
         raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
     return cleaned

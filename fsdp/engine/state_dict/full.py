@@ -1,10 +1,11 @@
-"""The state dict of a wrapped module: unsharded, in tensors of its own, under the names that it has unwrapped.
+"""The full state dict of a wrapped module: unsharded copies of its tensors, under the names of the unwrapped module.
 
-Saving is torch's walk over modules that show their unsharded parameters. Loading is torch's walk over modules that list
-`LoadTarget`s, which remember what is copied into them; when all ranks have found that their state dicts fit, each keeps
-its shards of the values. So one that does not fit changes nothing, nothing is gathered, and no unsharded parameter is
-copied. Modules whose own load hooks or methods might read or write values cannot be loaded so: if there is one, units
-are loaded one after the other, and what was loaded before an error stays, as in torch.
+To save, torch iterates over modules whose parameters are unsharded. To load, torch iterates over modules with
+`LoadTarget`s, which record the values copied into them; when the state dicts fit on all ranks, each rank stores its
+shards of the values. So a state dict that does not fit changes no value, and loading neither gathers nor copies
+unsharded parameters. Modules with load hooks or methods that might read or write values cannot be loaded in this way:
+if the tree has such a module, units are loaded one after the other, and values that were loaded before an error stay,
+as in torch.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
 
 def ensure_agreed(root: Unit) -> None:
-    """Collective the first time. The ranks compare what they have before they trust each other's shards."""
+    """Collective the first time. Compare the units of all ranks before their shards are combined."""
     named_units = units_in(root)
     if not all(unit.is_agreed for _, unit in named_units):
         settle_shares(root, named_units, all_inside=False)
@@ -85,7 +86,7 @@ def ensure_same_values(root: Unit) -> None:
 
 
 def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Collective. Return the unsharded state of a wrapper, in the form of the outermost one whose state is taken."""
+    """Collective. Return the unsharded state of a wrapper, in the form that the outermost saved wrapper has chosen."""
 
     def between_hooks(take: Callable[[], Any]) -> Any:
         for before in wrapper._state_dict_pre_hooks.values():
@@ -126,9 +127,9 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
 
 
 def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
-    """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
+    """Collective. Return the `state_dict` of the unit's module, with copies of its unsharded parameters.
 
-    On ranks that are not to have it, tensors are on the meta device.
+    On ranks that do not receive the state, tensors are on the meta device.
     """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
@@ -183,10 +184,10 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
 def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
-    """Collective. Load an unsharded state dict into a wrapper by torch's own `walk`.
+    """Collective. Load an unsharded state dict into a wrapper by torch's `walk`.
 
-    If it does not fit on one rank, all raise an error, and nothing was changed, unless modules have load hooks or
-    methods of their own. With `rank0_only`, only the first rank's state dict counts.
+    If the state dict does not fit on any rank, all ranks raise an error, and all values are unchanged, unless modules
+    have custom load hooks or methods. With `rank0_only`, only the first rank's state dict counts.
     """
     source = FirstRank(unit.everyone) if rank0_only else None
     if isinstance(state_dict, Mapping):
@@ -214,7 +215,7 @@ def load_full(
 
 
 def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
-    """Collective. Load what fits on all ranks, or nothing."""
+    """Collective. Load the state dict if it fits on all ranks; otherwise leave all values unchanged."""
     units = [each for _, each in units_in(unit)]
     hidden = [each for each in units if each.state is not TrainingState.SUMMON_FULL_PARAMS]
     with (
@@ -242,9 +243,9 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
 
 
 def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
-    """Collective. Return what is wrong if ranks have different state dicts, as far as samples show; else nothing.
+    """Collective. Return a description of the difference if samples of the ranks' state dicts differ; else "".
 
-    Ranks that share no unit may: experts that are units with groups of their own have other values on each.
+    Ranks without a common unit may differ: experts that are units with separate groups have other values on each rank.
     """
     loaded: dict[tuple[Communicator, Communicator], dict[str, int]] = {}
     for name, each in units_in(unit):
@@ -267,7 +268,7 @@ def _raise_if(problem: str, rank: int) -> None:
 
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
-    """Collective. Return what `job` returns, if it raises on no rank."""
+    """Collective. Return the result of `job`, if it raises on no rank."""
     if source is None:
         return done_by_all([unit.everyone], "load its state dict", job)
     try:
@@ -282,7 +283,7 @@ def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
 def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     """Collective. Return the units whose values a load may read on any rank.
 
-    None means that no module of the tree does more than copying on any rank, so that all of a load can be recorded.
+    None means that all modules of the tree only copy values, on every rank, so the complete load can be recorded.
     """
     units = [each for _, each in units_in(unit)]
     others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
@@ -315,7 +316,7 @@ def _is_users(function: Any) -> bool:
 def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any) -> Mapping[str, Any]:
     """Collective. Return the first rank's state dict, on other ranks with sharded parameters on the meta device.
 
-    Buffers and other values are sent, one after the other; sharded parameters come when their units are loaded.
+    Buffers and other values are sent one after the other; sharded parameters are sent when their units are loaded.
     """
     error = None
     if source.is_here and not isinstance(state_dict, Mapping):
@@ -372,7 +373,7 @@ def _refuse_meta(value: Tensor) -> None:
 
 
 class _Rest(NamedTuple):
-    """A record of what a load would write beside sharded parameters."""
+    """A record of the values that a load would write, apart from sharded parameters."""
 
     tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
     extra: list[tuple[nn.Module, Any]]
@@ -400,21 +401,21 @@ def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
 
 
 def _try(tensor: Tensor, value: Tensor) -> None:
-    """Raise what torch raises where `value` cannot be copied into `tensor`."""
+    """Raise the error of torch if `value` cannot be copied into `tensor`."""
     _refuse_meta(value)
     torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(value)
 
 
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
-    """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
+    """Cast buffers to the dtype in which they are saved, and allocate memory for tensors without values."""
     with memory_to_load_into(units), buffers_in_own_precision(units):
         yield
 
 
 @contextmanager
 def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
-    """Buffers are in the dtype in which they are saved, and not that of computation."""
+    """Cast buffers from the dtype of computation to the dtype in which they are saved."""
     try:
         for unit in units:
             unit.buffers.widen()
@@ -429,7 +430,7 @@ def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:
-    """Keep what was recorded. Collective if only the first rank has it."""
+    """Store the recorded values. Collective if only the first rank has them."""
     if source is not None and (source.is_over or not source.is_here):
         values = {}
     store(values)
@@ -437,7 +438,7 @@ def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
 
 
 def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None, problem: str = "") -> None:
-    """Collective if only the first rank has values: the others get their shards of those that it has kept."""
+    """Collective if only the first rank has values: other ranks receive their shards of its stored values."""
     if source is not None and not source.is_over:
         changed = [[handles.index(handle), slot] for handle, slot in values]
         deal_changes(handles, source.tell(changed, problem), values)
@@ -445,7 +446,7 @@ def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
 
 @contextmanager
 def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
-    """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
+    """Make a unit's modules loadable inside the context; written values are stored, even after an exception."""
     source = form.source_of(unit)
     is_here = source is None or source.is_here
     is_read = unit in (form.read or ())
@@ -466,7 +467,7 @@ def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
 
 
 def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
-    """Keep what a load has made of values that it could read. If only the first rank has them, all raise as it does."""
+    """Store the values of a load that could read them. If only the first rank has them, all ranks raise its error."""
     written = set(exposure.changed())
     kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
 
@@ -486,7 +487,7 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
 
 
 def require_mapping(state_dict: Any) -> None:
-    """Raise TypeError, as torch does, for what is no state dict."""
+    """Raise TypeError, as torch does, for values other than a state dict."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
 
@@ -520,7 +521,7 @@ def no_pre_load_state_dict_hook() -> Iterator[None]:
 
 
 def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
-    """Add to an error of loading into a module (`plain`) what to do if something stands in front of every key."""
+    """Add a remedy to an error of loading into a module (`plain`) if every key has the same extra prefix."""
     front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
     if front:
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
@@ -528,11 +529,12 @@ def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None
 
 
 class Loading:
-    """Lets `nn.Module.load_state_dict` load a wrapped module as if it was not, one unit at a time.
+    """Lets `nn.Module.load_state_dict` load a wrapped module like an unwrapped module, a unit at a time.
 
-    torch walks the module tree and loads each module from the keys under its path. On entering a wrapper, the keys get
-    the path parts of the wrapper. On entering it, or a module of its unit that is loaded by itself, the unit's
-    parameters are exposed, unless all of the load is recorded; on leaving it they are sharded again.
+    torch iterates over the module tree and loads each module from the keys under its path. At the beginning of a
+    wrapper, the keys get the path parts of the wrapper. At the beginning of a wrapper, or of a module of its unit that
+    is loaded by itself, the unit's parameters are exposed, unless the complete load is recorded; at the end they are
+    sharded again.
     """
 
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
@@ -579,6 +581,6 @@ class Loading:
             self.close()
 
     def close(self) -> None:
-        """Shard what is still exposed, after an exception too."""
+        """Shard the parameters that are still exposed, even after an exception."""
         self._unit.unfinished_load = self._entered = None
         self._exit.close()

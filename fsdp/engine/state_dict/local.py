@@ -1,9 +1,9 @@
-"""Local state dicts: one rank's shards, their metadata for consolidating, and their loading, without other ranks.
+"""Local state dicts: a rank's shards, their metadata for consolidation, and their loading, without other ranks.
 
-A local state dict is what `nn.Module.state_dict` gives when nothing is gathered: modules list their shards, under the
-names of FairScale's flat parameters. It is loaded in two steps. First everything is compared, key by key, and nothing
-is changed; then shards are copied, and what is left (buffers, ignored parameters, extra state) is given to
-`nn.Module.load_state_dict`, for modules that load in a way of their own.
+A local state dict is the result of `nn.Module.state_dict` without a gather: modules list their shards, under the names
+of FairScale's flat parameters. Loading has two steps. First, all keys are compared, and no value changes; then shards
+are copied, and the remaining entries (buffers, ignored parameters, extra state) are passed to
+`nn.Module.load_state_dict`, for modules with a custom load method.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Member:
-    """A wrapper of the tree whose state is local."""
+    """A wrapper of the tree with a local state."""
 
     path: str  # from the root, as a plain name
     unit: Unit  # its own
@@ -51,7 +51,7 @@ class Member:
 
 
 def members_in(wrapper: nn.Module) -> list[Member]:
-    """Return the wrappers in this one, itself first."""
+    """Return this wrapper, followed by the wrappers inside."""
     found: list[Member] = []
     for path, module in wrapper.named_modules():
         unit = unit_of_wrapper(module)
@@ -103,9 +103,9 @@ def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
 
 
 def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
-    """Return what `consolidate` needs to know of this rank's shards, in FairScale's format.
+    """Return the metadata of this rank's shards for `consolidate`, in FairScale's format.
 
-    `members` are the outermost wrapper, `root`, and those inside of it.
+    `members` are the outermost wrapper, `root`, and the wrappers inside.
     """
     paths = paths_in(root)
     entries = [_entry(member) for member in members]
@@ -144,7 +144,7 @@ def _entry(member: Member) -> dict[str, Any]:
 
 
 def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names under which modules list a handle's parameters, with what is in each."""
+    """Yield the names under which modules list a handle's parameters, with the contents of each."""
     slots, rank = handle.layout.slots, handle.comm.rank
     # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
     groups = [slots] if handle.orig_params is None else [(slot,) for slot in slots]
@@ -169,7 +169,7 @@ def _below(name: str, path: str) -> str:
 
 
 def _entries(root: nn.Module) -> dict[str, Tensor | None]:
-    """Return what modules save, by plain name: shards, local shards, other tensors; None for extra state."""
+    """Return the saved tensors of modules by plain name: shards, local shards, other tensors; None for extra state."""
     found: dict[str, Tensor | None] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         path = clean_name(path)
@@ -186,9 +186,9 @@ def _entries(root: nn.Module) -> dict[str, Tensor | None]:
 
 
 class LocalLoad:
-    """A load of this rank's shards inside `local`, checked when it is made; nothing is changed until it runs.
+    """A load of this rank's shards inside `local`. Creation only checks the state dict; values change when it runs.
 
-    The keys may be plain or raw names. With `strict`, missing and unexpected ones are refused.
+    The keys may be plain or raw names. With `strict`, missing and unexpected keys raise an error.
     """
 
     def __init__(self, root: nn.Module, members: Sequence[Member], state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -213,7 +213,7 @@ class LocalLoad:
         )
 
     def _renamed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by plain names; those of old versions of FairScale had no number."""
+        """Return the values by plain names; the names in old versions of FairScale had no number."""
         require_mapping(state_dict)
         values: dict[str, Any] = {}
         for key, value in state_dict.items():
@@ -228,7 +228,7 @@ class LocalLoad:
     # --- checks -------------------------------------------------------------------------------------------------
 
     def _other_ranks(self) -> Iterator[str]:
-        """Yield a problem for each unit whose shard says that it is another rank's."""
+        """Yield a problem for each unit with a shard that was saved by another rank."""
         for member in self._members:
             comm, mark = member.unit.comm, shard_mark(self._given, member.path)
             if mark is not None and mark != (comm.rank, comm.world_size):
@@ -267,7 +267,7 @@ class LocalLoad:
                 yield f"{what} {', '.join(map(repr, keys[:_NAMED]))}{', ...' if len(keys) > _NAMED else ''}"
 
     def _is_left_alone(self, key: str) -> bool:
-        """Return True if a module does what it wants with the key, which nobody can foresee."""
+        """Return True if a module handles the key with a custom load method, so that the result is unknown."""
         return any(not path or key.startswith(f"{path}.") for path in self._loads_alone)
 
     def _handle(self, listed: Tensor) -> FlatParamHandle:
@@ -300,7 +300,7 @@ class LocalLoad:
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
-    """Return True if torch would load it, which takes one element for a scalar."""
+    """Return True if torch would load the value; torch accepts a tensor of a single element for a scalar."""
     return is_lazy(own) or value.shape == own.shape or (own.dim() == 0 and value.shape == (1,))
 
 

@@ -1,8 +1,8 @@
-"""A warning about writes to the tensors of a full state dict, which are copies: the model does not see them.
+"""A warning about writes to the tensors of a full state dict. These are copies: the model does not change.
 
 Unsharded models, and those under `fully_shard`, list their own memory in a state dict, so averages of weights and
-partial loads write to it. Of a copy such a write is lost, unless the state dict is saved or loaded elsewhere, which
-nothing can tell. The user is warned when a tensor that was written is dropped and no sharded model has loaded it.
+partial loads write to it. In a copy, such a write is lost unless the state dict is saved or loaded elsewhere, which
+the library cannot detect. The user is warned when a modified tensor is freed and no sharded model has loaded it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class _Copies:
-    """The tensors of one state dict."""
+    """The tensors of a state dict."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -28,7 +28,7 @@ _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def watch_copies(state: Mapping[str, Any], keys: Collection[str], title: str) -> None:
-    """Warn once when a tensor under one of these keys was written in place and is dropped."""
+    """Warn once when a tensor under any of these keys was modified in place and is freed."""
     copies = _Copies(title)
     for key, value in state.items():
         if key in keys and isinstance(value, Tensor) and not (value.is_meta or value.is_inference()):
@@ -38,7 +38,7 @@ def watch_copies(state: Mapping[str, Any], keys: Collection[str], title: str) ->
 
 
 def note_loaded(state: Mapping[str, Any]) -> None:
-    """Warn of no state dict that has a tensor in this one: its values reach a model."""
+    """Suppress the warning for state dicts that share a tensor with `state`, because a model loads its values."""
     for value in state.values():
         copies = _copies.get(value) if isinstance(value, Tensor) else None
         if copies is not None:

@@ -1,11 +1,11 @@
-"""`materialize` gives first values to what has none, unit by unit and module by module.
+"""`materialize` initializes parameters and buffers without values, unit by unit and module by module.
 
-A unit's parameters are shown to its modules as ordinary tensors in fresh memory, with nothing gathered; each module
-initialises what is directly in it; then each rank cuts its shard, and the memory is released before the next unit.
+A unit's modules list its parameters as ordinary tensors in new memory, without a gather; each module initializes the
+tensors directly in it; then each rank copies its shard, and the memory is freed before the next unit.
 
-Modules come children first, as in constructors: a module that changes what its children have drawn (the attention of
-torch zeroes the bias of its projection) has the last word. A tied parameter is initialised once, by the first of its
-modules. Values that are there already are out of reach meanwhile: in their places is memory that is forgotten.
+Children are initialized before their parents, as in constructors, so a module can change the values of its children
+(torch's attention zeroes the bias of its projection). A tied parameter is initialized once, by the first of its
+modules. Existing values are protected: modules list temporary copies in their places.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 @torch.inference_mode(False)  # or the values could not be trained
 @during("fsdp.materialize()")
 def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, seed: int | None = None) -> None:
-    """Give values to everything in a model that has none: what was built on the meta device and not loaded since.
+    """Initialize all parameters and buffers of a model without values, as created on the meta device.
 
-    To be called on every rank, with the same arguments, before the first use; no rank needs another for it. One unit is
-    unsharded at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what
-    is not in a unit is put on the device of the units, or the default device. Parameters and buffers with values,
-    loaded from a file for example, keep them.
+    Call it on every rank, with the same arguments, before the first use; the ranks do not communicate. A single unit
+    is unsharded at a time, on the unit's compute device. The function accepts any tree of modules, with or without
+    units; tensors outside units are created on the device of the units, or on the default device. Parameters and
+    buffers with values, loaded from a file for example, keep them.
 
-    Each module that has parameters or buffers without values *directly* in it is initialised once, children before
-    parents, by ``param_init_fn(module)``, or else by its own ``reset_parameters()`` (or ``_reset_parameters()``, as
-    `nn.MultiheadAttention` names it). It may write in place, or assign new parameters of the same shape.
+    Each module that has parameters or buffers without values *directly* in it is initialized once, children before
+    parents. `param_init_fn` is called with the module; without it, the module's method ``reset_parameters()`` (or
+    ``_reset_parameters()``, as in `nn.MultiheadAttention`). The function may write in place, or assign new parameters
+    of the same shape.
 
     Args:
-        model: the outermost module; also one that is not wrapped at all.
-        param_init_fn: initialises what is directly in the module that it is given. It finds memory there, and need
-            not call ``to_empty``; if it does, with ``recurse=False``.
-        seed: draws the values of each module from torch's generators seeded by this number and the module's plain name
-            in `model`. So they depend neither on the number of ranks, nor on what is wrapped, nor on any order; only on
-            the kind of device. The generators' own states are left as they were. None draws from them as they are,
-            which must be the same on every rank.
+        model: the outermost module; it may be unwrapped.
+        param_init_fn: initializes the tensors directly in the module that it receives. Their memory is allocated, so a
+            call of ``to_empty`` is unnecessary; if it calls it, then with ``recurse=False``.
+        seed: the seed of the values. torch's generators are seeded for each module by this number and the module's
+            plain name in `model`. So values are independent of the number of ranks, of the wrapped modules and of the
+            order; they depend on the type of device. The states of the generators are restored. With None, the values
+            come from the current states, which must be the same on every rank.
 
     Raises:
-        RuntimeError: for a module that cannot initialise itself, or leaves something without values; inside a forward
-            or backward, or `summon_full_params`.
-        ValueError: for a part of a unit, or a new value of another shape.
-        TypeError: if `param_init_fn` cannot be called, or `seed` is no integer.
+        RuntimeError: for a module that has no method to initialize it, or leaves a tensor without values; inside a
+            forward or backward, or `summon_full_params`.
+        ValueError: for a part of a unit, or a new value with another shape.
+        TypeError: if `param_init_fn` is not callable, or `seed` is not an integer.
     """
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed must be an integer or None, got {seed!r}")
@@ -84,7 +85,7 @@ def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
 
 
 class _Materializing:
-    """One call of `materialize`."""
+    """The state of a call of `materialize`."""
 
     def __init__(self, model: nn.Module, param_init_fn: ParamInit | None, seed: int | None) -> None:
         if param_init_fn is not None and not callable(param_init_fn):
@@ -119,7 +120,7 @@ class _Materializing:
                 self._fill_module(module, self._lacks.get(module, []), self._device)
 
     def fill_unit(self, unit: Unit) -> None:
-        """Initialise the modules of a unit, and shard what they have made."""
+        """Initialize the modules of a unit, and shard the values."""
         own, shown = set(own_modules(unit.module)), set(hidden_handles(unit))
         found = {
             module: [lack for lack in lacks if lack.handle is None or lack.handle in shown]
@@ -185,7 +186,7 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
-    """Return the device of what is in no unit: that of the units, or of other values, or where tensors are made."""
+    """Return the device for tensors outside units: of the units, or of other values, or the default device."""
     devices = [unit.device for unit in units]
     devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
@@ -204,7 +205,7 @@ def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
 
 
 def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Uninitialized]:
-    """Yield all that has no values: of what the units took, and of what the modules list."""
+    """Yield all tensors without values: parameters of the units, and tensors that the modules list."""
     for unit in units:
         for handle in unit.owned_handles:
             handle.absorb()  # what users have assigned has values
@@ -288,10 +289,10 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
 
 @contextmanager
 def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> Iterator[None]:
-    """Put copies in the place of values that an initialisation of `module` may find and are not its to change.
+    """Replace values that an initialization of `module` must not change by temporary copies.
 
-    What children were given just now (`below`) it may change, but not what it has in common with another module; nor
-    do the parameters matter that will be forgotten, by their ids (`scratch`).
+    The initialization may change the new values of children (`below`), except tensors shared with another module.
+    Temporary parameters, by their ids (`scratch`), need no protection.
     """
     own = {id(lack.value) for lack in lacks} | set(scratch)
     drawn = {id(lack.value) for lack in below} | own

@@ -20,10 +20,10 @@ def is_first(handle: FlatParamHandle) -> bool:
 
 
 def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
-    """Collective. Return the parameters as modules see them, in the shard's dtype, with memory of their own.
+    """Collective. Return copies of the parameters as modules see them, in the shard's dtype.
 
-    Peers may still be receiving from the shard: `handle.settle` before it is written. If only the first rank needs them
-    (`at_first`), the others get tensors on the meta device.
+    Peers may still be receiving from the shard: call `handle.settle` before writing to it. If only the first rank
+    needs the parameters (`at_first`), the other ranks get tensors on the meta device.
     """
     handle.storage.check(handle.name)
     handle.absorb()
@@ -78,9 +78,10 @@ def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers
 
 
 def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tensor]) -> None:
-    """Collective. Give every rank its shard of the new unsharded values that the first rank has kept already.
+    """Collective. Send every rank its shard of the new unsharded values that the first rank has already stored.
 
-    There, `given` has those of the parameters `slots`, of `DTensor`s the local parts, of any dtype and device.
+    On the first rank, `given` contains the values of the parameters `slots` (local parts of `DTensor`s), of any dtype
+    and device.
     """
     if handle.layout.numel == 0:
         return

@@ -1,11 +1,11 @@
-"""Sharded state dicts: the state of a model with this rank's parts in the place of parameters.
+"""Sharded state dicts: the state of a model with this rank's parts in place of the parameters.
 
-A `TensorPart` is a tensor of which this rank holds a range. `torch.distributed.checkpoint` asks it what is to be
-written where (``torch.distributed._checkpointable``), and it answers with the boxes that make up its range. So nothing
-is gathered, ranks may be more or fewer when it is loaded, and a loader need not know of flat parameters.
+A `TensorPart` is a tensor of which this rank holds a range. `torch.distributed.checkpoint` requests its write items
+(``torch.distributed._checkpointable``), and it returns the boxes that make up its range. So saving needs no gather,
+the number of ranks may differ when the state is loaded, and a loader need not know of flat parameters.
 
-As unsharded parameters are (`state_dict.summon`), the parts are registered in the modules for as long as the state is
-taken or loaded, so that names, order and hooks are those of `nn.Module`. Parameters are not copied.
+The parts are registered in the modules while the state is created or loaded, like unsharded parameters
+(`state_dict.summon`). So names, order and hooks are the same as in `nn.Module`. Parameters are not copied.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ class Held:
     apart: set[str] = field(default_factory=set)  # the keys under which other ranks have a tensor of their own
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
-        """Return a copy with what `change` makes of the elements, in memory of its own."""
+        """Return a copy with the results of `change` for the elements, in separate memory."""
         return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
 
 
 class TensorPart(Tensor):
-    """A tensor of which this rank holds a range only, as `torch.distributed.checkpoint` saves and loads it.
+    """A tensor of which this rank holds only a range, as `torch.distributed.checkpoint` saves and loads it.
 
-    Shape, dtype and device are those of the whole tensor. Saving copies nothing. Loading writes to memory of its own,
-    made when a load is planned, so that what it was taken from stays as it is. It is no tensor to compute with: it can
-    be copied, cast, moved, pickled and staged.
+    Shape, dtype and device are those of the whole tensor. Saving makes no copy. Loading writes to separate memory,
+    allocated when a load is planned, so the source does not change. A part cannot be used in computations: it can be
+    copied, cast, moved, pickled and staged.
     """
 
     part: Part  # which elements it holds
@@ -154,7 +154,7 @@ class TensorPart(Tensor):
 
     @property
     def is_blank(self) -> bool:
-        """It stands for a tensor without values, and nothing was loaded."""
+        """True if the part represents a tensor without values, and no values were loaded."""
         return self._held.is_blank
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -187,7 +187,7 @@ class TensorPart(Tensor):
     # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
-        """Return what is to be written: one item for each box, none on a rank that holds nothing."""
+        """Return the items to be written: an item for each box, and no items on a rank without elements."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -209,7 +209,7 @@ class TensorPart(Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return what is to be loaded, into memory that is its own from now on."""
+        """Return the chunks to be loaded, into separate memory from now on."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         held = self._held
@@ -219,7 +219,7 @@ class TensorPart(Tensor):
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.part.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Return the elements of one box, in its shape; a view."""
+        """Return the elements of a box in its shape, as a view."""
         for box, begin in self.part.boxes:
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return self.local[begin : begin + box.numel].view(box.sizes)
@@ -250,7 +250,7 @@ def _alias(tensor: TensorPart) -> Any:
 
 
 def _like(make: Callable[..., Tensor], *options: str) -> Callable[..., Any]:
-    """Return a function that makes a part of what `make` makes of the elements, with those of these options given."""
+    """Return a function that applies `make` to the elements, with these options, and returns a part."""
 
     def made(tensor: TensorPart, size: Any = None, **how: Any) -> Any:
         if size is not None and torch.Size(size) != tensor.part.shape:
@@ -331,9 +331,9 @@ def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart
 
 
 def _show_blanks(unit: Unit, rank: int, shown: list[Uninitialized]) -> None:
-    """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved.
+    """Allocate memory for buffers and ignored parameters without values; it can be loaded, but not saved.
 
-    Adds to `shown` what the caller takes back afterwards.
+    Appends to `shown` the tensors that the caller removes afterwards.
     """
     for blank in uninitialized_in(own_modules(unit.module)):
         if is_dtensor(blank.value):
@@ -355,9 +355,9 @@ def _require_shards(handle: FlatParamHandle) -> None:
 
 
 def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) -> Any:
-    """Collective the first time. Return the state that `take` finds in modules which show this rank's parts.
+    """Collective the first time. Return the result of `take` while the modules list this rank's parts.
 
-    Tensors that are not sharded are copied, since a load writes to what it is given.
+    Tensors that are not sharded are copied, because a load writes to the tensors of a state dict.
     """
     unfit = ""
     try:
@@ -383,16 +383,16 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
 
 
 def is_apart(unit: Unit, most: int) -> bool:
-    """Return whether others of so many ranks have other parameters under the names of a unit's."""
+    """Return whether other ranks, of `most` in total, have other parameters under this unit's names."""
     # Batch norms that each rank trains for itself are saved as buffers are: those of some rank.
     is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
     return size_of(unit.everyone) < most and not is_own_norm
 
 
 def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any]) -> Any:
-    """Collective. Keep what `load` loads into modules as if they were not sharded, if all ranks could load it.
+    """Collective. Store the values that `load` loads into the modules, if all ranks could load them.
 
-    Otherwise parameters, and whatever else the modules of the units list, are as they were before.
+    Otherwise parameters, and all other tensors of the units' modules, are unchanged.
     """
     everyone, rank = root.everyone, number_among(root.everyone)
     for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
@@ -414,9 +414,9 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
 
 @contextmanager
 def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
-    """Undo what was written to buffers and parameters that are not sharded if the block raises an error.
+    """Restore buffers and parameters that are not sharded if the block raises an error.
 
-    What has no values gets memory, which it keeps if values come.
+    Tensors without values get memory, and keep it if values are loaded.
     """
     modules = (module for unit in units for module in own_modules(unit.module))
     listed = dict.fromkeys(tensor for module in modules for *_, tensor in beside_ours(module))

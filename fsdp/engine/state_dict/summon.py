@@ -1,13 +1,13 @@
-"""Unsharded parameters in the modules' own places: for summoning, for state dicts, and for loading.
+"""Unsharded parameters registered in the modules: for summoning, for state dicts, and for loading.
 
-All three are one thing, an `Exposure`: a unit's parameters are registered in the modules as ordinary parameters, with
-memory of their own or none, so that everything of `nn.Module` (names, hooks, `state_dict`, `_load_from_state_dict`,
-in-place changes) works on them as if nothing was wrapped. Closing it keeps this rank's shards of the values, or forgets
-them. They are not the tensors that the unit computes with, so what a user keeps of them stays valid memory.
+All three use an `Exposure`: a unit's parameters are registered in the modules as ordinary parameters, with separate
+memory or without memory. So all features of `nn.Module` (names, hooks, `state_dict`, `_load_from_state_dict`, in-place
+changes) work as in an unwrapped module. Closing the exposure stores this rank's shards of the values, or discards
+them. The unit computes with other tensors, so the memory of an exposed tensor stays valid if a user keeps it.
 
-Loading is in three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
-`nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
-tell each other the outcome. Then each one stores its shards of the values, or none does.
+Loading has three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` checks keys and shapes and reports errors as usual, and the targets record the values. The
+ranks exchange the outcome. Then all ranks store their shards of the values, or none do.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _StandIn = TypeVar("_StandIn", bound=Tensor)
 
 
 class Exposure:
-    """One unit's modules with ordinary parameters in the place of their sharded ones, until closed.
+    """A unit's modules with ordinary parameters in place of their sharded parameters, until closed.
 
-    They show `tensors` for each handle; None leaves them as they are. With `by_value`, changes are seen that no version
-    counts, as those through ``.data``.
+    The modules list `tensors` for each handle; None leaves them unchanged. With `by_value`, changes without a new
+    version, such as those through ``.data``, are detected too.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Exposure:
             raise
 
     def numbered(self) -> Iterator[tuple[tuple[FlatParamHandle, int], nn.Parameter]]:
-        """Yield the parameters that are shown, each after its handle and its number there."""
+        """Yield the exposed parameters, each after its handle and its number in the handle."""
         for handle, params in self.params.items():
             for slot, param in enumerate(params):
                 yield (handle, slot), param
@@ -82,10 +82,10 @@ class Exposure:
         ]
 
     def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
-        """Have the modules list their shards again, and `keep` this rank's shards of what the parameters are now.
+        """Restore the shards in the modules, and `keep` this rank's shards of the current values.
 
-        If one was removed, replaced under one of its names only, or has another shape, everything else is kept, the
-        unit is usable, and a RuntimeError names it.
+        If a parameter was removed, replaced under only some of its names, or has another shape, a RuntimeError
+        includes its name; all other values are stored, and the unit is usable.
         """
         problems: list[str] = []
         try:
@@ -165,7 +165,7 @@ def unsharded(
 
 
 def keep_value(handle: FlatParamHandle, slot: int) -> None:
-    """Keep what an exposed parameter is now; one that had no values, and got none, goes on having none."""
+    """Store the value of an exposed parameter; a parameter without values that received none stays without values."""
     value = handle.presentation.replacement(slot)
     if slot not in handle.valueless or not is_marked(value):
         handle.values.keep(slot, value)
@@ -173,13 +173,13 @@ def keep_value(handle: FlatParamHandle, slot: int) -> None:
 
 @contextmanager
 def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManager[_Shown]]) -> Iterator[list[_Shown]]:
-    """Enter a context for each of some units, one after the other, and leave them all in the end."""
+    """Enter a context for each unit in turn, and exit all of them at the end."""
     with ExitStack() as stack:
         yield [stack.enter_context(show(unit)) for unit in units]
 
 
 def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
-    """Collective. All ranks get the `values` of what was changed on the first one: of which handle, which parameter."""
+    """Collective. Send all ranks the `values` of the parameters, by handle, that changed on the first rank."""
     for number, handle in enumerate(handles):
         slots = [slot for which, slot in changed if which == number]
         kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
@@ -191,7 +191,7 @@ def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[
 
 
 def beside_ours(module: nn.Module) -> Iterator[Entry]:
-    """Yield what a module lists that is not ours."""
+    """Yield the entries of a module that the library does not manage."""
     entries: dict[str, Any]
     for entries in (module._parameters, module._buffers):
         for name, tensor in entries.items():
@@ -229,10 +229,10 @@ def listed_at(place: ParamInfo) -> nn.Parameter | None:
 
 
 class LoadTarget(nn.Parameter):
-    """A tensor that stands for another one while a state is loaded: it remembers in `source` the value copied into it.
+    """A placeholder for a tensor while a state is loaded: it records in `source` the value copied into it.
 
-    It has no memory. A rank keeps its shard of the value when all ranks could load theirs; so of a file that is mapped
-    into memory, nothing else is ever read.
+    A `LoadTarget` has no memory. A rank stores its shard of the value when all ranks could load their values, so it
+    reads only this shard of a file that is mapped into memory.
     """
 
     source: Tensor | None
@@ -315,7 +315,7 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
 
 
 class _Summoned:
-    """Collective over the unit's ranks and their replicas. An exposure of values and gradients in one of many forms."""
+    """An exposure of values and gradients in a given form. Collective over the unit's ranks and their replicas."""
 
     @during("summon_full_params()")
     def __init__(self, unit: Unit, form: Summoning) -> None:
@@ -345,7 +345,7 @@ class _Summoned:
 
     @during("summon_full_params()")
     def close(self) -> None:
-        """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
+        """Shard the values again; see `Exposure.close`. With ``rank0_only``, all ranks raise the first rank's error."""
         form, exposure = self._form, self._exposure
         self._unit.requests.pop(Summoning, None)
         changed = set(exposure.changed()) if form.keeps_changes else set()
@@ -396,7 +396,7 @@ class _Summoned:
     def _share(
         self, values: Values, grads: Mapping[FlatParamHandle, Sequence[Tensor | None]], problems: Sequence[str]
     ) -> list[str]:
-        """Collective. Give all ranks what the first one has changed, and return what went wrong there."""
+        """Collective. Send the changes of the first rank to all ranks, and return its problems."""
         handles = self._exposure.handles
         changed = [(handles.index(handle), slot) for handle, slot in values]
         have = [[grad is not None for grad in grads[handle]] for handle in handles if self._form.with_grads]
@@ -484,7 +484,7 @@ def _with_gradients(
 
 
 def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> None:
-    """Have this rank's shards of unsharded gradients, in the place of those that it has."""
+    """Replace this rank's gradient shards by its shards of unsharded gradients."""
     handle.zero_grad()
     handle.flat_param.grad = None
     if all(gradient is None for gradient in gradients):

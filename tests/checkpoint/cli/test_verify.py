@@ -25,7 +25,7 @@ def test_a_whole_checkpoint_is_fine(tmp_path: Path, capsys: Captured, word: str)
     said = command(capsys, "verify", place)
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith(f"{place} ({word}) is fine: ")
-    assert ("checksums say" in said.out) is (word != "safetensors")
+    assert ("data matches" in said.out) is (word != "safetensors")
 
 
 def test_what_cannot_be_said_is_not_said(tmp_path: Path, capsys: Captured) -> None:

@@ -333,7 +333,7 @@ def test_missing_and_short_files_are_named_before_anything_is_changed(folder: Pa
     model, before = net(seed=1), net(seed=1).state_dict()
     file = folder / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(ValueError, match=rf"{file} has \d+ bytes, and what is in it ends at \d+"):
+    with pytest.raises(ValueError, match=rf"{file} has \d+ bytes, and its contents end at \d+"):
         fsdp.load(folder, model)
     file.unlink()
     with pytest.raises(ValueError, match=f"{file} is missing"):
@@ -346,7 +346,7 @@ def test_parts_that_share_their_bytes_are_refused(folder: Path) -> None:
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, (folder / "__0_0.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="parts that lie over each other"):
+    with pytest.raises(ValueError, match="overlapping parts"):
         fsdp.load(folder, net())
 
 

@@ -72,7 +72,7 @@ def test_a_file_without_a_state_dict(folder: Path) -> None:
 def test_several_state_dicts(tmp_path: Path) -> None:
     plain = nn.Linear(2, 2).state_dict()
     torch.save({"student": plain, "teacher": plain}, tmp_path / "both.pt")
-    fails(tmp_path / "both.pt", tmp_path / "both.pt", "student, teacher", "save the one that is meant")
+    fails(tmp_path / "both.pt", tmp_path / "both.pt", "student, teacher", "save the right one")
 
 
 def test_a_file_that_is_no_dict(tmp_path: Path) -> None:

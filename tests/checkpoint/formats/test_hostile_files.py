@@ -348,7 +348,7 @@ def test_records_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
     for begin in (size, other - 18):  # both claim more than half of the file
         damaged[begin - 4 : begin + 4] = struct.pack("<II", len(text) - 1500, len(text) - 1500)
     (tmp_path / "x.pt").write_bytes(damaged)
-    with pytest.raises(ValueError, match="lies outside of it, or over each other"):
+    with pytest.raises(ValueError, match="its contents exceed the file, or overlap"):
         open_source(tmp_path / "x.pt")
 
 

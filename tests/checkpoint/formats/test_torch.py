@@ -69,7 +69,7 @@ def test_what_wrappers_add_to_names_is_left_out_and_noted(tmp_path: Path) -> Non
     state = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
     source = opened(tmp_path, {"model": state})
     assert_is_model(source, model)
-    assert any("what wrappers add to names was left out" in note for note in source.notes)
+    assert any("parts of names that wrappers add were removed" in note for note in source.notes)
 
 
 def test_what_is_no_plain_value_is_left_out_and_noted(tmp_path: Path) -> None:
