@@ -15,8 +15,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # in all of them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+import hypothesis
 import pytest
 import torch
+
+# Nothing here is a timed test: an example may take long on a busy machine.
+hypothesis.settings.register_profile("without_deadline", deadline=None)
+hypothesis.settings.load_profile("without_deadline")
 
 pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 

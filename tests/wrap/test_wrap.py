@@ -726,7 +726,7 @@ def reachable(module: nn.Module, without: nn.Module | None = None) -> set[nn.Par
     return set(module.parameters(recurse=False)).union(*(reachable(c, without) for c in module.children()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tangled_models())
 def test_a_unit_takes_exactly_what_can_not_be_reached_without_it(
     model: tuple[list[nn.Module], set[nn.Module]],
