@@ -49,7 +49,7 @@ CONCERNS = {
         "engine/orig_params* engine/changed_shards training/orig_params fully_sharded_data_parallel/copies"
     ),
     "engine/dtensor_params": "fully_shard/local_tensors fully_shard/tensor_parallel fully_shard/state fully_shard/uses",
-    "engine/unsharded_params engine/registration": (
+    "engine/unsharded_params engine/presentation engine/originals engine/assigned_attributes": (
         "engine/flat_param engine/changed_parameters engine/changed_whole training/functional_call engine/units "
         "engine/written_in_forward fully_sharded_data_parallel/copies"
     ),
@@ -57,7 +57,7 @@ CONCERNS = {
         "engine/no_sync engine/gradient_elsewhere engine/precision_gradients training/orig_params "
         "engine/parameter_hooks"
     ),
-    "engine/handle engine/shard_values": (
+    "engine/handle engine/phase engine/passes engine/shard_values": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies engine/state_dict/summon_full_params engine/different_values "
         "engine/offload "
@@ -76,21 +76,23 @@ CONCERNS = {
         "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
         "training/kinds_clip"
     ),
-    "engine/managed_params engine/shard_module engine/foreign_names engine/options": (
+    "engine/managed_params engine/ignored engine/shard_module engine/foreign_names engine/options": (
         "engine/errors engine/ignored* engine/group_by fully_sharded_data_parallel/api fully_shard/errors "
         "fully_sharded_data_parallel/wrapped_again engine/sync_module_states fully_sharded_data_parallel/fsdp1_names "
         "tensor_parallel/errors"
     ),
     "engine/shared_params": "engine/append_shared_param training/kinds_tied fully_shard/uses engine/errors",
     "engine/module_states": "engine/sync_module_states",
-    "engine/verify engine/fingerprints": (
+    "engine/verify engine/first_use engine/checks engine/fingerprints": (
         "engine/errors engine/different_values engine/sync_module_states distributed/starts_together engine/ranks_apart"
     ),
     "engine/same_bits": "engine/same_bits",
     "engine/exact_norm": "engine/exact_norm engine/same_bits",
     "engine/observers": "engine/trace optim_utils/recording engine/nonfinite",
     "engine/precision": "engine/precision*",
-    "engine/offload engine/mapped_files": ("engine/memory engine/offload engine/mapped_files engine/offload_disk*"),
+    "engine/offload engine/storage engine/mapped_files": (
+        "engine/memory engine/offload engine/mapped_files engine/offload_disk*"
+    ),
     "engine/placeholder engine/module_overrides": (
         "engine/placeholder engine/errors engine/changed_dtype training/kinds_frozen fully_shard/errors "
         "fully_sharded_data_parallel/api"
