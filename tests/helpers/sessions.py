@@ -3,10 +3,11 @@
 Ranks that work in step leave cores idle while they wait for each other, and those of another session use them.
 
 The sessions are forked when the tests are collected. Each takes the next file from a pipe, which is filled beforehand,
-when it is about to finish a file, and sends the results of its tests. Large files come first, so that all sessions end
-at about the same time. Tests that mostly wait are not part of their file there: an additional session runs them. The
-session that was started shows each file when it is complete, as if it had run it; so there is a single report, and
-options that concern it keep their meaning.
+when it is about to finish a file, and sends the results of its tests. Files with few tests come first, since each of
+the few may take long; a file with many tests has short ones, so that all sessions end at about the same time. Tests
+that mostly wait are not part of their file there: an additional session runs them. The session that was started shows
+each file when it is complete, as if it had run it; so there is a single report, and options that concern it keep their
+meaning.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _shared_out(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
-    """Return the tests of each file, those that wait apart from the others, and the files with most tests first."""
+    """Return the tests of each file, those that wait apart from the others, and the files with fewest tests first."""
     files: dict[tuple[Path, bool], list[pytest.Item]] = {}
     for item in items:
         files.setdefault((item.path, _waits(item)), []).append(item)
-    return sorted(files.values(), key=len, reverse=True)
+    return sorted(files.values(), key=len)
 
 
 def _waits(item: pytest.Item) -> bool:

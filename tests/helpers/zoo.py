@@ -308,6 +308,11 @@ def names() -> list[str]:
     return [family + head for family, row in FAMILIES.items() for head in row.heads]
 
 
+def heads() -> set[str]:
+    """Classes that share their body with the first one of their family."""
+    return {family + head for family, row in FAMILIES.items() for head in row.heads[1:]}
+
+
 def made(name: str, seed: int = 0) -> Any:
     """A model with random weights, the same for a seed."""
     import transformers

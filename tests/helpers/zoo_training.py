@@ -34,15 +34,20 @@ def assert_trains_as_unsharded(name: str, form: str, *, thorough: bool = True) -
     """Collective. Losses, norms and weights of some steps, a strict load of the full state, and a step after that.
 
     Unless it is thorough, there is only one step before the load, and an optimizer of rows keeps its sharded state.
+    Then another head of a family takes two steps instead.
     """
-    steps = 2 if thorough else 1
+    is_loaded = thorough or name not in zoo.heads()
+    steps = 1 if is_loaded and not thorough else 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the models, about configurations
         plain, model = Trained(zoo.made(name), name), Sharded(name, form)
         for step in range(steps):
             _assert_same_step(plain, model, step)
-        state, of_optimizer = model.state(), model.optimizer_state(whole=thorough)
+        state = model.state()
         assert_close_state(state, plain.model.state_dict(), **ROUNDING)
+        if not is_loaded:
+            return
+        of_optimizer = model.optimizer_state(whole=thorough)
         resumed = Sharded(name, form, seed=1)
         resumed.load(state, of_optimizer, whole=thorough)
         assert_same_state(resumed.state(), state)

@@ -31,13 +31,13 @@ from tests.helpers.owned import (
     under_fully_shard,
     values_of,
 )
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@parametrize_pairs(at_most=6, world_size=[1, 2, 3, 4], form=list(FORMS))
 def test_muon_by_owners_beside_sharded_adamw(ranks: RankPool, world_size: int, form: str) -> None:
     ranks(world_size).run(_train, form)
 
