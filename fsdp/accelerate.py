@@ -212,8 +212,8 @@ class Accelerator(_PlainAccelerator):
             return None, None
         if len(self._models) > 1:
             raise NotImplementedError(
-                f"{method}: one sharded model at a time, and {len(self._models)} models were prepared. Save each by "
-                "fsdp.save, in a folder of its own."
+                f"{method}: only a single sharded model is supported, and {len(self._models)} models were prepared. "
+                "Save each with fsdp.save, in a separate folder."
             )
         return self._models[0], [each.optimizer for each in self._optimizers] or None
 

@@ -170,7 +170,7 @@ class FullyShardedStrategy(DDPStrategy):
         if auto_wrap_policy is None:
             self.min_num_params = _DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params
         elif min_num_params is not None:
-            raise ValueError("min_num_params and auto_wrap_policy both choose the units: give one of them")
+            raise ValueError("min_num_params and auto_wrap_policy both choose the units: pass only one")
         self._policy()  # which checks it
         self.options: dict[str, Any] = options
         self._checkpoints = Checkpoints(self, self._required_wrapper, state_dict_type)
@@ -488,7 +488,7 @@ def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
     for name, param in module.named_parameters(recurse=False):
         raise ValueError(
             f"with manual optimization, {prefix}{name} of shape {list(param.shape)} must lie in a module that "
-            "training_step calls: give it to a module with a forward, such as the one that uses it"
+            "training_step calls: move it to a module with a forward, such as the module that uses it"
         )
     for name, child in module.named_children():
         if isinstance(child, fsdp.FullyShardedDataParallel) or not any(True for _ in child.parameters()):
@@ -539,16 +539,16 @@ def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
         if each not in wrapped.modules and any(True for _ in each.parameters()):
             raise RuntimeError(
                 f"{type(module).__name__} was wrapped for an earlier stage, and {name} is another module now, "
-                "without what was trained. configure_model is called before each stage: return at once if the modules "
-                "are there."
+                "without the trained values. configure_model is called before each stage: return immediately if the "
+                "modules exist."
             )
 
 
 def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
     """Create the strategy's optimizers with `make`, and check that they contain all trainable parameters."""
     hint = (
-        "Make optimizers in configure_optimizers, which is called when the model is wrapped, of self.trainer.model."
-        "parameters(). With use_orig_params=True, the default, self.parameters() and that of its parts do as well."
+        "Create optimizers in configure_optimizers, which is called after wrapping, from self.trainer.model."
+        "parameters(). With use_orig_params=True, the default, parameters() of self and its submodules work too."
     )
     try:
         make()
@@ -572,7 +572,7 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
     for param in wrapper.params if stepped and wrapper.flatten_parameters else ():
         name, is_trained = known.get(id(param), ("", False))
         if is_trained and id(param) not in stepped:
-            raise ValueError(f"no optimizer steps {name}, which has in it what lies outside of inner units. {hint}")
+            raise ValueError(f"no optimizer steps {name}, which contains the parameters outside inner units. {hint}")
 
 
 class Checkpoints:
@@ -789,8 +789,8 @@ def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]
     if len(names) != sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(
             "the checkpoint's optimizer state goes by the numbers of an unsharded model's parameters, and this "
-            "optimizer has flat ones. Load it with FullyShardedStrategy(use_orig_params=True), the default, and save "
-            "it anew: then it goes by names."
+            "optimizer has flat parameters. Load it with FullyShardedStrategy(use_orig_params=True), the default, and "
+            "save it again: the new state contains names."
         )
     return names
 

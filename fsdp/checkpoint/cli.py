@@ -50,18 +50,18 @@ _EPILOG = (
 _INSPECT = "show the contents of a checkpoint: tensors, the optimizer's groups and state, values"
 _VERIFY = (
     "read a whole checkpoint, and list all damaged parts\n"
-    "Ours, and what torch has written, is compared with checksums. Of safetensors files, which have none, headers and "
-    "sizes are."
+    "Checkpoints of fsdp and files of torch are compared with their checksums. safetensors files have no checksums: "
+    "only headers and sizes are compared."
 )
 _CONVERT = (
     "write a checkpoint in another format\n"
-    "Tensors go through memory a few MiB at a time; for dcp, one tensor at a time. The target is written beside its "
-    "place (NAME.converting, for fsdp NAME.saving), synced, and moved there when it is complete: an error or an "
-    "interrupt leaves nothing. So there must be room for it, besides one that it replaces."
+    "Tensors are read into memory a few MiB at a time; for dcp, a tensor at a time. The target is written to a "
+    "temporary name (NAME.converting, for fsdp NAME.saving), synced, and renamed when it is complete; an error or an "
+    "interrupt deletes it. The disk must have space for the new target in addition to a target that it replaces."
 )
 _DIAGNOSE = (
-    "merge what the ranks of a job have reported into one page, the first cause on top\n"
-    "Ranks write reports where fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS says."
+    "merge the reports of all ranks of a job into a single page, with the first cause at the top\n"
+    "Ranks write reports to the folder of fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS."
 )
 _NO_LOCAL_STATE = (
     "local state dicts of FSDP1 are not read: load them with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or "
@@ -134,7 +134,7 @@ class _Removed(argparse.Action):
 
 
 def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentParser:
-    about_all = "Checkpoints of fsdp, and of others; what training takes."
+    about_all = "Inspect, verify and convert checkpoints, plan the memory of a training, and merge reports."
     parser = argparse.ArgumentParser(prog="fsdp", description=about_all, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -185,8 +185,8 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         type=_pair,
         default=[],
         metavar="NAME=OTHER",
-        help="for torch, dcp and safetensors: write the model's tensor OTHER as NAME too: plain models expect all "
-        "names of tied parameters, and ours have one",
+        help="for torch, dcp and safetensors: write the model's tensor OTHER as NAME too, because plain models expect "
+        "all names of tied parameters, and sharded models save a single name",
     )
     command.add_argument(
         "--by-number",
@@ -208,13 +208,13 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--param-order",
         metavar="FILE",
-        help="for an optimizer whose parameters go by numbers: their names, a line each, in the order that it was "
-        "given them (that of model.named_parameters(), if there is one group). For fairscale, the keys of the shards",
+        help="for an optimizer with numbered parameters: a file with their names, a line each, in the order of the "
+        "optimizer (with a single group, the order of model.named_parameters()). For fairscale, the keys of the shards",
     )
     group.add_argument(
         "--optimizer-files",
         metavar="PATH",
-        help="for fairscale and fsdp1: files of the optimizer's state, if they are others than those of the weights",
+        help="for fairscale and fsdp1: files of the optimizer's state, if they are separate from the weights",
     )
     command.add_argument("--like", action=_Removed, const=_NO_LOCAL_STATE, help=argparse.SUPPRESS)
 

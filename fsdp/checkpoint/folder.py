@@ -161,15 +161,15 @@ class Destination:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         if not self._lock.take():
             raise RuntimeError(
-                f"another save to {self.path} is running, by {self._lock.holder}. Give each job a folder of its "
-                "own, and start a job again when all processes of the last one have ended"
+                f"another save to {self.path} is running, by {self._lock.holder}. Use a separate folder for "
+                "each job, and restart a job only after all of its processes have ended"
             )
         self._put_in_order()
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
-            raise NotADirectoryError(f"{self.path} is a file: a checkpoint is a folder, and needs a path of its own")
+            raise NotADirectoryError(f"{self.path} is a file: a checkpoint is a folder, and needs a separate path")
         if os.path.isdir(self.path) and os.listdir(self.path) and not _is_complete(self.path):
             raise FileExistsError(
-                f"{self.path} has files in it and is no checkpoint: save to a new folder, or to that of a checkpoint"
+                f"{self.path} has files in it and is no checkpoint: save to a new folder, or to an existing checkpoint"
             )
         os.makedirs(self.folder)
         self._token = uuid.uuid4().hex.encode()
@@ -204,8 +204,8 @@ class Destination:
         if not self._token or self.token != self._token:
             self._token = b""
             raise RuntimeError(
-                f"{self.folder} is not as this save has made it: another process saves to the same place. Give each "
-                "job a folder of its own, and start a job again when all processes of the last one have ended"
+                f"{self.folder} is not as this save has made it: another process saves to the same place. Use a "
+                "separate folder for each job, and restart a job only after all of its processes have ended"
             )
         for entry in os.scandir(self.path) if os.path.isdir(self.path) else ():
             if not _OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer

@@ -69,7 +69,7 @@ def _check_python(state: Any) -> None:
     if version == 3 and not (len(words) == _WORDS + 1 and 1 <= words[-1] <= _WORDS):
         raise ValueError(f"it has {len(words)} numbers, of which the last one is its position")
     if not (gauss is None or isinstance(gauss, float)):
-        raise ValueError("what it keeps for the next call is no number")
+        raise ValueError("its value for the next call is not a number")
     random.Random().setstate(state)
 
 
@@ -82,7 +82,7 @@ def _check_numpy(state: Any) -> None:
     if type(position) is not int or not 0 <= position <= _WORDS:
         raise ValueError(f"its position is {position!r}, and must be 0 to {_WORDS}")
     if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
-        raise ValueError("what it keeps for the next call is no number")
+        raise ValueError("its value for the next call is not a number")
 
 
 def _check_torch(state: Any) -> None:

@@ -260,9 +260,8 @@ def _what_is_there(path: str) -> str:
     places = steps(path)
     if places:
         numbers = ", ".join(map(str, places))
-        return (
-            f"it is a folder of those of steps {numbers}. fsdp.checkpoint.newest gives the last, {places[max(places)]}"
-        )
+        last = places[max(places)]
+        return f"it contains the checkpoints of steps {numbers}. fsdp.checkpoint.newest returns the last, {last}"
     if not os.path.lexists(path):
         return "there is nothing"
     if not os.path.isdir(path):

@@ -295,8 +295,8 @@ def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
     """Return the ranks that save a checkpoint together; of a model without units, all ranks."""
     if len(everyone) > 1:
         raise RuntimeError(
-            "cannot save a checkpoint: units of this model that lie in no other one are spread over different ranks. "
-            "Wrap the outermost module, with a process_group of all of them."
+            "cannot save a checkpoint: the outermost units of this model are spread over different ranks. "
+            "Wrap the outermost module, with a process_group of all these ranks."
         )
     if everyone:
         return everyone[0]
@@ -325,8 +325,8 @@ def require_one_model(model: nn.Module, units: Sequence[Unit]) -> None:
         is_spread = all(is_on_many_ranks(handle.flat_param.parts) for handle in unit.owned_handles)
         if is_apart(unit, most) and not is_spread:
             raise RuntimeError(
-                f"cannot save a checkpoint: {unit.name} has a process group of its own, so that ranks outside of it "
-                "have other values under the same names. Save it by itself, once for each group, to a folder for each."
+                f"cannot save a checkpoint: {unit.name} has a separate process group, so that ranks outside of it "
+                "have other values under the same names. Save it separately for each group, each to a separate folder."
             )
 
 
@@ -345,8 +345,8 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
     if len(set(reached)) < len(reached) or any(other != reached for other, _ in told):
         names = next((names for _, names in told if names), "its parameters are")
         raise NotImplementedError(
-            f"cannot save a checkpoint: {names} spread over meshes that overlap in part, of which neither lies in the "
-            "other. Take all meshes from one init_device_mesh, or save the model's state_dict() with "
+            f"cannot save a checkpoint: {names} spread over meshes that overlap in part, of which neither contains the "
+            "other. Create all meshes with a single init_device_mesh, or save the model's state_dict() with "
             "torch.distributed.checkpoint."
         )
     before = set().union(*(others for _, others in heard[: number_among(ranks)]))

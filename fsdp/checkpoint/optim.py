@@ -58,7 +58,7 @@ class Optimizers:
         is_list = isinstance(given, (list, tuple))
         self._all: Sequence[Any] = given if is_list else [given]
         if not self._all:
-            raise ValueError("an empty list of optimizers: give None to leave out what there is of one")
+            raise ValueError("an empty list of optimizers: pass None to exclude the optimizer's state")
         self._by_param: dict[nn.Parameter, Any] = {}
         for number, optimizer in enumerate(self._all):
             if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):

@@ -462,7 +462,7 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     Multiple files are followed by an index.
     """
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
-        raise ValueError(f"two tensors have the name {twice[0]}: a file can hold one of them")
+        raise ValueError(f"two tensors have the name {twice[0]}: a file can contain only one of them")
     for entry in entries:
         if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")

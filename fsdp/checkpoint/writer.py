@@ -110,7 +110,7 @@ class Place:
         _require_number("step", self.step)
         _require_number("keep", self.keep)
         if not os.fspath(self.path):
-            raise ValueError("path is empty: a checkpoint is a folder of its own")
+            raise ValueError("path is empty: a checkpoint is a folder")
         if self.step is not None and self.step < 0:
             raise ValueError(f"step must be 0 or more, got {self.step}")
         if self.keep is not None and (self.step is None or self.keep < 1):

@@ -92,7 +92,7 @@ def by_stored_names(full: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _OTHER_NUMBERS = (
     "This state goes by numbers without names, which count the parameters wrapper by wrapper: wrap the same modules as "
-    "when it was saved; or give it names, with a model that is wrapped as it was then "
+    "when it was saved; or convert it to names, with a model that is wrapped in the same way "
     "(fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names'))."
 )
 _OTHER_MODEL = (
@@ -108,8 +108,8 @@ def given(params: Parameters, full: Any) -> Given:
     by_names = _goes_by_names(full)
     if not by_names and "param_id_map" not in full and any(True for _ in _keys_in(full)):
         raise ValueError(
-            "this optimizer state goes by numbers and has no 'param_id_map': it is not of a wrapped model, and its "
-            "numbers may mean other parameters. Give it names first, with the model that it is of: "
+            "this optimizer state goes by numbers and has no 'param_id_map': it was not saved from a wrapped model, "
+            "and its numbers may refer to other parameters. Convert it to names first, with the model of the state: "
             "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')."
         )
     if not by_names and "param_id_map" in full and len(full["param_id_map"]) not in (len(params.by_number), 0):

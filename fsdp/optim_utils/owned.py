@@ -146,8 +146,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Raise NotImplementedError once the optimizer is made: owners are chosen for all groups together."""
         if self._is_ready:
             raise NotImplementedError(
-                "an OwnedOptimizer gets no more groups: owners are chosen for all of them together. Make another one "
-                "with all groups, and load the state of this one into it "
+                "an OwnedOptimizer gets no more groups: owners are chosen for all groups together. Create another "
+                "optimizer with all groups, and load this optimizer's state into it "
                 "(fsdp.optim_utils.full_optim_state_dict, load_full_optim_state_dict)."
             )
         super().add_param_group(param_group)
@@ -216,8 +216,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
             raise failure
         if failed:
             raise OtherRankError(
-                f"rank {own_rank()}: rank {failed[0]} has raised an error when it stepped parameters that it owns, so "
-                "that they have no new values; what happened is told there"
+                f"rank {own_rank()}: rank {failed[0]} has raised an error in the step of the parameters that it owns, "
+                "so these have no new values; see the error of that rank"
             )
 
     def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> Exception | None:
@@ -301,9 +301,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for member, state in states.items():
             if not member.stepped.is_here and any(map(_has_elements, (state or {}).values())):
                 raise ValueError(
-                    f"OwnedOptimizer.load_state_dict: the state has something of {member.name}, which another rank "
-                    f"owns (rank {member.stepped.owner} of those that share it): it is another rank's, or that of a "
-                    f"model that was wrapped otherwise, or shards that no owner can use. {_FULL}"
+                    f"OwnedOptimizer.load_state_dict: the state has values of {member.name}, which another rank "
+                    f"owns (rank {member.stepped.owner} of the ranks that share it): the state belongs to another rank "
+                    f"or to a model with other wrappers, or consists of shards that no owner can use. {_FULL}"
                 )
         signature = signature_of(state_dict)
         refuse_shards_of_others(self, signature)
@@ -626,18 +626,18 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
         make = group.get("optimizer")
         if not callable(make):
             raise TypeError(
-                f"group {number} needs under 'optimizer' a class of optimizers, or a function that makes one of a list "
-                f"of parameters; got {make!r}"
+                f"group {number} needs under 'optimizer' a class of optimizers, or a function that creates an "
+                f"optimizer from a list of parameters; got {make!r}"
             )
         if _needs_closure(make):
             raise NotImplementedError(
-                f"{make.__name__}.step() needs a closure, which it may call many times and whose loss it follows over "
-                "all parameters together: that cannot be divided among owners. Use it on an unsharded model."
+                f"{make.__name__}.step() needs a closure, which it may call many times to search over all parameters "
+                "together: this search cannot be divided among owners. Use it on an unsharded model."
             )
         if reason := impossible(getattr(make, "__name__", "")):
             raise NotImplementedError(f"{make.__name__} {reason}. Use it on an unsharded model.")
     if sum("params" not in group for group in given) > 1:
-        raise ValueError("'params' may be left out of one group, which gets all that is in no other; of two it is")
+        raise ValueError("only one group may omit 'params' (it gets all parameters of no other group), but several do")
     return [dict(group) for group in given]
 
 
@@ -654,7 +654,7 @@ def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) ->
     for number, group in enumerate(given):
         for place in _chosen(params, every, number, group["params"]) if "params" in group else ():
             if group_of.setdefault(place, number) != number:
-                raise ValueError(f"{place[1].name} is in groups {group_of[place]} and {number}: give it to one of them")
+                raise ValueError(f"{place[1].name} is in groups {group_of[place]} and {number}: keep it in only one")
     rest = next((number for number, group in enumerate(given) if "params" not in group), None)
     left = [place for place in every if place not in group_of]
     if rest is not None:
@@ -662,8 +662,8 @@ def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) ->
     elif unwanted := [original.name for one, original in left if one.param.requires_grad]:
         shown = ", ".join(unwanted[:5]) + (f" and {len(unwanted) - 5} more" if len(unwanted) > 5 else "")
         raise ValueError(
-            f"no group has {shown}: leave 'params' out of the group that is to have the rest, or freeze what is not to "
-            "be trained (requires_grad_(False))"
+            f"no group has {shown}: omit 'params' in the group for all other parameters, or freeze parameters that are "
+            "not trained (requires_grad_(False))"
         )
     for one, original in every:
         first = one.originals[0]
@@ -672,7 +672,7 @@ def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) ->
             where = ["in no group" if number is None else f"in group {number}" for number in numbers]
             raise ValueError(
                 f"{first.name} is {where[0]} and {original.name} {where[1]}; the two are in one flat parameter. "
-                f"{APART} Or give group_by, so that each group has flat parameters of its own."
+                f"{APART} Or pass group_by, so that each group has separate flat parameters."
             )
     found = [[place for place in every if group_of.get(place) == number] for number in range(len(given))]
     for number, members in enumerate(found):
@@ -689,8 +689,8 @@ def _chosen(params: Parameters, every: Sequence[Place], number: int, chosen: Any
         if isinstance(each, str):
             if each not in params.by_name:
                 raise ValueError(
-                    f"group {number} has a parameter {each!r}, and the model has none of that name. Names are those of "
-                    "the unsharded module."
+                    f"group {number} has a parameter {each!r}, and the model has no parameter of this name. Names "
+                    "must be names of the unsharded module."
                 )
             found.append(params.by_name[each])
         else:

@@ -222,8 +222,8 @@ def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]
                 other = before.get(one) or lacking[0]
                 raise ValueError(
                     f"the optimizer state has {first.name} in parameter group {number} and {other.name} not in it; the "
-                    f"two are in one flat parameter. {APART} Or give group_by, so that each group has flat parameters "
-                    "of its own."
+                    f"two are in one flat parameter. {APART} Or pass group_by, so that each group has separate flat "
+                    "parameters."
                 )
             before[one] = first
         groups.append((options, list(present)))
@@ -240,7 +240,7 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
     if strangers:
         problems.append(f"the optimizer state has something of {strangers[0]}, and the optimizer has not")
     if problems:
-        raise ValueError(f"{problems[0]}. Make the optimizer with the parameters and groups of the one that was saved.")
+        raise ValueError(f"{problems[0]}. Create the optimizer with the saved parameters and groups.")
     options = [{} if number is None else full.groups[number][0] for number in numbers]
     return list(zip(options, held, strict=True))
 
@@ -497,8 +497,8 @@ def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[Opti
             for key, value in state.items():
                 if type(value) is not Tensor and not (value is None or isinstance(value, (int, float, complex))):
                     raise ValueError(
-                        f"the optimizer's state '{key}' of {original.name} is a {type(value).__name__}: what is "
-                        f"neither a plain tensor nor a number cannot be sharded. {_ANEW}"
+                        f"the optimizer's state '{key}' of {original.name} is a {type(value).__name__}: only "
+                        f"plain tensors and numbers can be sharded. {_ANEW}"
                     )
             of_each[original] = kinds_of(
                 original.name, state, one.local_shape(original), has_elements=has_elements, remedy=_ANEW

@@ -312,9 +312,9 @@ def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
         for (_, at), (kind, _) in pairwise(path):
             inside = inside.setdefault(at, _Steps(kind))
             if not isinstance(inside, _Steps) or inside.kind is not kind:
-                raise ValueError(f"a key {key[:100]!r} of an optimizer's state does not go with others of it")
+                raise ValueError(f"a key {key[:100]!r} of an optimizer's state contradicts another key")
         if path[-1][1] in inside:
-            raise ValueError(f"a key {key[:100]!r} of an optimizer's state does not go with others of it")
+            raise ValueError(f"a key {key[:100]!r} of an optimizer's state contradicts another key")
         inside[path[-1][1]] = value
     return {key: _built(value) for key, value in found.items()}
 
@@ -330,7 +330,7 @@ def _steps_in(key: str, text: str) -> Iterator[tuple[type, Any]]:
         except (SyntaxError, ValueError, MemoryError, RecursionError, TypeError):
             read = None
         if type(read) not in (str, int):
-            raise ValueError(f"a key {key[:100]!r} of an optimizer's state has what is no name or number in braces")
+            raise ValueError(f"a key {key[:100]!r} of an optimizer's state has braces without a name or number")
         yield dict, read
 
 
@@ -404,8 +404,8 @@ ELEMENTWISE = (
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
     """Return the message for a tensor that has none of the kinds."""
     return (
-        f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: what is neither of the "
-        f"parameter's shape nor a number cannot be sharded or put together. {remedy}"
+        f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: only tensors of the "
+        f"parameter's shape and numbers can be sharded or combined. {remedy}"
     )
 
 
@@ -502,9 +502,9 @@ def own_kinds(
         for key, value in state.items() if isinstance(one, SteppedParam) else ():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
                 raise NotImplementedError(
-                    f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a tensor class of its "
-                    f"own, which neither files nor full states hold. Save optimizer.state_dict() on every rank, and "
-                    "load it there with as many ranks."
+                    f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a subclass of "
+                    f"Tensor, which neither files nor full states support. Save optimizer.state_dict() on every rank, "
+                    "and load it with the same number of ranks."
                 )
         kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it", is_owned=one.is_owned)
         if one.handle is not None:
@@ -560,8 +560,8 @@ def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
     for rank, others in enumerate(names):
         if others != names[0]:
             raise ValueError(
-                f"the optimizer of rank {rank} has other parameters than that of rank 0, or in another order: make the "
-                "same optimizer on every rank"
+                f"the optimizer of rank {rank} has other parameters than the optimizer of rank 0, or another order: "
+                "create the same optimizer on every rank"
             )
     return [
         SharedKinds(name, [own.kinds for own in each], [rank for rank, own in enumerate(each) if own.is_on])

@@ -463,10 +463,10 @@ class TreeCopy:
         if original.is_nested or is_wrapper(original):
             raise TypeError(
                 f"{self._where()}: {by_class(original)} keeps its values in an inaccessible place. A class that wraps "
-                "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
+                "tensors needs __tensor_flatten__ and __tensor_unflatten__, or its own __reduce_ex__."
             )
         if missing := missing_memory(original):
-            raise RuntimeError(f"{self._where()}: {missing}. Stage what state_dict() returns.")
+            raise RuntimeError(f"{self._where()}: {missing}. Stage the result of state_dict().")
 
     def _sparse(self, original: Tensor) -> Tensor:
         if original.layout == torch.sparse_coo:

@@ -527,7 +527,7 @@ def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str,
         key = spelled(path)
         if key in mapping:
             raise ValueError(
-                f"two values would have the key {key!r}: those at {mapping[key]} and at {path}. Rename one of them."
+                f"two values would have the key {key!r}: the values at {mapping[key]} and at {path}. Rename one."
             )
         flat[key], mapping[key] = leaf, path
     return flat, mapping

@@ -58,7 +58,7 @@ def check_streams(device: str | None = "cuda") -> Iterator[StreamOrder]:
             precedence.
     """
     if not _one_at_a_time.acquire(blocking=False):
-        raise RuntimeError("check_streams() inside of another one: check the whole of it at once")
+        raise RuntimeError("check_streams() inside another check_streams(): remove one of them")
     order = StreamOrder()
     try:
         found = devices.accelerator()

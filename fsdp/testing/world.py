@@ -97,7 +97,7 @@ class World:
         """
         if not _one_runs.acquire(blocking=False):
             by = "" if _here.rank is None else f", which is called by rank {_here.rank} of it"
-            raise RuntimeError(f"a world runs in this process, and there is no room for another one{by}")
+            raise RuntimeError(f"a world runs in this process, and a second world cannot run{by}")
         run = _Run(self.world_size, self._seed, self._late, self._faults, self._timeout)
         try:
             return run.call(body, args, kwargs)

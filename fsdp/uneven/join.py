@@ -155,8 +155,8 @@ class Joining:
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
-                "fsdp.join: optimizer.step(closure) runs forwards of its own, which ranks that have finished do not "
-                "know about. Call backward before, and step() without a closure."
+                "fsdp.join: optimizer.step(closure) runs additional forwards, which ranks that have finished do not "
+                "join. Call backward first, and then step() without a closure."
             )
         if self.tell(Kind.STEP, number):
             self._share_options(pickle.dumps(_options(optimizer)))

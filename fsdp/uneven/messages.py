@@ -111,6 +111,6 @@ class Talk:
                 raise RuntimeError(
                     f"the ranks of the model run different things: rank {first} is at {self._describe(event)} and rank "
                     f"{rank} at {self._describe(other)}. Every rank must call fsdp.cond for the same modules in the "
-                    "same order, inside of the same others."
+                    "same order, inside the same outer modules."
                 )
         return max((one for _, one in events if one.topic == event.topic), key=lambda one: one.argument)

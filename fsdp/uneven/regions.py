@@ -88,7 +88,7 @@ def _runtime_of(module: nn.Module) -> Runtime:
         return runtime
     raise ValueError(
         f"fsdp.cond: {type(module).__name__} has no wrapped modules, and no wrapped model is running: call it inside "
-        "of the forward of the outermost FullyShardedDataParallel"
+        "the forward of the outermost FullyShardedDataParallel"
     )
 
 
@@ -197,8 +197,8 @@ class Directory:
             self._numbers = {found: number for number, (_, found) in enumerate(self._modules)}
         if module not in self._numbers:
             raise ValueError(
-                f"fsdp.cond: this {type(module).__name__} is not inside of {self._root.name}, so other ranks cannot be "
-                "told which it is. Give a module of the wrapped model."
+                f"fsdp.cond: this {type(module).__name__} is not inside {self._root.name}, so other ranks cannot "
+                "identify it. Pass a module of the wrapped model."
             )
         return self._numbers[module]
 
@@ -405,7 +405,7 @@ class Visits(Participation):
             if place.visit not in self._owed:
                 raise RuntimeError(
                     f"{call.unit.name}: backward comes a second time, or after a later forward, through a module that "
-                    "only some ranks ran with fsdp.cond or in fsdp.join; the others no longer wait for it. Run one "
+                    "only some ranks ran with fsdp.cond or in fsdp.join; other ranks no longer wait for it. Run one "
                     "backward after each forward."
                 )
             place.visit.reached.add(call)

@@ -202,7 +202,7 @@ def _save_with_own_group(path: Path) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     inner = FullyShardedDataParallel(nn.Linear(3, 3), groups[dist.get_rank() // 2])
     model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(3, 3)))
-    with pytest.raises(RuntimeError, match="Linear has a process group of its own"):
+    with pytest.raises(RuntimeError, match="Linear has a separate process group"):
         fsdp.save(path, model)
 
 
@@ -397,7 +397,7 @@ def test_a_path_that_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "steps" / "step-00000003" / "checkpoint.json").rename(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     for name, message in {
-        "steps": r"it is a folder of those of steps 12\. fsdp.checkpoint.newest gives the last, .*step-00000012",
+        "steps": r"it contains the checkpoints of steps 12\. fsdp.checkpoint.newest returns the last, .*step-00000012",
         "steps/step-00000003": r"there is no checkpoint.json in it\. fsdp.load_safetensors loads a model's tensors",
         "empty": r"there is no checkpoint.json in it$",
         "file": "it is a file",

@@ -166,6 +166,6 @@ def test_meshes_that_cross_are_named(ranks: RankPool, tmp_path: Path, make: Call
 
 def _refuse(folder: Path, make: Callable[[int], nn.Module]) -> None:
     one, other = (rf"{name} \(over ranks \[(\d, )+\d\]\)" for name in (r"0\.weight", r"1\.weight"))
-    with pytest.raises(NotImplementedError, match=f"{one} and {other} .* Take all meshes from one init_device_mesh"):
+    with pytest.raises(NotImplementedError, match=f"{one} and {other} .* Create all meshes with a single init"):
         fsdp.save(folder, make(1))
     assert not folder.exists()

@@ -284,7 +284,7 @@ FAULTS = {
             program=SAVE,
             rank="",
             unit=r"another save to .*saved is running, by process \d+ on \w+",
-            remedy="a folder of its own",
+            remedy="a separate folder",
             after="kept train",
         ),
         Fault(

@@ -120,7 +120,7 @@ def _build_twice() -> None:
 
     module = Careless()
     trainer = lit.fitted(module, lit.trainer())
-    with pytest.raises(RuntimeError, match=r"head is another module now.*return at once"), lit.quiet():
+    with pytest.raises(RuntimeError, match=r"head is another module now.*return immediately"), lit.quiet():
         trainer.validate(module, lit.batches(), verbose=False)
 
 

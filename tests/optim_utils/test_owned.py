@@ -387,9 +387,9 @@ def _mistakes(folder: Path) -> None:
         },
     )
     refuse(ValueError, "no group has scale, entry.weight", {"params": is_matrix, "optimizer": muon})
-    refuse(ValueError, "none of that name", {"params": ["blocks.7"], "optimizer": adamw})
+    refuse(ValueError, "no parameter of this name", {"params": ["blocks.7"], "optimizer": adamw})
     refuse(ValueError, "not of this model", {"params": talk(FORMS["orig_params"]).parameters(), "optimizer": adamw})
-    refuse(ValueError, "left out of one group", {"optimizer": adamw}, {"optimizer": adamw})
+    refuse(ValueError, "only one group may omit", {"optimizer": adamw}, {"optimizer": adamw})
     refuse(
         ValueError,
         "group 1 of the OwnedOptimizer has no parameters",
@@ -430,7 +430,7 @@ def _differ() -> None:
     with pytest.raises(RuntimeError, match="different groups in an OwnedOptimizer"):
         owned(model, [{"optimizer": torch.optim.AdamW, "cost": cost}])
     only_here = [{"optimizer": torch.optim.AdamW, "params": ["typo"] if dist.get_rank() else list(PARAMETERS)}]
-    with pytest.raises((ValueError, RuntimeError), match="none of that name"):
+    with pytest.raises((ValueError, RuntimeError), match="no parameter of this name"):
         owned(model, only_here)
 
 

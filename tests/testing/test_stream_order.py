@@ -460,7 +460,7 @@ def test_devices_are_entered_after_the_check_as_before_it() -> None:
 
 def test_one_at_a_time() -> None:
     with check_streams():
-        with pytest.raises(RuntimeError, match="inside of another one"):
+        with pytest.raises(RuntimeError, match=r"inside another check_streams\(\)"):
             check_streams().__enter__()
         assert torch.cuda.is_available()
     assert not torch.cuda.is_available()

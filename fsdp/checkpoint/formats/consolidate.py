@@ -116,9 +116,9 @@ class Shard:
     def get(self, key: str) -> Any:
         if key not in self.keys:
             raise ValueError(
-                f"{self.title}: {key!r} is missing in its weights, and its metadata name it. Is the file of "
-                "another model, or cut short? (strict=False leaves out what rank 0 does not have; so also buffers with "
-                "persistent=False, which FairScale names and does not save.)"
+                f"{self.title}: {key!r} is missing in its weights, although its metadata contain it. The "
+                "file belongs to another model or is truncated. strict=False skips names that rank 0 does not have, "
+                "such as buffers with persistent=False, which FairScale lists but does not save."
             )
         return self.weights[self.keys[key]]
 
@@ -190,7 +190,7 @@ class Backing:
             if padding:
                 raise ValueError(
                     f"{shard.title}: {self.key!r} ends with {padding} elements of padding, and {after.title} "
-                    "goes on after it. Give the ranks in order, each with its own metadata."
+                    "goes on after it. Pass the ranks in order, each with its own metadata."
                 )
         marks = [
             (shard.title, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None
@@ -199,7 +199,7 @@ class Backing:
             if following != (mark[0] + 1, mark[1]):
                 raise ValueError(
                     f"{self.key!r}: what was given as {next_title} is shard {following[0]} of {following[1]}, "
-                    f"after shard {mark[0]} of {mark[1]} of {title}. Give all shards of one saving, in order."
+                    f"after shard {mark[0]} of {mark[1]} of {title}. Pass all shards of the same save, in order."
                 )
 
     def _check_size(self, shards: Sequence[Shard]) -> None:
@@ -212,10 +212,10 @@ class Backing:
             f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "
             f"metadata say {wanted} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). "
             + (
-                "A rank's shard is missing, or a file is cut short: give those of all ranks."
+                "A rank's shard is missing, or a file is truncated: pass the complete files of all ranks."
                 if found < wanted
                 else "Weights and metadata are of different models, or a unit was sharded over fewer ranks than its "
-                "root: then give the ranks of its first group only."
+                "root: then pass only the ranks of its first group."
             )
         )
 

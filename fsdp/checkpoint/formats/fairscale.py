@@ -62,9 +62,9 @@ def _shard_in(file: TorchArchive) -> tuple[Shard, tuple[str, str]]:
     if len(described) != 1:
         raise ValueError(
             f"{file} has {'no metadata' if not described else 'several metadata: ' + ', '.join(described)} of shards "
-            "(local_metadata_dict(): param_metadata and buffer_names), without which nobody can tell what is in a flat "
-            f"parameter. It has {', '.join(map(str, list(file.content)[:8]))}. Weights and metadata of a rank are to "
-            "be in one file."
+            "(local_metadata_dict(): param_metadata and buffer_names), which describe the contents of flat parameters. "
+            f"It has {', '.join(map(str, list(file.content)[:8]))}. Weights and metadata of a rank must be in the same "
+            "file."
         )
     ((key, metadata),) = described.items()
     weights = [other for other, value in file.content.items() if other != key and _fits(value, metadata)]
@@ -170,7 +170,7 @@ def _keys_by_number(
     if len(keys) != len(numbers) or (len(groups) > 1 and not order and not named):
         raise ValueError(
             f"{saved[0]} has {len(numbers)} parameters in {len(groups)} group(s), and {shard.title} has {len(listed)} "
-            f"shards ({', '.join(listed[:4])}{', ...' if len(listed) > 4 else ''}): nothing says which is which. Give "
+            f"shards ({', '.join(listed[:4])}{', ...' if len(listed) > 4 else ''}): nothing says which is which. Pass "
             "a file with the shards' keys in the order of the optimizer's numbers (--param-order)"
         )
     return dict(zip(numbers, keys, strict=True))
@@ -210,7 +210,7 @@ def _piece(backing: Backing, key: str, rank: int, value: Any, holders: Sequence[
         found = list(value.shape) if is_tensor(value) else type(value).__name__
         raise ValueError(
             f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, and the shard in {shard.title} has "
-            f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all "
-            "keys are so, the order of parameters is another one (--param-order)."
+            f"shape [{sizes[0]}]: only tensors of the shard's shape and numbers can be combined. If all keys "
+            "are affected, the order of parameters differs (--param-order)."
         )
     return Piece.of(value, backing.pieces[rank].numel)

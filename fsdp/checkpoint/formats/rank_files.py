@@ -167,7 +167,7 @@ class RankFiles:
     def __init__(self, path: Paths, choices: Choices) -> None:
         self.title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
         if choices.model_key is not None or choices.optimizer_key is not None:
-            raise ValueError(f"{self.title}: model and optimizer are found by what is in them: leave out their keys")
+            raise ValueError(f"{self.title}: model and optimizer are found by their contents: leave out their keys")
         self.files = [TorchArchive(each) for each in rank_files(path)]
         self.notes: list[str] = []
         self._choices = choices
@@ -278,8 +278,8 @@ def open_fsdp1(path: Paths, choices: Choices = DEFAULT) -> Source:
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     if models and _is_local(models[0]):
         raise ValueError(
-            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, and nothing in it says which parameters they "
-            "are made of. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
+            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, without the names of the parameters that they "
+            "contain. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     found = _whole(models, files)
     saved = ranks.optimizers()

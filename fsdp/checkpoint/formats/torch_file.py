@@ -212,7 +212,7 @@ class TorchArchive:
 
 def _bytes_of(file: IO[bytes], begin: int, nbytes: int) -> bytes:
     if begin < 0:
-        raise ValueError(f"it says that something begins {-begin} bytes before it")
+        raise ValueError(f"it refers to a position {-begin} bytes before its beginning")
     file.seek(begin)
     return file.read(nbytes)
 

@@ -94,7 +94,7 @@ def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Pa
     found = (*base, known[0])
     if len(known) > 1 or found != (MODEL_KEYS[0],):
         others = f", and not {', '.join(map(repr, known[1:]))}" if len(known) > 1 else ""
-        notes.append(f"the model is what is under {'.'.join(map(str, found))!r}{others}")
+        notes.append(f"the model is under {'.'.join(map(str, found))!r}{others}")
     return found
 
 
@@ -191,7 +191,7 @@ def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any
     if left_out:
         notes.append(f"left out of the model, since it is no tensor: {', '.join(left_out)}")
     if not tensors:
-        raise ValueError(f"{path} has no tensors in what should be the model: say which it is (--model-key)")
+        raise ValueError(f"{path} has no tensors under the key of the model: pass the model's key (--model-key)")
     return Names(tensors, cleaned), extra
 
 
@@ -206,7 +206,9 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
     if changed:
         notes.append(f"parts of names that wrappers add were removed ({changed[0]} is {cleaned(changed[0])})")
     if len({cleaned(name) for name in names}) < len(names):
-        raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
+        raise ValueError(
+            "two tensors have the same name without the parts that wrappers add: " + ", ".join(changed[:4])
+        )
     return cleaned
 
 
@@ -376,15 +378,15 @@ def names_by_key(
         return {key: cleaned(name) for key, name in found[NAMES].items()}
     if "param_id_map" in found:
         raise ValueError(
-            f"{title}: the optimizer goes by FairScale's numbers. Give it names first, with the model: "
+            f"{title}: the optimizer goes by FairScale's numbers. Convert it to names first, with the model: "
             "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')"
         )
     if order is None:
         raise ValueError(
             f"{title}: in the optimizer's state, parameters go by numbers, and nothing says which they are. Write the "
-            "names of model.named_parameters() to a file, a line each, in the order that the optimizer was given "
-            "them, and name it with --param-order; or convert without it (--only model). Of FSDP1, save "
-            "FSDP.full_optim_state_dict(model, optimizer), which goes by names."
+            "names of model.named_parameters() to a file, a line each, in the order of the optimizer, and pass the "
+            "file as --param-order; or convert without the optimizer (--only model). With FSDP1, save "
+            "FSDP.full_optim_state_dict(model, optimizer), which contains names."
         )
     if len(order) != len(keys):
         raise ValueError(f"{title}: the optimizer has {len(keys)} parameters, and {len(order)} names were given")

@@ -155,7 +155,7 @@ STATES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "a negative one": ("numpy's .* its position is -1", _numpy(lambda state: state.__setitem__(2, -1))),
     "numpy's key": ("numpy's .* 624 numbers", _numpy(lambda state: state.__setitem__(1, {"~bytes": "AAAA"}))),
     "numpy's kind": ("numpy's .* the kind MT19937", _numpy(lambda state: state.__setitem__(0, "PCG64"))),
-    "numpy's number kept": ("numpy's .* no number", _numpy(lambda state: state.__setitem__(4, "x"))),
+    "numpy's number kept": ("numpy's .* not a number", _numpy(lambda state: state.__setitem__(4, "x"))),
     "torch's position": ("torch's .* 624 of its numbers are left from position 624 on", _torch_position),
     "torch's length": ("torch's", lambda states: states.update(torch={"~tensor": ["U8", [2], "AAA="]})),
     "python's position": ("python's .* position", _python_position),
