@@ -28,7 +28,7 @@ from tests.helpers.ranks import RankPool
 
 PACKAGE = str(Path(fsdp.__file__).parent)
 # Of a unit's construction, a forward and backward of a root with three units, and an optimizer's step.
-MOST = {"flat": (48, 26, 2), "orig": (49, 27, 2), "rows": (52, 28, 2)}
+MOST = {"flat": (47, 26, 2), "orig": (48, 27, 2), "rows": (50, 28, 2)}
 
 
 def files_entered(function: Callable[[], Any]) -> set[str]:
@@ -58,6 +58,7 @@ def test_a_step_enters_few_files(ranks: RankPool, tmp_path: Path, form: str) -> 
 def _count_files(folder: Path, form: str) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+    fsdp.set_watchdog(None)  # a wait that takes long, on a busy machine, would enter its files
     constructed = files_entered(lambda: sharded(nn.Linear(8, 8), form))
     model = sharded(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), form, (nn.Linear,))
     optimizer = torch.optim.Adam(model.parameters())
