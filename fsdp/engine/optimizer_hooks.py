@@ -393,8 +393,10 @@ def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any
     """Warn if it steps, beside shards, what is not sharded: the outermost module was forgotten."""
     if not any(is_dtensor(param) or _is_spread(param) for param in ours):
         return
-    ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
-    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p) and id(p) not in ignored]
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
+    if apart:
+        ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+        apart = [param for param in apart if id(param) not in ignored]
     if apart:
         shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
         warnings.warn(
