@@ -26,7 +26,7 @@ from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
 from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.originals import is_ours, taken_by, taken_params
+from fsdp.engine.originals import is_ours, taken_by, times_taken
 from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.engine.storage import ShardStorage
 
@@ -90,7 +90,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
     params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
-    key = [id(optimizer.state), *map(id, params), *map(_DTYPE, params), taken_params.writes]
+    key = [id(optimizer.state), *map(id, params), *map(_DTYPE, params), times_taken[0]]
     known = _examined.get(optimizer)
     is_current = known is not None and known.key == key and known.is_settled
     parts: list[Part] = []

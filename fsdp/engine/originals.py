@@ -32,25 +32,15 @@ class Taken(NamedTuple):
         return self.flat_param is not None and self.flat_param() is not None
 
 
-class _TakenOver(dict[int, Taken]):
-    """The parameters that units have taken over, by their identities; `writes` counts the entries that were set.
-
-    An entry lives as long as the parameter, in a tied module outside of the unit, or in an optimizer made too early.
-    """
-
-    writes = 0
-
-    def __setitem__(self, key: int, taken: Taken) -> None:
-        self.writes += 1
-        super().__setitem__(key, taken)
-
-
-taken_params = _TakenOver()
+# Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
+# unit, or an optimizer made too early.
+_taken: dict[int, Taken] = {}
+times_taken = [0]  # how many entries were set
 
 
 def taken_over(param: Tensor) -> Taken | None:
     """Return the record of this original parameter, None if it belongs to no unit."""
-    taken = taken_params.get(id(param))
+    taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
 
@@ -75,16 +65,18 @@ def note_stale(
 ) -> None:
     """Record that `param` is no longer, or soon no longer, a trained parameter of the model."""
     key = id(param)
-    reference = weakref.ref(param, lambda _: taken_params.pop(key, None))
-    taken_params[key] = Taken(reference, description, flat_param, slot, lender)
+    reference = weakref.ref(param, lambda _: _taken.pop(key, None))
+    times_taken[0] += 1
+    _taken[key] = Taken(reference, description, flat_param, slot, lender)
 
 
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
     """Record the new flat parameters of the originals: by number, the new flat parameter and the number in it."""
-    for key, taken in taken_params.items():
+    for key, taken in _taken.items():
         if taken.flat_param is not None and taken.flat_param() is old:
             flat_param, slot = now[taken.slot]
-            taken_params[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
+            times_taken[0] += 1
+            _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
 
 
 def is_ours(param: Tensor) -> bool:
@@ -135,7 +127,7 @@ _HELD = (
 
 def refuse_held(root: nn.Module) -> None:
     """Raise RuntimeError if a module of a tree still holds an original parameter that was taken over."""
-    originals = {key: taken for key, taken in taken_params.items() if taken.is_used}
+    originals = {key: taken for key, taken in _taken.items() if taken.is_used}
     for path, module in root.named_modules() if originals else ():
         for name, value in module.__dict__.items():
             for param in () if name in _OF_MODULES else _tensors_in(value):
