@@ -136,6 +136,10 @@ class ForwardHooks:
         return tensor
 
 
+def _trained(unit: Unit) -> list[list[bool]]:
+    return [handle.requires_grad_each for handle in unit.handles]
+
+
 class Call:
     """A forward of a unit, which its backward refers to."""
 
@@ -146,19 +150,25 @@ class Call:
         self.shards: list[ShardState] = []  # the state of those that it computed with
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
         self.in_full_precision = False  # what it computed in
-        self.is_watched = False  # the runtime is told when backward has passed it
-        self.will_pass = False  # whether backward goes on through its inputs
+        self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
+        self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
 
     def watch_inputs(self, inputs: Any) -> None:
         """Report to the runtime when backward has the gradients of the inputs, if it computes any."""
         tensors = differentiable_tensors(inputs)
-        self.is_watched = True
+        self.ends_at = _trained(self.unit)
         self.will_pass = bool(tensors)
         # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
         if tensors and not any(tensor.is_leaf for tensor in tensors):
             register_multi_grad_hook(tensors, self._inputs_have_gradients)
+
+    @property
+    def may_outlast_gradients(self) -> bool:
+        """Whether its backward may go on when all gradients of the unit that are awaited are there."""
+        # What was frozen after this forward is still in its graph.
+        return self.will_pass or (self.unit.has_frozen_handle and self.ends_at != _trained(self.unit))
 
     def watch_outputs(self, outputs: Any) -> bool:
         """Report to the runtime when backward reaches the outputs; return False if it never will."""

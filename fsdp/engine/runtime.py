@@ -379,9 +379,8 @@ class Runtime:
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if backward.complete:
                 self._reduce_complete(unit)
-        # A parameter that was frozen after this forward has no gradient either. If the inputs are not watched, the unit
-        # is kept until the backward ends.
-        if call.will_pass or (unit.has_frozen_handle and not call.is_watched):
+        # If the inputs do not show when backward has passed the call, the unit is kept until the backward ends.
+        if call.may_outlast_gradients:
             backward.await_inputs(call.number)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.transition_to(TrainingState.BACKWARD_PRE)

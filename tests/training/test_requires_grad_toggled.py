@@ -176,6 +176,27 @@ def test_parts_of_units_are_frozen_and_thawed_while_graphs_exist(
     ranks(world_size).run(_train, _each(step, part=part), form, **options)
 
 
+def more_frozen_before_backward(model: Any, inputs: Tensor) -> Tensor:
+    _block(model).first.requires_grad_(False)
+    loss = model(inputs).square().mean()
+    _block(model).second.requires_grad_(False)
+    _block(model, 1).requires_grad_(False)
+    loss.backward()
+    for block in inside(model).blocks:
+        block.requires_grad_(True)
+    return loss
+
+
+@parametrize_pairs(form=["orig", "rows"], world_size=[2, 3])
+def test_more_of_a_unit_is_frozen_before_backward(ranks: RankPool, form: str, world_size: int) -> None:
+    # The inputs need no gradient, whose arrival would tell that the graph of the forward is at its end.
+    ranks(world_size).run(_freeze_more, form)
+
+
+def _freeze_more(form: str) -> None:
+    assert_trains(Net, form, _each(more_frozen_before_backward))
+
+
 @pytest.mark.parametrize("form", ["orig", "rows"])
 def test_parts_of_one_unit_are_frozen_while_gradients_accumulate(ranks: RankPool, form: str) -> None:
     ranks(2).run(_accumulate, form)
