@@ -19,9 +19,9 @@ import fsdp
 from fsdp.checkpoint import Saver
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam, fully_sharded
-from tests.helpers.ranks import RankPool
 
 write_parts = "fsdp.checkpoint.writer.write_parts"
 
@@ -44,13 +44,8 @@ def held_back(gate: threading.Event) -> Any:
 
 
 @parametrize_pairs(world_size=[1, 2], options=[{}, {"use_orig_params": True}, {"offload": "cpu"}])
-def test_what_is_saved_is_as_it_was_when_save_was_called(
-    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_train_on, tmp_path, options)
-
-
-def _train_on(folder: Path, options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_what_is_saved_is_as_it_was_when_save_was_called(tmp_path: Path, options: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded(**options))
     optimizer = adam(model.parameters())
     gate = threading.Event()
@@ -61,109 +56,90 @@ def _train_on(folder: Path, options: dict[str, Any]) -> None:
             saver.wait()
             gate.clear()
             before = model.state_dict()
-            saver.save(folder, model, optimizer, step=step, keep=2, values=step)
+            saver.save(tmp_path, model, optimizer, step=step, keep=2, values=step)
             assert saver.is_busy
             train(model, optimizer)  # with collectives of its own, while nothing is written yet
-            assert not (folder / f"step-{step:08d}").exists()
+            assert not (tmp_path / f"step-{step:08d}").exists()
         gate.set()
         saved = saver.wait()
     assert saved is not None
-    assert saved.path == fsdp.checkpoint.newest(folder) == folder / "step-00000002"
+    assert saved.path == fsdp.checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
     loaded = nested_mlp(fully_sharded())
     assert fsdp.load(saved.path, loaded, adam(loaded.parameters())).values == 2
     assert_same_state(loaded.state_dict(), before)
 
 
-def test_memory_of_the_copies_is_used_again(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_often, tmp_path)
-
-
-def _save_often(folder: Path) -> None:
+@on_ranks(2)
+def test_memory_of_the_copies_is_used_again(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = adam(model.parameters())
     train(model, optimizer)
     shards = sum(param.nbytes for param in model.parameters())
     with Saver() as saver:
         for step in range(3):
-            saver.save(folder, model, optimizer, step=step)
+            saver.save(tmp_path, model, optimizer, step=step)
         saver.wait()
         assert saver._stager.held_bytes <= 3 * shards
     with pytest.raises(RuntimeError, match="closed: make a new one"):  # its memory is released with the block
-        saver.save(folder, model, optimizer)
+        saver.save(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_is_raised_by_the_next_call_on_every_rank(ranks: RankPool, tmp_path: Path, rank: int) -> None:
-    ranks(2).run(_fail_once, tmp_path, rank)
-
-
-def _fail_once(folder: Path, rank: int) -> None:
+@on_ranks(2)
+def test_an_error_is_raised_by_the_next_call_on_every_rank(tmp_path: Path, rank: int) -> None:
     model = nested_mlp(fully_sharded())
     saver = Saver()
     failing = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for ask in (lambda: saver.save(folder / "run", model), saver.wait):
+    for ask in (lambda: saver.save(tmp_path / "run", model), saver.wait):
         with mock.patch("os.pwrite", side_effect=failing) if dist.get_rank() == rank else mock.patch("os.getpid"):
-            saver.save(folder / "run", model)
+            saver.save(tmp_path / "run", model)
             saver._jobs[0]._thread.join()
         with pytest.raises((OSError, RuntimeError), match="No space left on device"):
             ask()
-        assert dist.get_rank() or not list(folder.iterdir())  # the first rank tidies up
+        assert dist.get_rank() or not list(tmp_path.iterdir())  # the first rank tidies up
     assert saver.wait() is None
-    saver.save(folder / "run", model)
+    saver.save(tmp_path / "run", model)
     assert saver.wait() is not None
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_save_that_comes_too_early_is_refused_on_every_rank_if_asked(
-    ranks: RankPool, tmp_path: Path, slow: int
-) -> None:
-    ranks(2).run(_save_too_early, tmp_path, slow)
-
-
-def _save_too_early(folder: Path, slow: int) -> None:
+@on_ranks(2)
+def test_a_save_that_comes_too_early_is_refused_on_every_rank_if_asked(tmp_path: Path, slow: int) -> None:
     model = nested_mlp(fully_sharded())
     gate = threading.Event()
     with held_back(gate), Saver(when_busy="raise") as saver:
         if dist.get_rank() != slow:
             gate.set()
-        saver.save(folder / "run", model, values=1)
+        saver.save(tmp_path / "run", model, values=1)
         with pytest.raises(RuntimeError, match="the last checkpoint is still being written"):
-            saver.save(folder / "run", model, values=2)
+            saver.save(tmp_path / "run", model, values=2)
         gate.set()
         saver.wait()
         dist.barrier()
-        saver.save(folder / "run", model, values=3)
-    assert fsdp.load(folder / "run", model).values == 3
+        saver.save(tmp_path / "run", model, values=3)
+    assert fsdp.load(tmp_path / "run", model).values == 3
 
 
-def test_a_save_that_comes_too_early_waits_otherwise(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_twice, tmp_path)
-
-
-def _save_twice(folder: Path) -> None:
+@on_ranks(2)
+def test_a_save_that_comes_too_early_waits_otherwise(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     gate = threading.Event()
     opens = threading.Timer(0.2, gate.set)
     with held_back(gate), Saver() as saver:
-        saver.save(folder / "run", model, values=1)
+        saver.save(tmp_path / "run", model, values=1)
         opens.start()
-        saver.save(folder / "run", model, values=2)
+        saver.save(tmp_path / "run", model, values=2)
         assert gate.is_set()
-    assert fsdp.load(folder / "run", model).values == 2
+    assert fsdp.load(tmp_path / "run", model).values == 2
 
 
-def test_copies_that_need_more_memory_than_is_allowed_are_refused_on_every_rank(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    ranks(2).run(_save_within, tmp_path)
-
-
-def _save_within(folder: Path) -> None:
+@on_ranks(2)
+def test_copies_that_need_more_memory_than_is_allowed_are_refused_on_every_rank(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     saver = Saver(max_bytes=10 if dist.get_rank() == 1 else None)
     with pytest.raises((MemoryError, RuntimeError), match="max_bytes=10"):
-        saver.save(folder / "run", model)
-    assert not list(folder.iterdir())
+        saver.save(tmp_path / "run", model)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_policy_is_refused() -> None:

@@ -26,6 +26,7 @@ from fsdp import FullyShardedDataParallel, checkpoint
 from tests.helpers.checkpoint_models import content, flip, save_in
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, adam, fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -90,11 +91,9 @@ def _loaded(path: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_the_message_names_the_file(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_fail_to_write, tmp_path / "run")
-
-
-def _fail_to_write(path: Path) -> None:
+@on_ranks(2)
+def test_the_message_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run"
     full = failing("pwrite", errno.ENOSPC) if dist.get_rank() == 1 else nullcontext()
     with (
         full,
@@ -161,11 +160,9 @@ def _save_without_a_rank(path: Path) -> None:
         fsdp.save(path, nested_mlp(fully_sharded()))
 
 
-def test_ranks_with_different_tensors_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_differently, tmp_path / "run")
-
-
-def _save_differently(path: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_different_tensors_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "run"
     model = nested_mlp(fully_sharded())
     if dist.get_rank() == 1:
         model.register_buffer("more", torch.zeros(2))
@@ -194,11 +191,9 @@ def test_a_model_in_use_is_not_saved(tmp_path: Path) -> None:
         fsdp.save(tmp_path / "run", model.module.module.entry)
 
 
-def test_a_unit_with_ranks_of_its_own_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_save_with_own_group, tmp_path / "run")
-
-
-def _save_with_own_group(path: Path) -> None:
+@on_ranks(4)
+def test_a_unit_with_ranks_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run"
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     inner = FullyShardedDataParallel(nn.Linear(3, 3), groups[dist.get_rank() // 2])
     model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(3, 3)))

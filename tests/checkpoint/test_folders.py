@@ -26,6 +26,7 @@ from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -217,23 +218,17 @@ def _load_there(folder: Path, size: str) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_rank_that_sends_takes_a_block_of_memory(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_send_with_little_memory, tmp_path)
-
-
-def _send_with_little_memory(folder: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_sends_takes_a_block_of_memory(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(torch.nn.Linear(2048, 4096, bias=False))
-    with folder_of_its_own(folder / f"{dist.get_rank()}"), torch.profiler.profile(profile_memory=True) as profile:
+    with folder_of_its_own(tmp_path / f"{dist.get_rank()}"), torch.profiler.profile(profile_memory=True) as profile:
         fsdp.save("run", model)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20
 
 
-def test_the_first_rank_cannot_write_what_it_gets(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_send_in_vain, tmp_path)
-
-
-def _send_in_vain(folder: Path) -> None:
-    mine = folder / f"{dist.get_rank()}"
+@on_ranks(2)
+def test_the_first_rank_cannot_write_what_it_gets(tmp_path: Path) -> None:
+    mine = tmp_path / f"{dist.get_rank()}"
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     model = nested_mlp(fully_sharded())
     own = mock.patch("fsdp.checkpoint.writer.write_parts", return_value=[])
@@ -244,17 +239,14 @@ def _send_in_vain(folder: Path) -> None:
     assert not list(mine.iterdir()) or dist.get_rank() == 0
 
 
-def test_another_replica_cannot_send(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_from_replicas, tmp_path)
-
-
-def _save_from_replicas(folder: Path) -> None:
+@on_ranks(2)
+def test_another_replica_cannot_send(tmp_path: Path) -> None:
     inner = FullyShardedDataParallel(torch.nn.Linear(3, 3))
     model = FullyShardedDataParallel(
         torch.nn.Sequential(inner, torch.nn.Linear(3, 3)), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD
     )
     refused = r"rank 1 does not see .*run\.saving, which rank 0 has made, and cannot send"
-    with folder_of_its_own(folder / f"{dist.get_rank()}"), pytest.raises(RuntimeError, match=refused):
+    with folder_of_its_own(tmp_path / f"{dist.get_rank()}"), pytest.raises(RuntimeError, match=refused):
         fsdp.save("run", model)
 
 

@@ -18,6 +18,7 @@ from tests.helpers.checkpoint_models import counted_writes, save_in, stored_stat
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -273,23 +274,22 @@ class Counting(nn.Linear):
         self.count = state["count"]
 
 
-def test_extra_state_of_modules_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_and_load_extra, tmp_path)
-
-
-def _save_and_load_extra(folder: Path) -> None:
+@on_ranks(2)
+def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
     inner = Counting(5)
-    fsdp.save(folder / "run", FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(inner), nn.Linear(2, 2))))
+    fsdp.save(
+        tmp_path / "run", FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(inner), nn.Linear(2, 2)))
+    )
     other = Counting()
     model = FullyShardedDataParallel(nn.Sequential(other, nn.Linear(2, 2)))
-    fsdp.load(folder / "run", model)
+    fsdp.load(tmp_path / "run", model)
     assert other.count == 5
     plain = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match=r"unexpected: 0\._extra_state"):
-        fsdp.load(folder / "run", plain)
-    assert fsdp.load(folder / "run", plain, strict=False).missing_keys == []
+        fsdp.load(tmp_path / "run", plain)
+    assert fsdp.load(tmp_path / "run", plain, strict=False).missing_keys == []
     with pytest.raises(TypeError, match=r"0\._extra_state\['count'\] is a builtins.object"):
-        fsdp.save(folder / "run", FullyShardedDataParallel(nn.Sequential(Counting(object()))))
+        fsdp.save(tmp_path / "run", FullyShardedDataParallel(nn.Sequential(Counting(object()))))
 
 
 @pytest.mark.parametrize(("loaded_by", "goes_on"), [(2, True), (3, False)])
@@ -358,25 +358,18 @@ def _count(folder: Path, options: dict[str, Any]) -> tuple[int, int, int]:
 
 
 @parametrize_pairs(dtype=[None, torch.bfloat16], world_size=[1, 2, 4])
-def test_pain_point_1_saving_and_loading_take_no_memory(
-    ranks: RankPool, tmp_path: Path, dtype: torch.dtype | None, world_size: int
-) -> None:
-    ranks(world_size).run(_save_large, tmp_path, dtype)
-
-
-def _save_large(folder: Path, dtype: torch.dtype | None) -> None:
+@on_ranks("world_size")
+def test_pain_point_1_saving_and_loading_take_no_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
     model = FullyShardedDataParallel(nn.Linear(2048, 4096, bias=False))
     with torch.profiler.profile(profile_memory=True) as profile:
-        fsdp.save(folder / "run", model, dtype=dtype)
-        fsdp.load(folder / "run", model)
+        fsdp.save(tmp_path / "run", model, dtype=dtype)
+        fsdp.load(tmp_path / "run", model)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20  # a block, for casts
 
 
-def test_a_tensor_dimension_of_one_rank_is_saved_as_if_there_were_none(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_save_on_a_mesh_of_one, tmp_path / "checkpoint")
-
-
-def _save_on_a_mesh_of_one(path: Path) -> None:
+@on_ranks(1)
+def test_a_tensor_dimension_of_one_rank_is_saved_as_if_there_were_none(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

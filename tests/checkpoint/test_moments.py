@@ -17,8 +17,8 @@ from fsdp import checkpoint
 from tests.helpers.checkpoint_models import content
 from tests.helpers.equality import assert_same
 from tests.helpers.killed_saves import disk_at_every_moment
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import adam
-from tests.helpers.ranks import RankPool
 
 OLDER, OLD, NEW, NEXT = 1, 2, 3, 4  # versions
 MINE = {"config.json": b"{}", "tokenizer/words": b"a b"}  # files of the user
@@ -118,11 +118,8 @@ SAVES: dict[str, tuple[Callable[[Path], None], Callable[[Path, int], None]]] = {
 
 
 @pytest.mark.parametrize("case", SAVES)
-def test_the_old_or_the_new_one_is_there_at_every_moment(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    ranks(1).run(_save_and_load_each_moment, tmp_path, case)
-
-
-def _save_and_load_each_moment(tmp_path: Path, case: str) -> None:
+@on_ranks(1)
+def test_the_old_or_the_new_one_is_there_at_every_moment(tmp_path: Path, case: str) -> None:
     prepare, save_new = SAVES[case]
     folder, copies = tmp_path / "disk", tmp_path / "copies"
     folder.mkdir()
@@ -153,11 +150,8 @@ def _save_over(folder: Path, has_mine: bool) -> None:
     assert {name: files.get(name) for name in MINE} == (MINE if has_mine else dict.fromkeys(MINE))
 
 
-def test_the_last_ones_are_there_at_every_moment_of_a_rotation(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_rotate_and_load_each_moment, tmp_path)
-
-
-def _rotate_and_load_each_moment(tmp_path: Path) -> None:
+@on_ranks(1)
+def test_the_last_ones_are_there_at_every_moment_of_a_rotation(tmp_path: Path) -> None:
     folder, copies = tmp_path / "disk", tmp_path / "copies"
     for version in (OLDER, OLD):
         save(folder, version, step=version)

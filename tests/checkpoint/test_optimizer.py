@@ -21,6 +21,7 @@ from tests.checkpoint.test_resume import FORMS
 from tests.helpers.checkpoint_models import counted_writes
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import grouped_adamw, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam, fully_sharded
@@ -76,22 +77,19 @@ def _save_two(folder: Path, options: dict[str, Any], is_loaded: bool = False) ->
     fsdp.save(folder / ("again" if is_loaded else "run"), model, [first, second])
 
 
-def test_a_list_of_optimizers_is_looked_through(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_lists, tmp_path)
-
-
-def _save_lists(folder: Path) -> None:
+@on_ranks(2)
+def test_a_list_of_optimizers_is_looked_through(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = adam(model.parameters())
     with pytest.raises(ValueError, match="empty list of optimizers"):
-        fsdp.save(folder / "run", model, [])
+        fsdp.save(tmp_path / "run", model, [])
     with pytest.raises(TypeError, match="number 1 in the list of optimizers is none: 'adam'"):
-        fsdp.save(folder / "run", model, [optimizer, "adam"])
+        fsdp.save(tmp_path / "run", model, [optimizer, "adam"])
     with pytest.raises(ValueError, match="in two of the optimizers, the second one number 1"):
-        fsdp.save(folder / "run", model, [optimizer, adam(model.parameters())])
+        fsdp.save(tmp_path / "run", model, [optimizer, adam(model.parameters())])
     train(model, optimizer, range(1))
-    fsdp.save(folder / "run", model, [optimizer])
-    fsdp.load(folder / "run", model, optimizer)  # one in a list is one
+    fsdp.save(tmp_path / "run", model, [optimizer])
+    fsdp.load(tmp_path / "run", model, optimizer)  # one in a list is one
 
 
 def test_the_tensors_are_those_of_an_unsharded_optimizer(ranks: RankPool, tmp_path: Path) -> None:
@@ -114,19 +112,16 @@ def test_the_tensors_are_those_of_an_unsharded_optimizer(ranks: RankPool, tmp_pa
     assert all(int(state["step"]) == 2 for state in loaded.state.values())
 
 
-def test_settings_of_groups_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_and_load_groups, tmp_path)
-
-
-def _save_and_load_groups(folder: Path) -> None:
+@on_ranks(2)
+def test_settings_of_groups_come_back_as_they_were(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded(use_orig_params=True))
     optimizer = grouped_adamw(model)
     train(model, optimizer, range(1))
     optimizer.param_groups[1]["mine"] = {"names": ("a", "b")}
     before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
     other = torch.optim.AdamW([{"params": group["params"], "lr": 5.0} for group in optimizer.param_groups])
-    fsdp.load(folder / "run", model, other)
+    fsdp.load(tmp_path / "run", model, other)
     assert [{key: value for key, value in group.items() if key != "params"} for group in other.param_groups] == before
 
 
@@ -147,30 +142,24 @@ def _count(folder: Path) -> tuple[int, int]:
     return sum(written), sum(read)
 
 
-def test_loading_into_state_that_is_there_takes_no_memory(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_and_load_large, tmp_path)
-
-
-def _save_and_load_large(folder: Path) -> None:
+@on_ranks(2)
+def test_loading_into_state_that_is_there_takes_no_memory(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(nn.Linear(2048, 2048, bias=False))
     optimizer = adam(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
     optimizer.step()
     with torch.profiler.profile(profile_memory=True) as profile:
-        fsdp.save(folder / "run", model, optimizer)
-        fsdp.load(folder / "run", model, optimizer)
+        fsdp.save(tmp_path / "run", model, optimizer)
+        fsdp.load(tmp_path / "run", model, optimizer)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 1 << 20
 
 
-def test_an_optimizer_that_was_never_stepped_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_unstepped, tmp_path)
-
-
-def _save_unstepped(folder: Path) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_was_never_stepped_is_saved_and_loaded(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
-    fsdp.save(folder / "run", model, adam(model.parameters()))
+    fsdp.save(tmp_path / "run", model, adam(model.parameters()))
     optimizer = adam(model.parameters())
-    fsdp.load(folder / "run", model, optimizer)
+    fsdp.load(tmp_path / "run", model, optimizer)
     assert not optimizer.state
     train(model, optimizer, range(1))
 
@@ -192,17 +181,14 @@ class Wide(torch.optim.Optimizer):
                     state["odd"] = self._odd
 
 
-def test_state_of_another_dtype_stays_as_it_is(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_wide, tmp_path)
-
-
-def _save_wide(folder: Path) -> None:
+@on_ranks(2)
+def test_state_of_another_dtype_stays_as_it_is(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = Wide(model.parameters())
     optimizer.step()
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
     loaded = Wide(model.parameters())
-    fsdp.load(folder / "run", model, loaded)
+    fsdp.load(tmp_path / "run", model, loaded)
     for param, state in optimizer.state.items():
         found = loaded.state[param]
         held = sum(interval.numel for interval in param.make_layout(2).intervals(dist.get_rank()))
@@ -250,22 +236,19 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         fsdp.save(tmp_path / "run", model, object())
 
 
-def test_what_does_not_fit_is_one_error_and_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_and_refuse, tmp_path)
-
-
-def _save_and_refuse(folder: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded(use_orig_params=True), seed=1)
     params = dict(model.named_parameters())
     first, second, *rest = params.values()
     optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second]}, {"params": rest[1:]}])
     train(model, optimizer, range(1))
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
     model = nested_mlp(fully_sharded(use_orig_params=True))
     params = dict(model.named_parameters())
     other = adam(list(params.values())[:-1])
     with pytest.raises(RuntimeError) as caught:
-        fsdp.load(folder / "run", model, other)
+        fsdp.load(tmp_path / "run", model, other)
     for text in (
         "in one parameter group (0), and that of the checkpoint has them in groups 0 and 1",
         "the optimizer has entry.bias in its parameter group 0, and that of the checkpoint has not",
@@ -318,36 +301,24 @@ REGROUPED = [
 
 @pytest.mark.parametrize(("saved", "loaded", "message"), REGROUPED)
 @pytest.mark.parametrize("make", [_orig_pair, _rows_pair])
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 def test_groups_that_were_divided_merged_or_moved_are_refused(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved: tuple[int, ...],
-    loaded: tuple[int, ...],
-    message: str,
-    make: Callable[[], Any],
-    world_size: int,
-) -> None:
-    ranks(world_size).run(_load_into_other_groups, tmp_path, make, saved, loaded, message)
-
-
-def _load_into_other_groups(
-    folder: Path, make: Callable[[], Any], saved: tuple[int, ...], loaded: tuple[int, ...], message: str
+    tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...], message: str, make: Callable[[], Any]
 ) -> None:
     model = make()
     optimizer = _in_groups(model, *saved)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
     rates = (0.7, 0.8, 0.9)
     model = make()
     other = _in_groups(model, *loaded, rates=rates)
     with pytest.raises(RuntimeError, match=message.format("that of the checkpoint")):
-        fsdp.load(folder / "run", model, other)
+        fsdp.load(tmp_path / "run", model, other)
     assert [group["lr"] for group in other.param_groups] == [*rates[: len(other.param_groups)]]
     assert not other.state
     same = _in_groups(model, *saved, rates=rates)
-    fsdp.load(folder / "run", model, same)
+    fsdp.load(tmp_path / "run", model, same)
     assert [group["lr"] for group in same.param_groups] == [0.1, 0.2, 0.3][: len(same.param_groups)]
     if isinstance(model, FullyShardedDataParallel):
         full = optim_utils.full_optim_state_dict(model, same, recipient_rank=None)
@@ -367,32 +338,26 @@ def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(t
     fsdp.load(tmp_path / "run", model, type("Mine", (torch.optim.AdamW,), {})(model.parameters()))
 
 
-def test_state_of_single_parameters_does_not_fit_a_flat_one(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_single_and_load_flat, tmp_path)
-
-
-def _save_single_and_load_flat(folder: Path) -> None:
+@on_ranks(2)
+def test_state_of_single_parameters_does_not_fit_a_flat_one(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded(use_orig_params=True), seed=1)
     optimizer = adam(model.parameters())
     train(model, optimizer, range(1))
     for name, param in model.named_parameters():
         if name.endswith("entry.bias"):
             del optimizer.state[param]
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
     flat = nested_mlp(fully_sharded())
     with pytest.raises(RuntimeError, match=r"that of entry.bias no 'exp_avg', .*; the two are in one flat parameter"):
-        fsdp.load(folder / "run", flat, adam(flat.parameters()))
+        fsdp.load(tmp_path / "run", flat, adam(flat.parameters()))
 
 
-def test_ranks_with_different_states_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_different_states, tmp_path)
-
-
-def _save_different_states(folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_different_states_are_told(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = adam(model.parameters())
     train(model, optimizer, range(1))
     if dist.get_rank() == 1:
         optimizer.state.clear()
     with pytest.raises(ValueError, match=r"the optimizer's state of .* on rank 0 and no 'exp_avg', .* on rank 1"):
-        fsdp.save(folder / "run", model, optimizer)
+        fsdp.save(tmp_path / "run", model, optimizer)

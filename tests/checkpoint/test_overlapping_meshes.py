@@ -16,6 +16,7 @@ import fsdp
 from tests.helpers.checkpoint_models import counted_writes, stored_state
 from tests.helpers.dtensor_twins import whole
 from tests.helpers.equality import assert_same_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 
@@ -160,11 +161,9 @@ def triples_across_pairs(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [pairs_across_triples, triples_across_pairs])
-def test_meshes_that_cross_are_named(ranks: RankPool, tmp_path: Path, make: Callable[[int], nn.Module]) -> None:
-    ranks(6, grace=1).run(_refuse, tmp_path / "run", make)
-
-
-def _refuse(folder: Path, make: Callable[[int], nn.Module]) -> None:
+@on_ranks(6, grace=1)
+def test_meshes_that_cross_are_named(tmp_path: Path, make: Callable[[int], nn.Module]) -> None:
+    folder = tmp_path / "run"
     one, other = (rf"{name} \(over ranks \[(\d, )+\d\]\)" for name in (r"0\.weight", r"1\.weight"))
     with pytest.raises(NotImplementedError, match=f"{one} and {other} .* Create all meshes with a single init"):
         fsdp.save(folder, make(1))

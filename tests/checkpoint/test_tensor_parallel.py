@@ -22,6 +22,7 @@ from tests.helpers.convert_formats import converted
 from tests.helpers.dtensor_twins import ours, whole
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -284,11 +285,9 @@ def _save_ignored(folder: Path) -> int:
     return sum(sizes)
 
 
-def test_what_is_still_to_be_summed_is_named(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_partial, tmp_path / "run")
-
-
-def _save_partial(folder: Path) -> None:
+@on_ranks(2)
+def test_what_is_still_to_be_summed_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     from torch.distributed.tensor import DTensor
 
     module = nn.Linear(4, 4, bias=False)

@@ -16,6 +16,7 @@ import fsdp
 from fsdp import load_safetensors
 from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import FAMILIES, MODULES, from_pretrained, logits, made, needs, sharded, wrapped
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
@@ -55,28 +56,23 @@ def _train_and_save(folder: Path, family: str, max_file_bytes: int | None) -> No
         assert not torch.equal(logits(made(family)[0]), expected)
 
 
-def test_the_configuration_is_in_the_next_checkpoint_too(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_twice, tmp_path)
-
-
-def _save_twice(folder: Path) -> None:
+@on_ranks(2)
+def test_the_configuration_is_in_the_next_checkpoint_too(tmp_path: Path) -> None:
     model = sharded("gpt2", "original")
     optimizer = adamw(model.parameters())
-    saved = fsdp.save(folder / "run", model, optimizer)
+    saved = fsdp.save(tmp_path / "run", model, optimizer)
     if dist.get_rank() == 0:
         model.config.save_pretrained(saved.path)
     train(model, optimizer, range(1))
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)
     expected = logits(model)
     if dist.get_rank() == 0:
-        assert torch.equal(logits(from_pretrained("gpt2", folder / "run")), expected)
+        assert torch.equal(logits(from_pretrained("gpt2", tmp_path / "run")), expected)
 
 
-def test_an_export_in_16_bits(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_export, tmp_path / "run")
-
-
-def _export(folder: Path) -> None:
+@on_ranks(2)
+def test_an_export_in_16_bits(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     model = sharded("llama")
     fsdp.save(folder, model, dtype=torch.bfloat16)
     weights = model.state_dict()
@@ -87,21 +83,18 @@ def _export(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_has_saved_is_loaded_and_trained(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    ranks(2).run(_load_pretrained, tmp_path, family)
-
-
-def _load_pretrained(folder: Path, family: str) -> None:
+@on_ranks(2)
+def test_what_transformers_has_saved_is_loaded_and_trained(tmp_path: Path, family: str) -> None:
     source, layer = made(family, seed=5)
     if dist.get_rank() == 0:
-        source.save_pretrained(folder / "one")
-        source.save_pretrained(folder / "several", max_shard_size=4000)
+        source.save_pretrained(tmp_path / "one")
+        source.save_pretrained(tmp_path / "several", max_shard_size=4000)
     dist.barrier()
     for name in ("one", "several"):
-        config = type(source.config).from_pretrained(folder / name)
+        config = type(source.config).from_pretrained(tmp_path / name)
         model = wrapped(type(source)(config), layer)
-        load_safetensors(model, folder / name)
+        load_safetensors(model, tmp_path / name)
         assert torch.equal(logits(model), logits(source))
     optimizer = adamw(model.parameters())
     train(model, optimizer, range(1))
-    fsdp.save(folder / "run", model, optimizer)
+    fsdp.save(tmp_path / "run", model, optimizer)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 INPUTS = torch.ones(2, 5)
 
@@ -53,21 +53,15 @@ DIFFERENT_OPTIONS = [
 ]  # fmt: skip
 
 
-def test_options_that_differ_are_named(ranks: RankPool) -> None:
-    ranks(2).run(_differ_in_options)
-
-
-def _differ_in_options() -> None:
+@on_ranks(2)
+def test_options_that_differ_are_named() -> None:
     for first, second, message in DIFFERENT_OPTIONS:
         options = first if dist.get_rank() == 0 else second
         refused(f"has {message}", model_of(**options), forward)
 
 
-def test_modes_buffers_and_versions_that_differ_are_named(ranks: RankPool) -> None:
-    ranks(2).run(_differ_in_state)
-
-
-def _differ_in_state() -> None:
+@on_ranks(2)
+def test_modes_buffers_and_versions_that_differ_are_named() -> None:
     is_odd = dist.get_rank() == 1
     model = model_of()
     model.train(not is_odd)
@@ -82,11 +76,8 @@ def _differ_in_state() -> None:
             refused(r"has (torch|fsdp) 1\.2\.4 on rank 0 and 1\.2\.3 on rank 1", model_of(), forward)
 
 
-def test_settings_of_torch_that_differ_are_named(ranks: RankPool) -> None:
-    ranks(2).run(_differ_in_settings)
-
-
-def _differ_in_settings() -> None:
+@on_ranks(2)
+def test_settings_of_torch_that_differ_are_named() -> None:
     is_odd = dist.get_rank() == 1
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_odd):
         refused(r"has torch\.autocast off on rank 0 and torch\.bfloat16 on rank 1", model_of(), forward)
@@ -98,22 +89,16 @@ def _differ_in_settings() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_parameter_frozen_among_others_is_named(ranks: RankPool) -> None:
-    ranks(2).run(_freeze_one)
-
-
-def _freeze_one() -> None:
+@on_ranks(2)
+def test_a_parameter_frozen_among_others_is_named() -> None:
     model = model_of(use_orig_params=True)
     if dist.get_rank() == 1:
         dict(model.named_parameters())["2.bias"].requires_grad_(False)
     refused(r"2\.bias\[3\]'\] on rank 0 and .*2\.bias\[3\] frozen'\] on rank 1", model, forward)
 
 
-def test_what_may_differ_is_not_compared(ranks: RankPool) -> None:
-    ranks(2).run(_differ_harmlessly)
-
-
-def _differ_harmlessly() -> None:
+@on_ranks(2)
+def test_what_may_differ_is_not_compared() -> None:
     is_odd = dist.get_rank() == 1
     model = model_of(verbose=is_odd, state_dict_device=torch.device("cpu") if is_odd else None)
     model.module.module[2].register_buffer("cache", torch.zeros(2 + is_odd), persistent=False)

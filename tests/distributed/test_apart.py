@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, optim_utils
 from fsdp.engine.fingerprints import sampled
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 
@@ -56,11 +57,8 @@ def _fork(folder: Path) -> str:
     return place.read_text()
 
 
-def test_a_second_thread_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_call_in_thread)
-
-
-def _call_in_thread() -> None:
+@on_ranks(2)
+def test_a_second_thread_is_refused() -> None:
     model = trained_model()
     errors: list[str] = []
 
@@ -83,11 +81,8 @@ def _call_in_thread() -> None:
     model(torch.ones(1, 4)).sum().backward()
 
 
-def test_different_states_are_refused_and_change_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_load_different_states)
-
-
-def _load_different_states() -> None:
+@on_ranks(2)
+def test_different_states_are_refused_and_change_nothing() -> None:
     model = trained_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = {name: value + dist.get_rank() * (name == "inner.bias") for name, value in before.items()}
@@ -100,11 +95,8 @@ def _load_different_states() -> None:
     model.load_state_dict(state, strict=False)
 
 
-def test_different_changes_of_summoned_parameters_are_refused_and_dropped(ranks: RankPool) -> None:
-    ranks(2).run(_change_differently)
-
-
-def _change_differently() -> None:
+@on_ranks(2)
+def test_different_changes_of_summoned_parameters_are_refused_and_dropped() -> None:
     model = trained_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     inner = model.module.module.inner
@@ -118,11 +110,8 @@ def _change_differently() -> None:
     assert model.state_dict()["inner.weight"].unique().tolist() == [3]
 
 
-def test_different_settings_in_states_of_optimizers_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_load_different_settings)
-
-
-def _load_different_settings() -> None:
+@on_ranks(2)
+def test_different_settings_in_states_of_optimizers_are_refused() -> None:
     model = trained_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.step()

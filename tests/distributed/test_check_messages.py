@@ -17,6 +17,7 @@ from fsdp import check_messages, use_torch_collectives
 from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.communicator import CollectiveError, DamagedMessageError
 from tests.distributed.test_recovery import BATCHES, Training, errors_of, start, weights_after
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 KINDS = ["all-gather", "reduce-scatter", "what ranks tell each other"]
@@ -63,12 +64,9 @@ def _train_with_a_flipped_bit(folder: Path, number: int) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def test_without_checksums_a_flipped_bit_changes_the_weights_in_silence(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3, backend=None).run(_train_unchecked, tmp_path)
-
-
-def _train_unchecked(folder: Path) -> None:
-    start(folder, 3)
+@on_ranks(3, backend=None)
+def test_without_checksums_a_flipped_bit_changes_the_weights_in_silence(tmp_path: Path) -> None:
+    start(tmp_path, 3)
     expected = weights_after(range(BATCHES))
     training = Training("")
     with damaging(15):
@@ -77,12 +75,9 @@ def _train_unchecked(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_checked_messages_train_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3, backend=None).run(_train_checked, tmp_path)
-
-
-def _train_checked(folder: Path) -> None:
-    start(folder, 3)
+@on_ranks(3, backend=None)
+def test_checked_messages_train_to_the_same_bits(tmp_path: Path) -> None:
+    start(tmp_path, 3)
     expected = weights_after(range(BATCHES))
     check_messages()
     assert torch.equal(weights_after(range(BATCHES)), expected)
@@ -105,11 +100,8 @@ def _check_on_rank_0(folder: Path) -> str:
     return str(error.value)
 
 
-def test_other_ways_than_gloo_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_torchs)
-
-
-def _refuse_torchs() -> None:
+@on_ranks(2)
+def test_other_ways_than_gloo_are_refused() -> None:
     switches: list[Callable[[bool], None]] = [check_messages, use_torch_collectives]
     for switch in switches:
         switch(True)
@@ -121,11 +113,8 @@ def _refuse_torchs() -> None:
             switch(False)
 
 
-def test_what_is_moved_to_a_device_goes_the_same_way(ranks: RankPool) -> None:
-    ranks(2).run(_ask_for_another_device)
-
-
-def _ask_for_another_device() -> None:
+@on_ranks(2)
+def test_what_is_moved_to_a_device_goes_the_same_way() -> None:
     check_messages()
     try:
         way = communicator(dist.group.WORLD, torch.device("cpu"))

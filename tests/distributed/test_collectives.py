@@ -28,6 +28,7 @@ from fsdp.distributed.collectives import (
     communicator,
 )
 from fsdp.distributed.communicator import LoneRank, default_group, reduce_group
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT
@@ -63,11 +64,8 @@ def randoms(numel: int, seed: int) -> Tensor:
 
 
 @parametrize_pairs(dtype=[torch.float32, torch.bfloat16, torch.int64], way=list(WAYS), world_size=[2, 3, 4])
-def test_a_gather_puts_the_shards_in_rank_order(ranks: RankPool, world_size: int, way: str, dtype: torch.dtype) -> None:
-    ranks(world_size).run(_gather, way, dtype)
-
-
-def _gather(way: str, dtype: torch.dtype) -> None:
+@on_ranks("world_size")
+def test_a_gather_puts_the_shards_in_rank_order(way: str, dtype: torch.dtype) -> None:
     comm = world(way)
     assert (comm.rank, comm.world_size) == (dist.get_rank(), dist.get_world_size())
     for numel in (1, 7, 5000):
@@ -80,13 +78,8 @@ def _gather(way: str, dtype: torch.dtype) -> None:
 
 
 @parametrize_pairs(dtype=[torch.float32, torch.bfloat16, torch.int64], way=list(WAYS), world_size=[2, 3, 4])
-def test_a_reduction_gives_every_rank_its_piece_of_the_sum(
-    ranks: RankPool, world_size: int, way: str, dtype: torch.dtype
-) -> None:
-    ranks(world_size).run(_reduce, way, dtype)
-
-
-def _reduce(way: str, dtype: torch.dtype) -> None:
+@on_ranks("world_size")
+def test_a_reduction_gives_every_rank_its_piece_of_the_sum(way: str, dtype: torch.dtype) -> None:
     comm = world(way)
     for numel in (1, 7, 5000):
         fulls = [whole_numbers(numel * comm.world_size, dtype, seed=rank) for rank in range(comm.world_size)]
@@ -97,11 +90,8 @@ def _reduce(way: str, dtype: torch.dtype) -> None:
 
 
 @every_way
-def test_the_buffer_of_a_finished_reduction_can_be_freed(ranks: RankPool, way: str) -> None:
-    ranks(3).run(_reduce_and_free, way)
-
-
-def _reduce_and_free(way: str) -> None:
+@on_ranks(3)
+def test_the_buffer_of_a_finished_reduction_can_be_freed(way: str) -> None:
     comm = world(way)
     full = torch.ones(3 * 1000)
     reduced = comm.reduce_scatter(full, "a reduction", tag=0).wait()
@@ -110,12 +100,9 @@ def _reduce_and_free(way: str) -> None:
 
 
 @two_to_four
-def test_a_direct_sum_is_taken_in_rank_order(ranks: RankPool, world_size: int) -> None:
+@on_ranks("world_size")
+def test_a_direct_sum_is_taken_in_rank_order() -> None:
     """On every rank, so that a run repeats to the last bit, and replicas of a piece would be equal."""
-    ranks(world_size).run(_compare_bits)
-
-
-def _compare_bits() -> None:
     comm = world("direct")
     fulls = [randoms(100 * comm.world_size, seed=rank) for rank in range(comm.world_size)]
     pieces = [full.chunk(comm.world_size)[comm.rank] for full in fulls]
@@ -127,11 +114,8 @@ def _compare_bits() -> None:
 
 
 @parametrize_pairs(way=list(WAYS), world_size=[2, 3, 4])
-def test_small_talk(ranks: RankPool, world_size: int, way: str) -> None:
-    ranks(world_size).run(_talk, way)
-
-
-def _talk(way: str) -> None:
+@on_ranks("world_size")
+def test_small_talk(way: str) -> None:
     comm = world(way)
     rank, world_size = comm.rank, comm.world_size
     tensor = torch.tensor([rank + 1.0, -rank])
@@ -145,11 +129,8 @@ def _talk(way: str) -> None:
 
 
 @every_way
-def test_ranks_of_a_group_are_counted_in_the_group(ranks: RankPool, way: str) -> None:
-    ranks(3).run(_talk_in_a_group, way)
-
-
-def _talk_in_a_group(way: str) -> None:
+@on_ranks(3)
+def test_ranks_of_a_group_are_counted_in_the_group(way: str) -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
@@ -169,11 +150,8 @@ def _talk_in_a_group(way: str) -> None:
 
 
 @parametrize_pairs(way=list(WAYS), world_size=[2, 3, 4])
-def test_many_may_be_in_flight_and_be_awaited_in_any_order(ranks: RankPool, world_size: int, way: str) -> None:
-    ranks(world_size).run(_fly, way)
-
-
-def _fly(way: str) -> None:
+@on_ranks("world_size")
+def test_many_may_be_in_flight_and_be_awaited_in_any_order(way: str) -> None:
     comm = world(way)
     fulls = [torch.empty(comm.world_size * (tag + 1)) for tag in range(20)]
     gathers = [
@@ -192,12 +170,9 @@ def _fly(way: str) -> None:
 
 
 @two_to_four
-def test_ranks_may_issue_in_different_orders_what_has_different_tags(ranks: RankPool, world_size: int) -> None:
+@on_ranks("world_size")
+def test_ranks_may_issue_in_different_orders_what_has_different_tags() -> None:
     """What would hang or mix bytes in collectives that match by order."""
-    ranks(world_size).run(_fly_in_own_order)
-
-
-def _fly_in_own_order() -> None:
     comm = world("direct")
     tags = list(range(6))
     order = tags[comm.rank :] + tags[: comm.rank]
@@ -213,11 +188,8 @@ def _fly_in_own_order() -> None:
 
 
 @every_way
-def test_one_tag_may_be_in_flight_several_times(ranks: RankPool, way: str) -> None:
-    ranks(3).run(_fly_with_one_tag, way)
-
-
-def _fly_with_one_tag(way: str) -> None:
+@on_ranks(3)
+def test_one_tag_may_be_in_flight_several_times(way: str) -> None:
     comm = world(way)
     fulls = [torch.empty(3) for _ in range(5)]
     works = [
@@ -230,11 +202,8 @@ def _fly_with_one_tag(way: str) -> None:
 
 
 @every_way
-def test_waiting_again_changes_nothing(ranks: RankPool, way: str) -> None:
-    ranks(3).run(_wait_twice, way)
-
-
-def _wait_twice(way: str) -> None:
+@on_ranks(3)
+def test_waiting_again_changes_nothing(way: str) -> None:
     comm = world(way)
     gather = comm.all_gather(torch.empty(3), torch.tensor([float(comm.rank)]), "a gather", tag=0)
     reduction = comm.reduce_scatter(torch.ones(3), "a reduction", tag=0)
@@ -245,11 +214,8 @@ def _wait_twice(way: str) -> None:
 
 
 @every_way
-def test_a_shard_may_change_once_it_has_settled(ranks: RankPool, way: str) -> None:
-    ranks(3).run(_settle, way)
-
-
-def _settle(way: str) -> None:
+@on_ranks(3)
+def test_a_shard_may_change_once_it_has_settled(way: str) -> None:
     comm = world(way)
     shard, full = torch.empty(20_000), torch.empty(60_000)
     for step in range(10):
@@ -315,11 +281,8 @@ def test_a_collective_that_has_failed_stays_failed() -> None:
 # Which way is taken
 
 
-def test_gloo_on_cpu_exchanges_directly(ranks: RankPool) -> None:
-    ranks(2).run(_choose)
-
-
-def _choose() -> None:
+@on_ranks(2)
+def test_gloo_on_cpu_exchanges_directly() -> None:
     comm = communicator(dist.group.WORLD, CPU)
     assert type(comm) is DirectExchange
     assert comm.peers_answer
@@ -389,11 +352,8 @@ def test_a_lone_rank_trains_without_torch_distributed() -> None:
 # torch's fake group: many ranks, of which only one exists
 
 
-def test_a_fake_group_needs_no_peers(ranks: RankPool) -> None:
-    ranks(1, backend=None).run(_talk_to_nobody)
-
-
-def _talk_to_nobody() -> None:
+@on_ranks(1, backend=None)
+def test_a_fake_group_needs_no_peers() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
@@ -415,11 +375,8 @@ def _talk_to_nobody() -> None:
 # What is given up, and the end
 
 
-def test_a_gather_that_is_given_up_stops_nothing_else(ranks: RankPool) -> None:
-    ranks(2).run(_give_up)
-
-
-def _give_up() -> None:
+@on_ranks(2)
+def test_a_gather_that_is_given_up_stops_nothing_else() -> None:
     comm = world()
     shard = torch.ones(1000)
     if comm.rank == 0:
@@ -446,12 +403,9 @@ def test_a_process_ends_well_while_gloo_tidies_up_its_last_collective(tmp_path: 
 # The names that torch 2.12 changed
 
 
-def test_collectives_can_be_counted(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_collectives_can_be_counted() -> None:
     """By tools that replace the functions of torch.distributed."""
-    ranks(2).run(_count)
-
-
-def _count() -> None:
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     reduce = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     originals = {name: getattr(dist, name) for name in (gather, reduce)}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.comm_hooks import average
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import Toolbox, batch, score
@@ -51,12 +52,8 @@ def flat(params: Any) -> Tensor:
 # What it is given
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_hook_is_given_this_ranks_whole_gradient_undivided_and_padded(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_see_whole_gradients)
-
-
-def _see_whole_gradients() -> None:
+@on_ranks(1, 2, 3)
+def test_a_hook_is_given_this_ranks_whole_gradient_undivided_and_padded() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     plain = nn.Linear(5, 7)
@@ -105,11 +102,8 @@ class PartlyEmpty(nn.Module):
         return self.layer(inputs) + self.nothing.sum()
 
 
-def test_parameters_without_elements_have_no_call(ranks: RankPool) -> None:
-    ranks(2).run(_train_with_nothing)
-
-
-def _train_with_nothing() -> None:
+@on_ranks(2)
+def test_parameters_without_elements_have_no_call() -> None:
     model, record = recorded(fully_sharded(flatten_parameters=False)(PartlyEmpty()))
     model(torch.ones(2, 5)).sum().backward()
     assert sorted(gradient.numel() for gradient in record.gradients) == [8, 36]
@@ -143,11 +137,8 @@ def test_a_hook_works_in_the_reduce_dtype_and_the_gradient_is_of_the_parameters(
     assert model.params[0].grad.dtype is torch.float32
 
 
-def test_a_hook_is_not_called_under_no_sync_and_is_then_given_the_sum(ranks: RankPool) -> None:
-    ranks(3).run(_accumulate)
-
-
-def _accumulate() -> None:
+@on_ranks(3)
+def test_a_hook_is_not_called_under_no_sync_and_is_then_given_the_sum() -> None:
     model, record = recorded(fully_sharded()(nn.Linear(5, 7)))
     inputs = torch.ones(2, 5)
     with model.no_sync():
@@ -158,13 +149,9 @@ def _accumulate() -> None:
     assert torch.equal(gradient[:42], torch.tensor([6.0] * 35 + [4.0] * 7))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_hook_registered_in_the_middle_of_an_accumulation_has_all_of_it(ranks: RankPool, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_a_hook_registered_in_the_middle_of_an_accumulation_has_all_of_it() -> None:
     """What was divided before it was summed, as it is without a hook, is no longer."""
-    ranks(world_size).run(_register_late)
-
-
-def _register_late() -> None:
     model: Any = fully_sharded()(nn.Linear(5, 7))
     with model.no_sync():
         model(torch.ones(2, 5)).sum().backward()
@@ -179,11 +166,8 @@ def test_a_hook_runs_in_no_grad_mode_also_for_what_is_complete_at_the_end_only()
     assert len(record.gradients) == 1
 
 
-def test_a_hook_has_the_factors_to_itself(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_factors)
-
-
-def _look_at_factors() -> None:
+@on_ranks(2)
+def test_a_hook_has_the_factors_to_itself() -> None:
     model = nested_mlp(fully_sharded())
     assert model.gradient_postdivide_factor * model.gradient_predivide_factor == 2  # type: ignore[operator]
     recorded(model)
@@ -239,11 +223,8 @@ def test_a_hook_may_overwrite_the_gradient() -> None:
     assert torch.equal(gradient_after(leave_after_overwriting), torch.full((42,), 6.0))
 
 
-def test_gradients_of_several_backwards_are_added_up_after_the_hook(ranks: RankPool) -> None:
-    ranks(2).run(_reduce_each_time)
-
-
-def _reduce_each_time() -> None:
+@on_ranks(2)
+def test_gradients_of_several_backwards_are_added_up_after_the_hook() -> None:
     model, record = recorded(fully_sharded()(nn.Linear(5, 7)))
     for _ in range(3):
         model(torch.ones(2, 5)).sum().backward()
@@ -265,12 +246,9 @@ def test_the_state_is_passed_as_it_is() -> None:
     assert seen == [state]
 
 
-def test_a_model_without_a_hook_is_left_alone(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_a_model_without_a_hook_is_left_alone() -> None:
     """Two models in one process, of which one has a hook."""
-    ranks(2).run(_train_one_of_two)
-
-
-def _train_one_of_two() -> None:
     hooked, record = recorded(nested_mlp(fully_sharded()))
     other = nested_mlp(fully_sharded())
     other(torch.ones(2, 5)).sum().backward()

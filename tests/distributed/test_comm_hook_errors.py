@@ -15,8 +15,8 @@ from fsdp import FullyShardedDataParallel
 from fsdp.distributed.comm_hooks import bf16_compress_hook, reduce_scatter
 from tests.helpers.comm_hooks import average, average_in_float32
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import Toolbox
 
 Hook = Callable[[Any, Tensor, Tensor], Any]
@@ -94,11 +94,8 @@ def test_a_hook_cannot_be_registered_in_a_backward() -> None:
 @pytest.mark.parametrize(
     "hooks", [(average, average_in_float32), (average, partial(average_in_float32)), (average, Toolbox(keep))]
 )
-def test_ranks_with_different_hooks_are_told_which(ranks: RankPool, hooks: tuple[Hook, Hook]) -> None:
-    ranks(2).run(_register_one_each, hooks)
-
-
-def _register_one_each(hooks: tuple[Hook, Hook]) -> None:
+@on_ranks(2)
+def test_ranks_with_different_hooks_are_told_which(hooks: tuple[Hook, Hook]) -> None:
     model: Any = nested_mlp(fully_sharded())
     other = "Toolbox" if isinstance(hooks[1], Toolbox) else "average_in_float32"
     expected = rf"rank 0 has tests\.\S+\.average and rank 1 has tests\.[\w.]+\.{other}\. Every rank must"
@@ -108,11 +105,8 @@ def _register_one_each(hooks: tuple[Hook, Hook]) -> None:
     backward(model)
 
 
-def test_a_partial_has_the_name_of_its_function(ranks: RankPool) -> None:
-    ranks(2).run(_register_partially)
-
-
-def _register_partially() -> None:
+@on_ranks(2)
+def test_a_partial_has_the_name_of_its_function() -> None:
     model: Any = nested_mlp(fully_sharded())
     model.register_comm_hook(None, partial(average) if dist.get_rank() else average)
     backward(model)
@@ -197,11 +191,8 @@ class Failing:
 @pytest.mark.parametrize(
     ("numel", "unit"), [(3, "gate"), (39, r"trunk\.2"), (78, "trunk"), (48, r"root \(NestedMlp\)")]
 )
-def test_a_hook_that_raises_names_the_unit_and_leaves_the_model_usable(ranks: RankPool, numel: int, unit: str) -> None:
-    ranks(3).run(_fail_once, numel, unit)
-
-
-def _fail_once(numel: int, unit: str) -> None:
+@on_ranks(3)
+def test_a_hook_that_raises_names_the_unit_and_leaves_the_model_usable(numel: int, unit: str) -> None:
     model: Any = nested_mlp(fully_sharded())
     plain = nested_mlp(fully_sharded())
     hook = Failing(numel)
@@ -238,11 +229,8 @@ def test_an_interrupt_in_a_hook_stays_what_it_is() -> None:
 # fsdp.comm_hooks
 
 
-def test_reduce_scatter_is_for_hooks_while_they_run(ranks: RankPool) -> None:
-    ranks(2).run(_reduce_outside)
-
-
-def _reduce_outside() -> None:
+@on_ranks(2)
+def test_reduce_scatter_is_for_hooks_while_they_run() -> None:
     model: Any = nested_mlp(fully_sharded())
     model.register_comm_hook(None, average)
     backward(model)
@@ -255,11 +243,8 @@ def reduce_something_else(state: Tensor, gradient: Tensor, shard: Tensor) -> Non
 
 
 @pytest.mark.parametrize("shape", [(43,), (2, 21)])
-def test_reduce_scatter_wants_equal_parts(ranks: RankPool, shape: tuple[int, ...]) -> None:
-    ranks(2).run(_reduce_unequal_parts, shape)
-
-
-def _reduce_unequal_parts(shape: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_reduce_scatter_wants_equal_parts(shape: tuple[int, ...]) -> None:
     model: Any = fully_sharded()(nn.Linear(5, 7))
     model.register_comm_hook(torch.ones(shape), reduce_something_else)
     with pytest.raises(RuntimeError, match=r"raised ValueError: a tensor of shape \[.*\] cannot be cut into 2 equal"):
@@ -280,11 +265,8 @@ def test_bf16_compress_hook_refuses_complex_gradients() -> None:
         model(torch.ones(2, 5, dtype=torch.complex64)).abs().sum().backward()
 
 
-def test_complex_gradients_are_averaged(ranks: RankPool) -> None:
-    ranks(2).run(_average_complex)
-
-
-def _average_complex() -> None:
+@on_ranks(2)
+def test_complex_gradients_are_averaged() -> None:
     model: Any = fully_sharded()(nn.Linear(5, 7, dtype=torch.complex64))
     model.register_comm_hook(None, average)
     inputs = torch.full((2, 5), 1.0 + dist.get_rank(), dtype=torch.complex64)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.distributed.collectives import Communicator, DirectExchange, Pending
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -98,22 +99,16 @@ def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: fl
     assert not sent.keys() - {model.process_group, model.replicate_group}
 
 
-def test_without_shards_only_gradients_travel(ranks: RankPool) -> None:
-    ranks(3).run(_count_without_shards)
-
-
-def _count_without_shards() -> None:
+@on_ranks(3)
+def test_without_shards_only_gradients_travel() -> None:
     model = tower(sharding_strategy=ShardingStrategy.NO_SHARD)
     with counting_sent_bytes() as sent:
         step(model)
     assert sent == {dist.group.WORLD: 2 * 2 * (LAYERS * WIDTH * WIDTH + WIDTH) * ITEM / 3}
 
 
-def test_what_goes_across_is_in_the_dtype_of_the_reduction(ranks: RankPool) -> None:
-    ranks(4).run(_compare_dtypes)
-
-
-def _compare_dtypes() -> None:
+@on_ranks(4)
+def test_what_goes_across_is_in_the_dtype_of_the_reduction() -> None:
     counts = []
     for dtype in (torch.float32, torch.bfloat16):
         model = tower(process_group=mesh_of(2, 2), mixed_precision=MixedPrecision(reduce_dtype=dtype))
@@ -170,11 +165,8 @@ def noting(note: Callable[[str], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD])
-def test_small_gradients_go_across_together(ranks: RankPool, strategy: ShardingStrategy | None) -> None:
-    ranks(4).run(_send_together, strategy)
-
-
-def _send_together(strategy: ShardingStrategy | None) -> None:
+@on_ranks(4)
+def test_small_gradients_go_across_together(strategy: ShardingStrategy | None) -> None:
     model = tower(process_group=mesh_of(2, 2)) if strategy is None else tower(sharding_strategy=strategy)
     sent: list[str] = []
     with noting(lambda what: sent.extend([what] * (not what.startswith("all-gather")))):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap_bn, get_fsdp_instances
 from tests.helpers.hybrid import every_nth, mesh_of, neighbours
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -101,13 +102,11 @@ ROOTS = ["all", "hybrid"]
     bucket_cap_mb=[25, 0],
     norm_type=[None, 2.0, 1.0, math.inf],
 )
+@on_ranks(4)
 def test_experts_train_clip_and_are_saved_as_in_one_process(
-    ranks: RankPool, size: int, root: str, form: dict[str, Any], bucket_cap_mb: float, norm_type: float | None
+    size: int, root: str, form: dict[str, Any], bucket_cap_mb: float, norm_type: float | None
 ) -> None:
-    ranks(4).run(_train, size, root, {"bucket_cap_mb": bucket_cap_mb, **form}, norm_type)
-
-
-def _train(size: int, root: str, options: dict[str, Any], norm_type: float | None) -> None:
+    options = {"bucket_cap_mb": bucket_cap_mb, **form}
     torch.set_default_dtype(torch.float64)
     model, reference = sharded(size, mesh_of(2, 2) if root == "hybrid" else None, **options), Reference(size)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, *reference.models)]
@@ -129,11 +128,8 @@ def _train(size: int, root: str, options: dict[str, Any], norm_type: float | Non
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_saved_expert_is_loaded_by_the_ranks_that_have_it(ranks: RankPool, size: int) -> None:
-    ranks(4).run(_save_and_load, size)
-
-
-def _save_and_load(size: int) -> None:
+@on_ranks(4)
+def test_a_saved_expert_is_loaded_by_the_ranks_that_have_it(size: int) -> None:
     model = sharded(size, None)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     with model.summon_full_params(), torch.no_grad():
@@ -145,11 +141,8 @@ def _save_and_load(size: int) -> None:
         assert torch.equal(value, saved[name]), name
 
 
-def test_ranks_that_load_different_values_of_one_expert_are_refused_by_all(ranks: RankPool) -> None:
-    ranks(4).run(_load_different_experts)
-
-
-def _load_different_experts() -> None:
+@on_ranks(4)
+def test_ranks_that_load_different_values_of_one_expert_are_refused_by_all() -> None:
     model = sharded(2, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = dict(before)
@@ -160,11 +153,8 @@ def _load_different_experts() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_small_gradients_of_different_groups_do_not_meet_in_one_bucket(ranks: RankPool) -> None:
-    ranks(4).run(_train_many_groups)
-
-
-def _train_many_groups() -> None:
+@on_ranks(4)
+def test_small_gradients_of_different_groups_do_not_meet_in_one_bucket() -> None:
     torch.set_default_dtype(torch.float64)
     # All new, so that their units have the same tags.
     pairs, all_ranks, odd_and_even = neighbours.__wrapped__(2), dist.new_group(), every_nth.__wrapped__(2)
@@ -172,11 +162,8 @@ def _train_many_groups() -> None:
     assert_gradients_are_right([fully_sharded(process_group=kind) for kind in kinds], late_rank=None)
 
 
-def test_groups_that_reduce_over_one_group_are_not_mixed_up(ranks: RankPool) -> None:
-    ranks(2).run(_reduce_over_one)
-
-
-def _reduce_over_one() -> None:
+@on_ranks(2)
+def test_groups_that_reduce_over_one_group_are_not_mixed_up() -> None:
     torch.set_default_dtype(torch.float64)
     options = {"process_group_reduce_scatter": dist.new_group(), "bucket_cap_mb": 0}
     # One rank has the gradients of the last unit later than the others, and the other rank before them.
@@ -221,11 +208,8 @@ def assert_gradients_are_right(wraps: list[Wrap], late_rank: int | None) -> None
         torch.testing.assert_close(found[name], value)
 
 
-def test_batch_norms_in_a_group_of_one(ranks: RankPool) -> None:
-    ranks(2).run(_train_batch_norm_alone)
-
-
-def _train_batch_norm_alone() -> None:
+@on_ranks(2)
+def test_batch_norms_in_a_group_of_one() -> None:
     torch.manual_seed(0)
     norms = auto_wrap_bn(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), single_rank_pg=True)
     model: Any = fully_sharded()(norms)
@@ -237,11 +221,8 @@ def _train_batch_norm_alone() -> None:
     torch.testing.assert_close(norm, powers.sqrt())
 
 
-def test_replicas_of_a_unit_count_once(ranks: RankPool) -> None:
-    ranks(4).run(_clip_replicas)
-
-
-def _clip_replicas() -> None:
+@on_ranks(4)
+def test_replicas_of_a_unit_count_once() -> None:
     # Experts on two ranks of which each holds all: two experts, of four elements whose gradient is 1.
     expert = fully_sharded(process_group=(neighbours(1), neighbours(2)))(nn.Linear(4, 1, bias=False))
     model: Any = fully_sharded()(nn.Sequential(expert, nn.Linear(1, 1, bias=False).requires_grad_(False)))
@@ -268,11 +249,8 @@ def _scale_with_experts() -> bool:
     return any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_a_wrapper_says_whether_inner_ones_have_groups_of_their_own(ranks: RankPool) -> None:
-    ranks(4).run(_ask_for_groups)
-
-
-def _ask_for_groups() -> None:
+@on_ranks(4)
+def test_a_wrapper_says_whether_inner_ones_have_groups_of_their_own() -> None:
     assert not sharded(2, None).children_share_process_group
     assert not sharded(1, mesh_of(2, 2)).children_share_process_group
     wrap = fully_sharded(process_group=mesh_of(2, 2))

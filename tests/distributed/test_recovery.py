@@ -21,6 +21,7 @@ from fsdp.distributed import watchdog
 from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.communicator import CollectiveError, communicators_among, finish
 from fsdp.distributed.messages import Sending
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.waiting
@@ -118,14 +119,11 @@ def start(folder: Path, world_size: int) -> int:
     ],
     ids=["flat", "original", "replicated"],
 )
+@on_ranks(3, backend=None)
 def test_training_goes_on_as_if_there_had_been_no_bad_batch(
-    ranks: RankPool, tmp_path: Path, fails_in: str, options: dict[str, Any]
+    tmp_path: Path, fails_in: str, options: dict[str, Any]
 ) -> None:
-    ranks(3, backend=None).run(_fail_and_go_on, tmp_path, fails_in, options)
-
-
-def _fail_and_go_on(folder: Path, fails_in: str, options: dict[str, Any]) -> None:
-    rank = start(folder, 3)
+    rank = start(tmp_path, 3)
     # A step that fails is one that others have taken: it is taken after all, and the batch counts.
     expected = weights_after([number for number in range(BATCHES) if number != BAD or fails_in == "step"], **options)
     training = Training(fails_in, **options)
@@ -196,12 +194,9 @@ def _recover_alone(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_rank_may_fail_before_the_first_forward_and_again_at_once(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, backend=None).run(_fail_before_forward, tmp_path)
-
-
-def _fail_before_forward(folder: Path) -> None:
-    start(folder, 2)
+@on_ranks(2, backend=None)
+def test_a_rank_may_fail_before_the_first_forward_and_again_at_once(tmp_path: Path) -> None:
+    start(tmp_path, 2)
     expected = weights_after([2, 4])
     training = Training("")
     for number in range(BATCHES):
@@ -215,20 +210,9 @@ def _fail_before_forward(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_what_was_on_its_way_is_not_waited_for(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, backend=None).run(_recover_from_a_lost_message, tmp_path)
-
-
-class LostWork:
-    """The work of a message of which gloo does not tell that it cannot arrive."""
-
-    def wait(self, *limit: timedelta) -> None:
-        assert limit, "this would wait for half an hour"
-        raise RuntimeError("Timed out waiting 1ms for send operation to complete")
-
-
-def _recover_from_a_lost_message(folder: Path) -> None:
-    rank = start(folder, 2)
+@on_ranks(2, backend=None)
+def test_what_was_on_its_way_is_not_waited_for(tmp_path: Path) -> None:
+    rank = start(tmp_path, 2)
     training = Training("")
     training.step(0)
     communicator(dist.new_group([0, 1]), torch.device("cpu"))  # which the model does not use
@@ -249,15 +233,20 @@ def _recover_from_a_lost_message(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_does_not_come_out_of_its_wait_is_named(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, backend=None).run(_recover_while_one_is_stuck, tmp_path)
+class LostWork:
+    """The work of a message of which gloo does not tell that it cannot arrive."""
+
+    def wait(self, *limit: timedelta) -> None:
+        assert limit, "this would wait for half an hour"
+        raise RuntimeError("Timed out waiting 1ms for send operation to complete")
 
 
-def _recover_while_one_is_stuck(folder: Path) -> None:
-    rank = start(folder, 2)
+@on_ranks(2, backend=None)
+def test_a_rank_that_does_not_come_out_of_its_wait_is_named(tmp_path: Path) -> None:
+    rank = start(tmp_path, 2)
     training = Training("")
     training.step(0)
-    store = dist.FileStore(str(folder / "stuck"), 2)
+    store = dist.FileStore(str(tmp_path / "stuck"), 2)
     if rank == 0:
         stuck = mock.Mock(wait=lambda: store.wait(["named"]))
         finish([stuck], "all-gather of 0 in forward")
@@ -268,12 +257,9 @@ def _recover_while_one_is_stuck(folder: Path) -> None:
         store.set("named", "")
 
 
-def test_recoveries_leave_no_tensors(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, backend=None).run(_recover_often, tmp_path)
-
-
-def _recover_often(folder: Path) -> None:
-    start(folder, 2)
+@on_ranks(2, backend=None)
+def test_recoveries_leave_no_tensors(tmp_path: Path) -> None:
+    start(tmp_path, 2)
     training, used = Training("forward"), []
     for _ in range(4):
         with pytest.raises((ValueError, CollectiveError)):

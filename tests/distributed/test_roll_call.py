@@ -18,6 +18,7 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy, set_watchdog
 from fsdp.distributed.journal import Finding, Journal, journals
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.waiting
@@ -109,11 +110,8 @@ def _train(folder: Path, misstep: Misstep) -> str:
     return error
 
 
-def test_nothing_is_compared_without_a_watchdog(ranks: RankPool) -> None:
-    ranks(2).run(_differ_unwatched)
-
-
-def _differ_unwatched() -> None:
+@on_ranks(2)
+def test_nothing_is_compared_without_a_watchdog() -> None:
     set_watchdog(None)
     try:
         one_step = another_class(dist.get_rank(), make_model())
@@ -201,11 +199,8 @@ def same_everywhere() -> list[dict[int, list[str]]]:
     return list(own.values())
 
 
-def test_what_ranks_may_do_differently_makes_no_difference(ranks: RankPool) -> None:
-    ranks(2).run(_step_in_many_ways)
-
-
-def _step_in_many_ways() -> None:
+@on_ranks(2)
+def test_what_ranks_may_do_differently_makes_no_difference() -> None:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model = FullyShardedDataParallel(body, use_orig_params=True)
@@ -232,11 +227,8 @@ def _step_in_many_ways() -> None:
     ]
 
 
-def test_ranks_that_have_run_out_of_batches_step_as_the_others_do(ranks: RankPool) -> None:
-    ranks(2).run(_run_out)
-
-
-def _run_out() -> None:
+@on_ranks(2)
+def test_ranks_that_have_run_out_of_batches_step_as_the_others_do() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fsdp.join(model, optimizer):
@@ -248,16 +240,13 @@ def _run_out() -> None:
 
 
 @pytest.mark.parametrize("originals", [False, True])
-def test_what_all_ranks_change_makes_no_difference(ranks: RankPool, tmp_path: Path, originals: bool) -> None:
-    ranks(2).run(_change_alike, tmp_path, originals)
-
-
-def _change_alike(folder: Path, originals: bool) -> None:
+@on_ranks(2)
+def test_what_all_ranks_change_makes_no_difference(tmp_path: Path, originals: bool) -> None:
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), use_orig_params=originals)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    fsdp.save(folder / "saved", model, optimizer)
+    fsdp.save(tmp_path / "saved", model, optimizer)
     state, local = model.state_dict(), model.local_state_dict()
     for number in range(8):
         optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -276,7 +265,7 @@ def _change_alike(folder: Path, originals: bool) -> None:
         elif number == 4:
             model.load_local_state_dict(local)
         elif number == 5:
-            fsdp.load(folder / "saved", model, optimizer)
+            fsdp.load(tmp_path / "saved", model, optimizer)
         elif number == 6:
             with model.summon_full_params(rank0_only=True), torch.no_grad():
                 for param in model.parameters() if dist.get_rank() == 0 else ():

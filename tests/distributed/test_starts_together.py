@@ -17,6 +17,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of
 from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save
@@ -37,22 +38,16 @@ def spread(layout: str) -> dict[str, Any]:
 
 
 @parametrize_pairs(layout=["2 replicas of 2 shards", "no shards"], odd=[1, 2, 3])
-def test_a_replica_that_was_wrapped_with_other_values_is_named(ranks: RankPool, layout: str, odd: int) -> None:
-    ranks(4).run(_wrap_other_values, layout, odd)
-
-
-def _wrap_other_values(layout: str, odd: int) -> None:
+@on_ranks(4)
+def test_a_replica_that_was_wrapped_with_other_values_is_named(layout: str, odd: int) -> None:
     model = nested_mlp(sharded(**spread(layout)), seed=int(dist.get_rank() == odd))
     with pytest.raises(RuntimeError, match=rf"sharded different values\. Rank {odd} has other values than rank 0"):
         model(INPUTS)
 
 
 @every_layout
-def test_replicas_that_were_wrapped_with_the_same_values_are_left_alone(ranks: RankPool, layout: str) -> None:
-    ranks(4).run(_wrap_same_values, layout)
-
-
-def _wrap_same_values(layout: str) -> None:
+@on_ranks(4)
+def test_replicas_that_were_wrapped_with_the_same_values_are_left_alone(layout: str) -> None:
     model = nested_mlp(sharded(**spread(layout)))
     assert torch.equal(model(INPUTS), nested_mlp()(INPUTS))
 
@@ -61,11 +56,8 @@ def _wrap_same_values(layout: str) -> None:
 
 
 @every_layout
-def test_all_replicas_begin_with_the_values_of_rank_0(ranks: RankPool, layout: str) -> None:
-    ranks(4).run(_begin_as_rank_0, layout)
-
-
-def _begin_as_rank_0(layout: str) -> None:
+@on_ranks(4)
+def test_all_replicas_begin_with_the_values_of_rank_0(layout: str) -> None:
     model = nested_mlp(sharded(sync_module_states=True, **spread(layout)), seed=dist.get_rank())
     assert_replicas_agree(model)
     assert_same_state(state_of(model), nested_mlp(seed=0).state_dict())
@@ -103,22 +95,16 @@ def _wrapped(module: Norms, wrap: Wrap) -> nn.Module:
     return wrap(module)
 
 
-def test_rank_0_of_all_replicas_needs_values(ranks: RankPool) -> None:
-    ranks(4).run(_send_nothing)
-
-
-def _send_nothing() -> None:
+@on_ranks(4)
+def test_rank_0_of_all_replicas_needs_values() -> None:
     module = on_meta(mlp) if dist.get_rank() == 0 else nested_mlp()
     with pytest.raises(RuntimeError, match=r"on the meta device on rank 0, which is to send its values"):
         sharded(sync_module_states=True, **spread("2 replicas of 2 shards"))(module)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_no_rank_has_values_of_waits_for_them(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(4).run(_nobody_has_values, form)
-
-
-def _nobody_has_values(form: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_what_no_rank_has_values_of_waits_for_them(form: dict[str, Any]) -> None:
     options = spread(form["layout"]) if "layout" in form else form
     wrap = sharded(sync_module_states=True, **options)
     expected = state_of(_norms_with_values())
@@ -156,16 +142,13 @@ def _start(layout: str, make: Callable[[Wrap], nn.Module]) -> dict[str, Tensor]:
 
 
 @parametrize_pairs(form=FORMS, world_size=[1, 3])
+@on_ranks("world_size")
 def test_a_file_gives_values_to_a_model_without_and_the_rest_is_initialised(
-    ranks: RankPool, tmp_path: Path, world_size: int, form: dict[str, Any]
+    tmp_path: Path, form: dict[str, Any]
 ) -> None:
-    ranks(world_size).run(_load_and_complete, tmp_path, form)
-
-
-def _load_and_complete(folder: Path, form: dict[str, Any]) -> None:
-    expected = _rotary_in(folder)
+    expected = _rotary_in(tmp_path)
     model: Any = on_meta(Rotary, sharded(**form))
-    result = fsdp.load_safetensors(model, folder)
+    result = fsdp.load_safetensors(model, tmp_path)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     with pytest.raises(RuntimeError, match=r"1 of its parameters and buffers have no values yet.*: inv_freq\."):
         model(INPUTS)
@@ -185,30 +168,24 @@ def _rotary_in(folder: Path) -> nn.Module:
 
 
 @every_layout
-def test_every_replica_reads_the_same_file(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    ranks(4).run(_load_replicas, tmp_path, layout)
-
-
-def _load_replicas(folder: Path, layout: str) -> None:
-    expected = _rotary_in(folder)
+@on_ranks(4)
+def test_every_replica_reads_the_same_file(tmp_path: Path, layout: str) -> None:
+    expected = _rotary_in(tmp_path)
     model = on_meta(Rotary, sharded(**spread(layout)))
-    fsdp.load_safetensors(model, folder)
+    fsdp.load_safetensors(model, tmp_path)
     fsdp.materialize(model, param_init_fn=initialise)
     assert_replicas_agree(model)
     assert_same_state(state_of(model), state_of(expected))
 
 
 @every_layout
-def test_all_replicas_are_told_that_one_has_no_file(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    ranks(4).run(_miss_a_file, tmp_path, layout)
-
-
-def _miss_a_file(folder: Path, layout: str) -> None:
-    _rotary_in(folder)
+@on_ranks(4)
+def test_all_replicas_are_told_that_one_has_no_file(tmp_path: Path, layout: str) -> None:
+    _rotary_in(tmp_path)
     model = on_meta(Rotary, sharded(**spread(layout)))
     is_odd = dist.get_rank() == 3
     with pytest.raises((RuntimeError, FileNotFoundError), match="elsewhere" if is_odd else "rank 3 could not open"):
-        fsdp.load_safetensors(model, folder / "elsewhere" if is_odd else folder)
+        fsdp.load_safetensors(model, tmp_path / "elsewhere" if is_odd else tmp_path)
 
 
 # A rank that lacks values

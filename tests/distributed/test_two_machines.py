@@ -22,6 +22,7 @@ from torch import nn
 
 from benchmarks import _machines
 from benchmarks._machines import Machine, NotAllowedError, two_machines
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.workers import Ending
@@ -52,12 +53,9 @@ def _join(machines: Machines, folder: Path, timeout: float = 30.0) -> int:
 # --- training
 
 
-def test_training_across_two_machines_equals_one_process(ranks: RankPool, machines: Machines, tmp_path: Path) -> None:
-    ranks(2, backend=None).run(_train_and_compare, machines, tmp_path)
-
-
-def _train_and_compare(machines: Machines, folder: Path) -> None:
-    rank = _join(machines, folder)
+@on_ranks(2, backend=None)
+def test_training_across_two_machines_equals_one_process(machines: Machines, tmp_path: Path) -> None:
+    rank = _join(machines, tmp_path)
     before = _sent(machines[rank])
     assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded())
     assert _sent(machines[rank]) - before > 10_000, "the ranks have not used the cable"

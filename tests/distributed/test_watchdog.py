@@ -33,6 +33,7 @@ from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.positions import Position, Report
 from fsdp.distributed.reports import Kind, read_events
 from tests.helpers.ended_rank import await_addresses
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 
@@ -201,15 +202,10 @@ def _give_up_waiting(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_waits_are_given_up_also_when_others_have_closed_their_connections_before(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    ranks(3, backend=None).run(_give_up_alone, tmp_path)
-
-
-def _give_up_alone(folder: Path) -> None:
+@on_ranks(3, backend=None)
+def test_waits_are_given_up_also_when_others_have_closed_their_connections_before(tmp_path: Path) -> None:
     rank = int(os.environ["RANK"])
-    store = dist.FileStore(str(folder / "store"), 3)
+    store = dist.FileStore(str(tmp_path / "store"), 3)
     dist.init_process_group("gloo", rank=rank, world_size=3, store=store)
     group = dist.group.WORLD
     assert group is not None
@@ -242,11 +238,8 @@ def _be_late_unwatched() -> str:
     return printed_while(behave)
 
 
-def test_without_a_watchdog_there_is_no_thread_and_no_socket_until_it_is_wanted(ranks: RankPool) -> None:
-    ranks(2).run(_turn_off_and_on)
-
-
-def _turn_off_and_on() -> None:
+@on_ranks(2)
+def test_without_a_watchdog_there_is_no_thread_and_no_socket_until_it_is_wanted() -> None:
     model = trained_model()
     server = watchdog.watchdogs[dist.group.WORLD]._server
     set_watchdog(None)
@@ -402,11 +395,8 @@ def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of
     assert any(followed in line for line in lines)
 
 
-def test_nobody_is_answered_without_the_secret(ranks: RankPool) -> None:
-    ranks(2).run(_ask_without_the_secret)
-
-
-def _ask_without_the_secret() -> None:
+@on_ranks(2)
+def test_nobody_is_answered_without_the_secret() -> None:
     trained_model()
     (one,) = watchdog.watchdogs.values()
     for secret, is_answered in ((one._server.secret, True), ("0" * 32, False)):

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import _flat_param
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.engine.foreign_names import ATTRIBUTES, KEYWORDS, VARIABLES
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT
-from tests.helpers.ranks import RankPool
 
 DOCS = ROOT / "docs"
 
@@ -139,11 +139,8 @@ def programs(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_what_fsdp1_becomes_trains_alike(ranks: RankPool) -> None:
-    ranks(2).run(_train_as_with_fsdp1)
-
-
-def _train_as_with_fsdp1() -> None:
+@on_ranks(2)
+def test_what_fsdp1_becomes_trains_alike() -> None:
     losses = []
     for program in programs("fsdp1.md"):
         torch.manual_seed(0)
@@ -163,22 +160,19 @@ def _train_as_with_fsdp1() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # sums of 16 bits in another order
 
 
-def test_what_deepspeeds_engine_becomes_trains(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_as_with_deepspeed, tmp_path)
-
-
-def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output.float() - target).square().mean()
-
-
-def _train_as_with_deepspeed(folder: Path) -> None:
+@on_ranks(2)
+def test_what_deepspeeds_engine_becomes_trains(tmp_path: Path) -> None:
     program = programs("deepspeed.md")[1]
     known = {name: getattr(fsdp, name) for name in fsdp.__all__}
     known |= {"fsdp": fsdp, "torch": torch, "Block": Block, "model": nn.Sequential(Block(4, 6), Block(6, 3))}
     known |= {"batches": [(torch.ones(2, 4), torch.ones(2, 3))] * 2, "loss_of": _loss_of}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+        patch.chdir(tmp_path)
         patch.setattr(fsdp, "init_distributed", lambda: torch.device("cpu"))
         torch.manual_seed(0)
         exec(program, known)
-    assert not fsdp.load(folder / "runs" / "model", known["model"], known["optimizer"]).missing_keys
+    assert not fsdp.load(tmp_path / "runs" / "model", known["model"], known["optimizer"]).missing_keys
+
+
+def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.float() - target).square().mean()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel
 from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.parity import fully_sharded
 
 pytestmark = pytest.mark.accelerator
@@ -79,11 +80,8 @@ def test_a_model_may_be_moved_after_wrapping(accelerator_ranks: AcceleratorRanks
 
 
 @pytest.mark.skipif(not IS_SIMULATED, reason="torch moves parameters to CUDA in place")
-def test_a_move_that_torch_does_not_make_in_place_is_refused(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(1).run(_move_afterwards)
-
-
-def _move_afterwards() -> None:
+@on_accelerators(1)
+def test_a_move_that_torch_does_not_make_in_place_is_refused() -> None:
     for wrap in (fully_sharded(), fully_sharded(use_orig_params=False)):
         model = nested_mlp(wrap)
         before = [param.detach().clone() for param in model.parameters()]
@@ -96,11 +94,8 @@ def test_accumulation_on_an_accelerator_equals_the_unsharded_model(accelerator_r
     accelerator_ranks(2).run(_train_and_compare, {}, 2)
 
 
-def test_clipping_on_an_accelerator_gives_the_unsharded_norm(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_clip_and_compare)
-
-
-def _clip_and_compare() -> None:
+@on_accelerators(2)
+def test_clipping_on_an_accelerator_gives_the_unsharded_norm() -> None:
     plain = nested_mlp().to(ACCELERATOR)
     model: Any = nested_mlp(lambda module: FullyShardedDataParallel(module.to(ACCELERATOR)))
     batch = global_batches(1)[0]
@@ -110,11 +105,8 @@ def _clip_and_compare() -> None:
     torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
 
 
-def test_memory_between_steps_is_the_shards_and_their_gradients(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_measure_between_steps)
-
-
-def _measure_between_steps() -> None:
+@on_accelerators(2)
+def test_memory_between_steps_is_the_shards_and_their_gradients() -> None:
     torch.manual_seed(0)
     layers = [FullyShardedDataParallel(nn.Linear(1024, 1024).to(ACCELERATOR)) for _ in range(4)]
     model = FullyShardedDataParallel(nn.Sequential(*layers))

@@ -19,6 +19,7 @@ from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRank
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
+from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 
@@ -129,13 +130,10 @@ def _train_scaled(offload: dict[str, Any]) -> None:
 
 @every_hosted
 @pytest.mark.parametrize("moved", ["never", "before", "after"])
-def test_shards_and_the_optimizer_s_state_stay_on_the_host(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any], moved: str
-) -> None:
-    accelerator_ranks(2).run(_look_at_places, with_folder(options, tmp_path), moved)
+@on_accelerators(2)
+def test_shards_and_the_optimizer_s_state_stay_on_the_host(tmp_path: Path, options: dict[str, Any], moved: str) -> None:
+    options = with_folder(options, tmp_path)
 
-
-def _look_at_places(options: dict[str, Any], moved: str) -> None:
     def wrap(module: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(module.to(ACCELERATOR) if moved == "before" else module, **options)
 
@@ -158,13 +156,10 @@ def _look_at_places(options: dict[str, Any], moved: str) -> None:
     ("options", "param_on", "grad_on"),
     [(BOTH, "cpu", "cpu"), (PARAMS, "cpu", ACCELERATOR), (GRADS, ACCELERATOR, "cpu")],
 )
+@on_accelerators(2)
 def test_gradients_are_where_they_were_asked_for_until_the_step(
-    accelerator_ranks: AcceleratorRanks, options: dict[str, Any], param_on: str, grad_on: str
+    options: dict[str, Any], param_on: str, grad_on: str
 ) -> None:
-    accelerator_ranks(2).run(_look_at_gradients, options, param_on, grad_on)
-
-
-def _look_at_gradients(options: dict[str, Any], param_on: str, grad_on: str) -> None:
     model = nested_mlp(fully_sharded(compute_device=ACCELERATOR, **options))
     optimizer = sgd_with_momentum(model.parameters())
     model(own_part(inputs(0)).to(ACCELERATOR)).sum().backward()
@@ -178,13 +173,9 @@ def _look_at_gradients(options: dict[str, Any], param_on: str, grad_on: str) -> 
 
 
 @every_hosted
-def test_a_model_that_was_moved_to_the_cpu_computes_there(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(2).run(_compute_on_cpu, with_folder(options, tmp_path))
-
-
-def _compute_on_cpu(options: dict[str, Any]) -> None:
+@on_accelerators(2)
+def test_a_model_that_was_moved_to_the_cpu_computes_there(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = with_folder(options, tmp_path)
     model, plain = nested_mlp(fully_sharded(**options)), nested_mlp()
     torch.testing.assert_close(model(inputs(0).to(ACCELERATOR)).cpu(), plain(inputs(0)), rtol=1e-4, atol=1e-5)
     model.cpu()
@@ -194,13 +185,9 @@ def _compute_on_cpu(options: dict[str, Any]) -> None:
 
 
 @every_kind
-def test_what_is_changed_while_summoned_is_kept(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(2).run(_change_while_summoned, with_folder(options, tmp_path))
-
-
-def _change_while_summoned(options: dict[str, Any]) -> None:
+@on_accelerators(2)
+def test_what_is_changed_while_summoned_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = with_folder(options, tmp_path)
     model: Any = nested_mlp(fully_sharded(compute_device=ACCELERATOR, **options))
     plain: Any = nested_mlp()
     with model.summon_full_params(), torch.no_grad():
@@ -244,23 +231,16 @@ def wide(number: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def test_what_is_capped_does_not_fit_without_offload(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(1).run(_fail_to_fit)
-
-
-def _fail_to_fit() -> None:
+@on_accelerators(1)
+def test_what_is_capped_does_not_fit_without_offload() -> None:
     with capped(), pytest.raises(torch.OutOfMemoryError):
         nn.Sequential(*stack()).to(ACCELERATOR)
 
 
 @every_hosted
-def test_a_world_of_one_infers_with_a_model_that_does_not_fit(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(1).run(_infer_capped, with_folder(options, tmp_path))
-
-
-def _infer_capped(options: dict[str, Any]) -> None:
+@on_accelerators(1)
+def test_a_world_of_one_infers_with_a_model_that_does_not_fit(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = with_folder(options, tmp_path)
     layers = stack()
     with torch.no_grad():
         expected = [nn.Sequential(*layers)(wide(number)) for number in range(3)]
@@ -277,13 +257,9 @@ def _infer_capped(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [BOTH, DISK], ids=["both", "disk"])  # with params only, gradients do not fit
-def test_a_world_of_one_trains_a_model_that_does_not_fit(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(1, timeout=120).run(_train_capped, with_folder(options, tmp_path))
-
-
-def _train_capped(options: dict[str, Any]) -> None:
+@on_accelerators(1, timeout=120)
+def test_a_world_of_one_trains_a_model_that_does_not_fit(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = with_folder(options, tmp_path)
     plain = nn.Sequential(*stack())
     model = alone(nn.Sequential(*(alone(layer, **options) for layer in stack())), **options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
@@ -300,13 +276,9 @@ def _train_capped(options: dict[str, Any]) -> None:
 
 
 @every_kind
-def test_peak_memory_of_several_ranks_is_below_that_of_the_whole(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(2, timeout=120).run(_measure_peak, with_folder(options, tmp_path))
-
-
-def _measure_peak(options: dict[str, Any]) -> None:
+@on_accelerators(2, timeout=120)
+def test_peak_memory_of_several_ranks_is_below_that_of_the_whole(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = with_folder(options, tmp_path)
     wrap = fully_sharded(compute_device=ACCELERATOR, **options)
     width = min(WIDTH, 1024)
     model = wrap(nn.Sequential(*(wrap(nn.Linear(width, width)) for _ in range(24))))
@@ -324,12 +296,9 @@ def _measure_peak(options: dict[str, Any]) -> None:
     assert device_module().memory_allocated() - between <= kept + layer
 
 
-def test_streams_leave_no_race_between_steps(accelerator_ranks: AcceleratorRanks) -> None:
+@on_accelerators(1)
+def test_streams_leave_no_race_between_steps() -> None:
     """The optimizer writes pinned shards at once after backward; a copy still in flight would read half of it."""
-    accelerator_ranks(1).run(_step_at_once)
-
-
-def _step_at_once() -> None:
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
     model = alone(nn.Sequential(*(alone(layer, **BOTH) for layer in layers)), **BOTH)
     for step in range(10):

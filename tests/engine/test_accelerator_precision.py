@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdp import FlatParameter, FullyShardedDataParallel
 from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.optim_utils.test_grad_scaler import (
     OFFLOADS,
@@ -58,13 +59,8 @@ def test_pain_point_17_all_ranks_skip_the_steps_that_one_cannot_take(
     accelerator_ranks(2).run(skip_together, options, device=ACCELERATOR, make_optimizer=make_optimizer)
 
 
-def test_pain_point_17_gradients_on_two_devices_are_agreed_on_in_one_reduction(
-    accelerator_ranks: AcceleratorRanks,
-) -> None:
-    accelerator_ranks(2).run(_skip_partly_offloaded)
-
-
-def _skip_partly_offloaded() -> None:
+@on_accelerators(2)
+def test_pain_point_17_gradients_on_two_devices_are_agreed_on_in_one_reduction() -> None:
     with torch.device(ACCELERATOR):
         inner = FullyShardedDataParallel(nn.Linear(5, 5), mixed_precision=True, offload="cpu")
         model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)), mixed_precision=True)
@@ -82,13 +78,10 @@ def _skip_partly_offloaded() -> None:
 
 
 @pytest.mark.parametrize("offload", ["params", "both", "disk"])
-def test_the_optimizer_steps_offloaded_shards_on_the_host(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, offload: str
-) -> None:
-    accelerator_ranks(2).run(_look_where_things_are, offload_options(offload, tmp_path), is_pinned=offload != "disk")
-
-
-def _look_where_things_are(options: dict[str, Any], is_pinned: bool) -> None:
+@on_accelerators(2)
+def test_the_optimizer_steps_offloaded_shards_on_the_host(tmp_path: Path, offload: str) -> None:
+    options = offload_options(offload, tmp_path)
+    is_pinned = offload != "disk"
     with torch.device(ACCELERATOR):
         model = nested_mlp(fully_sharded(mixed_precision=True, **options))
     optimizer, scaler = torch.optim.AdamW(model.parameters()), new_scaler(device=ACCELERATOR)
@@ -101,11 +94,8 @@ def _look_where_things_are(options: dict[str, Any], is_pinned: bool) -> None:
         assert param.is_pinned() is is_pinned
 
 
-def test_gradients_alone_are_offloaded_to_pinned_memory_until_the_step(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_look_where_gradients_are)
-
-
-def _look_where_gradients_are() -> None:
+@on_accelerators(2)
+def test_gradients_alone_are_offloaded_to_pinned_memory_until_the_step() -> None:
     with torch.device(ACCELERATOR):
         model = nested_mlp(fully_sharded(mixed_precision=True, move_grads_to_cpu=True))
     backward(model, new_scaler(device=ACCELERATOR), torch.ones(2, 5, device=ACCELERATOR))

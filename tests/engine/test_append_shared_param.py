@@ -17,6 +17,7 @@ from fsdp import MixedPrecision, get_fsdp_instances
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import SideBySide, assert_trains_like_plain, seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -60,13 +61,8 @@ def test_trains_as_the_tied_model_on_one_process(
 
 
 @parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[2, 1], options=OUTER)
-def test_gradients_are_accumulated_under_no_sync(
-    ranks: RankPool, kind: int, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_accumulate, kind, options)
-
-
-def _accumulate(kind: int, options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_gradients_are_accumulated_under_no_sync(kind: int, options: dict[str, Any]) -> None:
     pair = SideBySide(*KINDS[kind], **options)
     for number in range(0, 6, 3):
         with pair.sharded.no_sync():
@@ -76,11 +72,8 @@ def _accumulate(kind: int, options: dict[str, Any]) -> None:
     pair.assert_close()
 
 
-def test_gradients_that_were_accumulated_before_sharing_count_alike(ranks: RankPool) -> None:
-    ranks(2).run(_share_after_accumulating)
-
-
-def _share_after_accumulating() -> None:
+@on_ranks(2)
+def test_gradients_that_were_accumulated_before_sharing_count_alike() -> None:
     torch.set_default_dtype(torch.float64)
     model, plain, inputs = seeded(Siblings), seeded(Siblings), batch(0, 0)
     model.l1, model.l3 = UNFLATTENED(model.l1, gradient_predivide_factor=2.0), UNFLATTENED(model.l3)
@@ -96,11 +89,8 @@ def _share_after_accumulating() -> None:
         assert_close(model.l1.module.weight.grad, plain.l1.weight.grad, "gradient of the shared weight")
 
 
-def test_gradients_have_the_same_norm_and_are_clipped_alike(ranks: RankPool) -> None:
-    ranks(2).run(_clip)
-
-
-def _clip() -> None:
+@on_ranks(2)
+def test_gradients_have_the_same_norm_and_are_clipped_alike() -> None:
     pair = SideBySide(Siblings, under_the_root)
     pair.backward(0)
     norm = pair.sharded.clip_grad_norm_(0.01)
@@ -108,11 +98,8 @@ def _clip() -> None:
     pair.assert_close_gradients()
 
 
-def test_trains_in_mixed_precision_and_evaluates_in_full(ranks: RankPool) -> None:
-    ranks(2).run(_train_mixed)
-
-
-def _train_mixed() -> None:
+@on_ranks(2)
+def test_trains_in_mixed_precision_and_evaluates_in_full() -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model: Any = under_the_root(seeded(Siblings), fully_sharded(mixed_precision=policy))
     plain = seeded(Siblings)
@@ -131,11 +118,8 @@ def test_trains_offloaded(ranks: RankPool, offload: str, tmp_path: Path) -> None
     ranks(2).run(assert_trains_like_plain, Siblings, under_the_root, adamw, options)
 
 
-def test_an_optimizer_from_before_wrapping_is_handed_over(ranks: RankPool) -> None:
-    ranks(2).run(_hand_over)
-
-
-def _hand_over() -> None:
+@on_ranks(2)
+def test_an_optimizer_from_before_wrapping_is_handed_over() -> None:
     pair = SideBySide(Siblings, under_the_root)
     pair.sharded = seeded(Siblings)
     pair.optimizers = [adamw(model.parameters()) for model in (pair.sharded, pair.plain)]
@@ -153,12 +137,8 @@ def _hand_over() -> None:
 # Who has it
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_is_listed_by_all_and_stepped_once(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_list_parameters)
-
-
-def _list_parameters() -> None:
+@on_ranks(1, 2)
+def test_is_listed_by_all_and_stepped_once() -> None:
     model: Any = under_the_root(seeded(Siblings), UNFLATTENED)
     (shared,) = set(model.l1.params) & set(model.l3.params)
     for _ in range(2):
@@ -173,11 +153,8 @@ def _list_parameters() -> None:
         model(torch.ones(2, 5))  # the root runs it from now on
 
 
-def test_the_lowest_unit_around_all_uses_runs_it(ranks: RankPool) -> None:
-    ranks(2).run(_find_the_unit)
-
-
-def _find_the_unit() -> None:
+@on_ranks(2)
+def test_the_lowest_unit_around_all_uses_runs_it() -> None:
     model: Any = under_a_unit_deep_inside(seeded(Deep), UNFLATTENED)
     model(torch.ones(2, 5))
     runs_shared = [
@@ -239,11 +216,8 @@ def test_a_unit_may_share_with_one_inside_of_it(ranks: RankPool, world_size: int
 
 
 @parametrize_pairs(world_size=[1, 2], given=["what the module shows", "shard", "original"])
-def test_is_known_by_any_of_its_forms(ranks: RankPool, given: str, world_size: int) -> None:
-    ranks(world_size).run(_append_in_form, given)
-
-
-def _append_in_form(given: str) -> None:
+@on_ranks("world_size")
+def test_is_known_by_any_of_its_forms(given: str) -> None:
     model: Any = seeded(Siblings)
     original = model.l1.weight
     model.l1, model.l3 = UNFLATTENED(model.l1), UNFLATTENED(model.l3)
@@ -258,11 +232,8 @@ def _append_in_form(given: str) -> None:
 # Between steps
 
 
-def test_nothing_is_whole_between_steps(ranks: RankPool) -> None:
-    ranks(2).run(_rest)
-
-
-def _rest() -> None:
+@on_ranks(2)
+def test_nothing_is_whole_between_steps() -> None:
     torch.set_default_dtype(torch.float64)
     model = under_a_unit_deep_inside(seeded(Deep), UNFLATTENED)
     handles = {handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles}
@@ -274,11 +245,8 @@ def _rest() -> None:
     assert sum(param.numel() for param in model.parameters()) <= elements // 2 + len(handles)
 
 
-def test_a_model_that_is_dropped_is_freed(ranks: RankPool) -> None:
-    ranks(2).run(_drop)
-
-
-def _drop() -> None:
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed() -> None:
     plain = seeded(Siblings)
     originals = [weakref.ref(param) for param in plain.parameters()]
     model: Any = under_the_root(plain, UNFLATTENED)
@@ -290,11 +258,8 @@ def _drop() -> None:
     assert [one() for one in kept] == [None] * len(kept)
 
 
-def test_a_copy_is_shared_by_its_own_modules(ranks: RankPool) -> None:
-    ranks(2).run(_copy)
-
-
-def _copy() -> None:
+@on_ranks(2)
+def test_a_copy_is_shared_by_its_own_modules() -> None:
     pair = SideBySide(Siblings, under_the_root)
     pair.step(0)
     before = pair.sharded
@@ -323,11 +288,8 @@ def test_an_unpickled_model_shares_it_too() -> None:
         assert loaded.l1.module.module.weight is loaded.l3.module.module.weight
 
 
-def test_a_copy_of_one_sibling_does_not_take_the_model_with_it(ranks: RankPool) -> None:
-    ranks(2).run(_copy_one)
-
-
-def _copy_one() -> None:
+@on_ranks(2)
+def test_a_copy_of_one_sibling_does_not_take_the_model_with_it() -> None:
     model: Any = under_the_root(seeded(Siblings), UNFLATTENED)
     model(torch.ones(2, 5))
     expected = model.state_dict()["l1.weight"]

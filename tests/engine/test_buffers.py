@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -197,11 +198,8 @@ def test_a_unit_casts_its_own_buffers_only() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], flags=[{"mixed_precision": policy(BRAIN)}, {"mixed_precision": True}])
-def test_what_is_shown_and_saved_has_the_own_dtype(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
-    ranks(world_size).run(_show_and_save, flags)
-
-
-def _show_and_save(flags: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_what_is_shown_and_saved_has_the_own_dtype(flags: dict[str, Any]) -> None:
     rotary = Rotary()
     model = FullyShardedDataParallel(rotary, **flags)
     computed = dtypes(rotary)
@@ -219,12 +217,9 @@ def _show_and_save(flags: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("buffer_dtype", [None, BRAIN, DOUBLE])
-def test_pain_point_18_values_survive_a_round_trip(ranks: RankPool, buffer_dtype: torch.dtype | None) -> None:
+@on_ranks(2)
+def test_pain_point_18_values_survive_a_round_trip(buffer_dtype: torch.dtype | None) -> None:
     """A table that was never written to is saved as it was loaded, whatever it was cast to for computing."""
-    ranks(2).run(_round_trip, buffer_dtype)
-
-
-def _round_trip(buffer_dtype: torch.dtype | None) -> None:
     plain = Rotary()
     model = FullyShardedDataParallel(copy.deepcopy(plain), mixed_precision=policy(buffer_dtype))
     model(torch.ones(Rotary.CONTEXT, 2))
@@ -250,11 +245,8 @@ def test_changed_buffers_are_shown_and_saved_as_changed() -> None:
     assert "angles" not in model.state_dict()
 
 
-def test_loaded_buffers_are_cast_for_computation(ranks: RankPool) -> None:
-    ranks(2).run(_load_buffers)
-
-
-def _load_buffers() -> None:
+@on_ranks(2)
+def test_loaded_buffers_are_cast_for_computation() -> None:
     plain = Rotary()
     plain.get_buffer("angles").fill_(PRECISE * 2)
     rotary = Rotary()
@@ -286,12 +278,9 @@ def test_a_cast_of_the_module_leaves_the_dtype_that_a_policy_computes_buffers_in
 # Every rank has its own
 
 
-def test_buffers_are_not_averaged_over_ranks(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_buffers_are_not_averaged_over_ranks() -> None:
     """As with running statistics: each rank's are of its own batches, and nothing is sent."""
-    ranks(2).run(_keep_ranks_apart)
-
-
-def _keep_ranks_apart() -> None:
     rotary = Rotary()
     model = fully_sharded(mixed_precision=policy(None))(rotary)
     rotary.get_buffer("angles").fill_(dist.get_rank())

@@ -14,9 +14,9 @@ from fsdp.state_dict_utils import gather_state_dict
 from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
-from tests.helpers.ranks import RankPool
 
 Cast = Callable[[nn.Module], Any]
 
@@ -73,13 +73,10 @@ class Holder(nn.Module):
 @parametrize_pairs(
     at_most=6, cast=CASTS, world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True], of=[around, inside]
 )
+@on_ranks("world_size")
 def test_a_model_is_cast_between_steps(
-    ranks: RankPool, cast: Cast, world_size: int, layout: str, whole: bool, of: Callable[[nn.Module], nn.Module]
+    cast: Cast, layout: str, whole: bool, of: Callable[[nn.Module], nn.Module]
 ) -> None:
-    ranks(world_size).run(_cast, cast, layout, whole, of)
-
-
-def _cast(cast: Cast, layout: str, whole: bool, of: Callable[[nn.Module], nn.Module]) -> None:
     twins = Twins(layout, dtype=torch.float32, reshard_after_forward=not whole)
     twins.step()
     if whole:
@@ -105,13 +102,8 @@ def _go_on(twins: Twins) -> None:
 
 
 @parametrize_pairs(dtype=[torch.bfloat16, torch.float16], world_size=[2, 1], layout=list(LAYOUTS))
-def test_a_narrowed_model_trains_on_in_its_new_dtype(
-    ranks: RankPool, dtype: torch.dtype, world_size: int, layout: str
-) -> None:
-    ranks(world_size).run(_train_narrowed, dtype, layout)
-
-
-def _train_narrowed(dtype: torch.dtype, layout: str) -> None:
+@on_ranks("world_size")
+def test_a_narrowed_model_trains_on_in_its_new_dtype(dtype: torch.dtype, layout: str) -> None:
     # On the same batch on every rank a mean over ranks is exact, so there is nothing to differ in.
     twins = Twins(layout, dtype=torch.float32)
     for model in twins.models:
@@ -132,13 +124,8 @@ def _train_narrowed(dtype: torch.dtype, layout: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), make_optimizer=[momentum, adamw])
-def test_an_accumulated_gradient_is_cast_with_its_parameter(
-    ranks: RankPool, world_size: int, layout: str, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(_cast_with_gradients, layout, make_optimizer)
-
-
-def _cast_with_gradients(layout: str, make_optimizer: MakeOptimizer) -> None:
+@on_ranks("world_size")
+def test_an_accumulated_gradient_is_cast_with_its_parameter(layout: str, make_optimizer: MakeOptimizer) -> None:
     twins = Twins(layout, dtype=torch.float32)
     twins.backward()
     for model in twins.models:
@@ -153,11 +140,8 @@ def _cast_with_gradients(layout: str, make_optimizer: MakeOptimizer) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS))
-def test_one_of_several_units_is_cast(ranks: RankPool, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_cast_a_unit, layout)
-
-
-def _cast_a_unit(layout: str) -> None:
+@on_ranks("world_size")
+def test_one_of_several_units_is_cast(layout: str) -> None:
     sharded, plain = (_holder(wrap) for wrap in (fully_sharded(**LAYOUTS[layout]), keep))
     for _ in range(2):
         for model in (sharded, plain):
@@ -175,11 +159,8 @@ def _holder(wrap: Wrap) -> Holder:
 
 
 @every_layout
-def test_a_plain_module_around_units_is_cast(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_cast_a_holder, layout)
-
-
-def _cast_a_holder(layout: str) -> None:
+@on_ranks(2)
+def test_a_plain_module_around_units_is_cast(layout: str) -> None:
     sharded, plain = (_holder(wrap) for wrap in (fully_sharded(**LAYOUTS[layout]), keep))
     for model in (sharded, plain):
         model.double()
@@ -212,11 +193,8 @@ PARTS = {
 
 
 @parametrize_pairs(part=list(PARTS), world_size=[2, 1], layout=["flat", "pieces"])
-def test_a_part_of_a_unit_is_not_cast_apart(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_cast_a_part, part, layout)
-
-
-def _cast_a_part(part: str, layout: str) -> None:
+@on_ranks("world_size")
+def test_a_part_of_a_unit_is_not_cast_apart(part: str, layout: str) -> None:
     model = one_unit(fully_sharded(**LAYOUTS[layout]))
     before = model.state_dict()
     for cast in (to_double, to_half, to_bfloat16):
@@ -229,11 +207,8 @@ def _cast_a_part(part: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_may_be_sent_where_it_is(ranks: RankPool, part: str) -> None:
-    ranks(2).run(_cast_a_part_to_the_same, part)
-
-
-def _cast_a_part_to_the_same(part: str) -> None:
+@on_ranks(2)
+def test_a_part_may_be_sent_where_it_is(part: str) -> None:
     model = one_unit(fully_sharded())
     before = model.state_dict()
     to_the_same(find(model, part))
@@ -244,13 +219,10 @@ def _cast_a_part_to_the_same(part: str) -> None:
 
 
 @parametrize_pairs(at_most=3, cast=[to_double, to_half], world_size=[2, 1], layout=list(LAYOUTS), of=[around, inside])
+@on_ranks("world_size")
 def test_casting_inside_summon_full_params_is_refused(
-    ranks: RankPool, cast: Cast, world_size: int, layout: str, of: Callable[[nn.Module], nn.Module]
+    cast: Cast, layout: str, of: Callable[[nn.Module], nn.Module]
 ) -> None:
-    ranks(world_size).run(_cast_summoned, cast, layout, of)
-
-
-def _cast_summoned(cast: Cast, layout: str, of: Callable[[nn.Module], nn.Module]) -> None:
     twins = Twins(layout, dtype=torch.float32)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
@@ -261,11 +233,8 @@ def _cast_summoned(cast: Cast, layout: str, of: Callable[[nn.Module], nn.Module]
 
 
 @every_layout
-def test_casting_around_a_summoned_unit_is_refused_before_anything_is_changed(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_cast_around_summoned, layout)
-
-
-def _cast_around_summoned(layout: str) -> None:
+@on_ranks(2)
+def test_casting_around_a_summoned_unit_is_refused_before_anything_is_changed(layout: str) -> None:
     twins = Twins(layout, dtype=torch.float32)
     twins.step()
     trunk = twins.sharded.trunk
@@ -277,11 +246,8 @@ def _cast_around_summoned(layout: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS))
-def test_sending_a_summoned_model_where_it_is_changes_nothing(ranks: RankPool, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_send_summoned, layout)
-
-
-def _send_summoned(layout: str) -> None:
+@on_ranks("world_size")
+def test_sending_a_summoned_model_where_it_is_changes_nothing(layout: str) -> None:
     twins = Twins(layout, dtype=torch.float32)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
@@ -297,11 +263,8 @@ def _send_summoned(layout: str) -> None:
 
 
 @every_layout
-def test_casting_with_unreduced_gradients_is_refused_before_anything_is_changed(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_cast_unreduced, layout)
-
-
-def _cast_unreduced(layout: str) -> None:
+@on_ranks(2)
+def test_casting_with_unreduced_gradients_is_refused_before_anything_is_changed(layout: str) -> None:
     twins = Twins(layout, dtype=torch.float32)
     twins.backward(sync=False)
     with pytest.raises(RuntimeError, match=r"cannot move or cast gradients that were accumulated under no_sync"):
@@ -314,11 +277,8 @@ def _cast_unreduced(layout: str) -> None:
 
 
 @every_layout
-def test_casting_between_forward_and_backward_is_refused(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_cast_before_backward, layout)
-
-
-def _cast_before_backward(layout: str) -> None:
+@on_ranks(2)
+def test_casting_between_forward_and_backward_is_refused(layout: str) -> None:
     model = Twins(layout, dtype=torch.float32).sharded
     loss = model(torch.ones(2, 5)).sum()
     model.double()
@@ -345,11 +305,8 @@ class Casting(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
-def test_a_cast_in_forward_that_changes_nothing_is_allowed(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_cast_in_forward, form)
-
-
-def _cast_in_forward(form: str) -> None:
+@on_ranks(2)
+def test_a_cast_in_forward_that_changes_nothing_is_allowed(form: str) -> None:
     shard = fully_shard if form == "rows" else fully_sharded(use_orig_params=form == "orig")
     inputs = torch.randn(4, 5)
     plain, model = Casting(torch.float32), shard(Casting(torch.float32))

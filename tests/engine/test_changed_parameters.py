@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.ranks import RankPool
@@ -40,13 +41,8 @@ def new_value(like: Tensor) -> Tensor:
 
 
 @in_every_way
-def test_an_assigned_parameter_is_kept(
-    ranks: RankPool, world_size: int, layout: str, whole: bool, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(_assign, layout, whole, make_optimizer)
-
-
-def _assign(layout: str, whole: bool, make_optimizer: MakeOptimizer) -> None:
+@on_ranks("world_size")
+def test_an_assigned_parameter_is_kept(layout: str, whole: bool, make_optimizer: MakeOptimizer) -> None:
     twins = twins_of(layout, whole, make_optimizer=make_optimizer)
 
     def change() -> None:
@@ -57,13 +53,8 @@ def _assign(layout: str, whole: bool, make_optimizer: MakeOptimizer) -> None:
 
 
 @in_every_layout
-def test_an_assigned_parameter_is_in_the_next_state_dict(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_assign_and_save, layout, whole)
-
-
-def _assign_and_save(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_an_assigned_parameter_is_in_the_next_state_dict(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole)
     twins.assign("scale", torch.tensor(3.0))  # before anything has run
     twins.assert_close()
@@ -76,13 +67,8 @@ def _assign_and_save(layout: str, whole: bool) -> None:
 
 
 @in_every_layout
-def test_an_assigned_parameter_is_seen_by_summon_full_params(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_assign_and_summon, layout, whole)
-
-
-def _assign_and_summon(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_an_assigned_parameter_is_seen_by_summon_full_params(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole)
 
     def change() -> None:
@@ -94,24 +80,16 @@ def _assign_and_summon(layout: str, whole: bool) -> None:
 
 
 @in_every_layout
-def test_a_value_of_another_dtype_is_cast_to_the_shards(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_assign_another_dtype, layout, whole)
-
-
-def _assign_another_dtype(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_value_of_another_dtype_is_cast_to_the_shards(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole)
     twins.train(lambda: twins.assign("entry.weight", torch.full((7, 5), 0.25, dtype=torch.bfloat16)), whole=whole)
     assert {param.dtype for param in twins.sharded.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_modules_list_the_same_parameters_after_an_assignment(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_assign_and_list, layout)
-
-
-def _assign_and_list(layout: str) -> None:
+@on_ranks(2)
+def test_the_modules_list_the_same_parameters_after_an_assignment(layout: str) -> None:
     twins = Twins(layout)
     before = dict(twins.sharded.named_parameters())
     twins.assign("entry.weight", torch.ones(7, 5))
@@ -122,11 +100,8 @@ def _assign_and_list(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_tensor_may_be_assigned_again(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_assign_again, layout)
-
-
-def _assign_again(layout: str) -> None:
+@on_ranks(2)
+def test_the_same_tensor_may_be_assigned_again(layout: str) -> None:
     twins = Twins(layout)
     value = nn.Parameter(torch.ones(7, 5))
     for _ in range(3):
@@ -137,11 +112,8 @@ def _assign_again(layout: str) -> None:
         twins.assert_close()
 
 
-def test_an_optimizer_of_an_assigned_parameter_says_so(ranks: RankPool) -> None:
-    ranks(2).run(_optimize_the_new_value)
-
-
-def _optimize_the_new_value() -> None:
+@on_ranks(2)
+def test_an_optimizer_of_an_assigned_parameter_says_so() -> None:
     twins = Twins()
     twins.assign("entry.weight", torch.ones(7, 5))
     optimizer = torch.optim.SGD(find(twins.sharded, "entry").parameters(), lr=0.1)
@@ -171,13 +143,8 @@ def tied(wrap: Wrap) -> nn.Module:
 
 
 @in_every_layout
-def test_a_tied_parameter_is_replaced_under_all_its_names(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_assign_tied, layout, whole)
-
-
-def _assign_tied(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_tied_parameter_is_replaced_under_all_its_names(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole, make=tied)
 
     def change() -> None:
@@ -190,13 +157,8 @@ def _assign_tied(layout: str, whole: bool) -> None:
 
 
 @in_every_layout
-def test_a_tied_parameter_replaced_under_one_name_is_refused(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_refuse_half_a_tie, layout, whole)
-
-
-def _refuse_half_a_tie(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_tied_parameter_replaced_under_one_name_is_refused(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole, make=tied)
 
     def change() -> None:
@@ -210,13 +172,8 @@ def _refuse_half_a_tie(layout: str, whole: bool) -> None:
 
 
 @in_every_layout
-def test_one_value_for_two_parameters_would_be_a_tie_and_is_refused(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_refuse_a_new_tie, layout, whole)
-
-
-def _refuse_a_new_tie(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_one_value_for_two_parameters_would_be_a_tie_and_is_refused(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole, make=two_alike)
     value = nn.Parameter(torch.ones(5, 5))
 
@@ -281,13 +238,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 
 
 @parametrize_pairs(at_most=5, refused=list(REFUSED), world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True])
-def test_what_cannot_be_kept_is_refused_until_it_is_put_right(
-    ranks: RankPool, refused: str, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_refuse, refused, layout, whole)
-
-
-def _refuse(refused: str, layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_what_cannot_be_kept_is_refused_until_it_is_put_right(refused: str, layout: str, whole: bool) -> None:
     replace, message = REFUSED[refused]
     twins = twins_of(layout, whole)
 
@@ -304,13 +256,8 @@ def _put_right(twins: Twins) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True])
-def test_a_frozen_parameter_is_not_replaced_by_a_trained_one(
-    ranks: RankPool, world_size: int, layout: str, whole: bool
-) -> None:
-    ranks(world_size).run(_thaw_by_assigning, layout, whole)
-
-
-def _thaw_by_assigning(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_frozen_parameter_is_not_replaced_by_a_trained_one(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole, make=half_frozen)
 
     def change() -> None:
@@ -368,11 +315,8 @@ def _write_listed(
 
 
 @pytest.mark.parametrize("write", ["in_place", "by_data", "assign"])
-def test_a_change_of_what_one_rank_holds_is_seen_by_all(ranks: RankPool, write: str) -> None:
-    ranks(2).run(_write_a_scalar, write)
-
-
-def _write_a_scalar(write: str) -> None:
+@on_ranks(2)
+def test_a_change_of_what_one_rank_holds_is_seen_by_all(write: str) -> None:
     twins = twins_of("pieces", whole=True)
 
     def change() -> None:
@@ -386,13 +330,8 @@ def _write_a_scalar(write: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], whole=[False, True], make_optimizer=[momentum, adamw])
-def test_a_piece_may_be_given_the_whole_value(
-    ranks: RankPool, world_size: int, whole: bool, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(_give_pieces_whole_values, whole, make_optimizer)
-
-
-def _give_pieces_whole_values(whole: bool, make_optimizer: MakeOptimizer) -> None:
+@on_ranks("world_size")
+def test_a_piece_may_be_given_the_whole_value(whole: bool, make_optimizer: MakeOptimizer) -> None:
     twins = twins_of("pieces", whole, make_optimizer=make_optimizer)
 
     def change() -> None:
@@ -405,11 +344,8 @@ def _give_pieces_whole_values(whole: bool, make_optimizer: MakeOptimizer) -> Non
 
 
 @parametrize_pairs(world_size=[2, 1], whole=[False, True])
-def test_a_piece_of_another_dtype_is_refused(ranks: RankPool, world_size: int, whole: bool) -> None:
-    ranks(world_size).run(_refuse_a_narrow_piece, whole)
-
-
-def _refuse_a_narrow_piece(whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_piece_of_another_dtype_is_refused(whole: bool) -> None:
     twins = twins_of("pieces", whole)
 
     def change() -> None:
@@ -427,13 +363,8 @@ def _refuse_a_narrow_piece(whole: bool) -> None:
 
 
 @parametrize_pairs(layout=["flat", "unflattened"], world_size=[2, 1], whole=[False, True])
-def test_a_flat_parameter_of_another_size_is_refused(
-    ranks: RankPool, layout: str, world_size: int, whole: bool
-) -> None:
-    ranks(world_size).run(_refuse_another_size, layout, whole)
-
-
-def _refuse_another_size(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_flat_parameter_of_another_size_is_refused(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole)
 
     def change() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.dtensor import local_part
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {},
@@ -54,11 +54,8 @@ WRITES = [counted, by_data, by_copying_data, through_an_alias, through_local_ten
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_to_shards_is_computed_with_whatever_was_kept_whole(ranks: RankPool, kind: str) -> None:
-    ranks(2).run(_write, kind)
-
-
-def _write(kind: str) -> None:
+@on_ranks(2)
+def test_what_is_written_to_shards_is_computed_with_whatever_was_kept_whole(kind: str) -> None:
     torch.manual_seed(0)
     plain, inputs = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), torch.randn(2, 4)
     model: Any = copy.deepcopy(plain)
@@ -99,11 +96,8 @@ def _backward_without_reduction(model: Any, inputs: Tensor, kind: str) -> None:
         model(inputs).sum().backward()
 
 
-def test_what_was_written_to_unsharded_weights_is_stored_once(ranks: RankPool) -> None:
-    ranks(2).run(_write_to_both)
-
-
-def _write_to_both() -> None:
+@on_ranks(2)
+def test_what_was_written_to_unsharded_weights_is_stored_once() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 3), reshard_after_forward=False)
     before = model.state_dict()["weight"]
     _backward_without_reduction(model, torch.ones(2, 4), "flat")

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.helpers.changed_params import LAYOUTS, Twins, find
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 PATHS = ["entry.weight", "scale", "trunk.0.weight", "trunk.2.0.bias"]
 
@@ -35,13 +35,8 @@ def seen_in(model: nn.Module, path: str) -> nn.Parameter:
 
 
 @parametrize_pairs(write=[in_place, by_data], world_size=[1, 2], layout=list(LAYOUTS))
-def test_weights_that_are_whole_between_steps_are_written(
-    ranks: RankPool, write: Callable[[nn.Parameter], None], world_size: int, layout: str
-) -> None:
-    ranks(world_size).run(_write, write, layout)
-
-
-def _write(write: Callable[[nn.Parameter], None], layout: str) -> None:
+@on_ranks("world_size")
+def test_weights_that_are_whole_between_steps_are_written(write: Callable[[nn.Parameter], None], layout: str) -> None:
     twins = Twins(layout, reshard_after_forward=False)
 
     def change() -> None:
@@ -53,13 +48,8 @@ def _write(write: Callable[[nn.Parameter], None], layout: str) -> None:
 
 
 @parametrize_pairs(write=[in_place, by_data], world_size=[1, 2], layout=list(LAYOUTS))
-def test_what_was_written_is_saved(
-    ranks: RankPool, write: Callable[[nn.Parameter], None], world_size: int, layout: str
-) -> None:
-    ranks(world_size).run(_write_and_save, write, layout)
-
-
-def _write_and_save(write: Callable[[nn.Parameter], None], layout: str) -> None:
+@on_ranks("world_size")
+def test_what_was_written_is_saved(write: Callable[[nn.Parameter], None], layout: str) -> None:
     twins = Twins(layout, reshard_after_forward=False)
 
     def change() -> None:
@@ -73,13 +63,8 @@ def _write_and_save(write: Callable[[nn.Parameter], None], layout: str) -> None:
 
 
 @parametrize_pairs(layout=list(LAYOUTS), write=[in_place, by_data])
-def test_a_lone_rank_may_write_whenever_nothing_runs(
-    ranks: RankPool, write: Callable[[nn.Parameter], None], layout: str
-) -> None:
-    ranks(1).run(_write_alone, write, layout)
-
-
-def _write_alone(write: Callable[[nn.Parameter], None], layout: str) -> None:
+@on_ranks(1)
+def test_a_lone_rank_may_write_whenever_nothing_runs(write: Callable[[nn.Parameter], None], layout: str) -> None:
     twins = Twins(layout)
     for _ in range(3):
         for model in twins.models:
@@ -90,13 +75,8 @@ def _write_alone(write: Callable[[nn.Parameter], None], layout: str) -> None:
 
 
 @parametrize_pairs(write=[in_place, by_data], layout=list(LAYOUTS))
-def test_frozen_weights_that_are_whole_are_written(
-    ranks: RankPool, write: Callable[[nn.Parameter], None], layout: str
-) -> None:
-    ranks(2).run(_write_frozen, write, layout)
-
-
-def _write_frozen(write: Callable[[nn.Parameter], None], layout: str) -> None:
+@on_ranks(2)
+def test_frozen_weights_that_are_whole_are_written(write: Callable[[nn.Parameter], None], layout: str) -> None:
     twins = Twins(layout, frozen_first, reshard_after_forward=False)
 
     def change() -> None:
@@ -112,11 +92,8 @@ def frozen_first(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_of_another_shape_is_refused_by_name(ranks: RankPool, layout: str) -> None:
-    ranks(1).run(_refuse, layout)
-
-
-def _refuse(layout: str) -> None:
+@on_ranks(1)
+def test_data_of_another_shape_is_refused_by_name(layout: str) -> None:
     twins = Twins(layout)
     weight = seen_in(twins.sharded, "entry.weight")
     before = weight.data
@@ -129,11 +106,8 @@ def _refuse(layout: str) -> None:
 
 
 @pytest.mark.parametrize("write", [in_place, by_data])
-def test_a_sharded_weight_refuses(ranks: RankPool, write: Callable[[nn.Parameter], None]) -> None:
-    ranks(2).run(_write_sharded, write)
-
-
-def _write_sharded(write: Callable[[nn.Parameter], None]) -> None:
+@on_ranks(2)
+def test_a_sharded_weight_refuses(write: Callable[[nn.Parameter], None]) -> None:
     twins = Twins()
     twins.step()
     with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):

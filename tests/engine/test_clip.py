@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -58,18 +59,10 @@ def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_
     nested=[True, False],
     flatten_parameters=[True, False],
 )
+@on_ranks("world_size")
 def test_norm_and_gradients_are_those_of_the_unsharded_model(
-    ranks: RankPool,
-    norm_type: float,
-    world_size: int,
-    max_norm: float,
-    nested: bool,
-    flatten_parameters: bool,
+    norm_type: float, max_norm: float, nested: bool, flatten_parameters: bool
 ) -> None:
-    ranks(world_size).run(_clip, max_norm, norm_type, nested, flatten_parameters)
-
-
-def _clip(max_norm: float, norm_type: float, nested: bool, flatten_parameters: bool) -> None:
     torch.set_default_dtype(torch.float64)
 
     def make(wrap: Wrap) -> nn.Module:
@@ -99,11 +92,8 @@ def mixed(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_frozen_unused_and_wider_parameters(ranks: RankPool, norm_type: float) -> None:
-    ranks(3).run(_clip_mixed, norm_type)
-
-
-def _clip_mixed(norm_type: float) -> None:
+@on_ranks(3)
+def test_frozen_unused_and_wider_parameters(norm_type: float) -> None:
     sharded, plain = mixed(fully_sharded()), mixed(keep)
     backward(sharded, 0)
     backward(plain, 0)
@@ -115,11 +105,8 @@ def _clip_mixed(norm_type: float) -> None:
     assert all(param.grad is None for param in sharded.unused.parameters())
 
 
-def test_narrow_gradients_are_summed_in_float32(ranks: RankPool) -> None:
-    ranks(2).run(_clip_bfloat16)
-
-
-def _clip_bfloat16() -> None:
+@on_ranks(2)
+def test_narrow_gradients_are_summed_in_float32() -> None:
     torch.set_default_dtype(torch.bfloat16)
     model = nn.Linear(64, 64, bias=False)
     nn.init.ones_(model.weight)
@@ -142,11 +129,8 @@ def _norm(norm_type: float) -> float:
     return float(model.clip_grad_norm_(0.1, norm_type))
 
 
-def test_without_gradients_the_norm_is_zero(ranks: RankPool) -> None:
-    ranks(2).run(_clip_nothing)
-
-
-def _clip_nothing() -> None:
+@on_ranks(2)
+def test_without_gradients_the_norm_is_zero() -> None:
     model = nested_mlp(fully_sharded())
     for norm_type in (1.0, 2.0, math.inf):
         assert float(model.clip_grad_norm_(1.0, norm_type)) == 0.0
@@ -171,11 +155,8 @@ def _clip_not_finite(holder: int, value: float, norm_type: float) -> float:
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
-def test_what_is_no_norm_over_shards_is_refused(ranks: RankPool, norm_type: float) -> None:
-    ranks(2).run(_clip_by_no_norm, norm_type)
-
-
-def _clip_by_no_norm(norm_type: float) -> None:
+@on_ranks(2)
+def test_what_is_no_norm_over_shards_is_refused(norm_type: float) -> None:
     # Padding would count, and the smallest element is not the largest of the ranks' smallest.
     model = nested_mlp(fully_sharded())
     backward(model, 0)
@@ -186,11 +167,8 @@ def _clip_by_no_norm(norm_type: float) -> None:
 # Errors
 
 
-def test_on_an_inner_wrapper(ranks: RankPool) -> None:
-    ranks(2).run(_clip_inside)
-
-
-def _clip_inside() -> None:
+@on_ranks(2)
+def test_on_an_inner_wrapper() -> None:
     model = nested_mlp(fully_sharded())
     backward(model, 0)
     before = model.trunk.params[0].grad.clone()
@@ -200,11 +178,8 @@ def _clip_inside() -> None:
 
 
 @pytest.mark.parametrize("sync_first", [False, True])
-def test_gradients_that_are_not_reduced(ranks: RankPool, sync_first: bool) -> None:
-    ranks(2).run(_clip_unreduced, sync_first)
-
-
-def _clip_unreduced(sync_first: bool) -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_reduced(sync_first: bool) -> None:
     model = nested_mlp(fully_sharded())
     if sync_first:
         backward(model, 0)
@@ -216,11 +191,8 @@ def _clip_unreduced(sync_first: bool) -> None:
     assert float(model.clip_grad_norm_(1.0)) > 0
 
 
-def test_units_that_span_more_ranks_than_the_root(ranks: RankPool) -> None:
-    ranks(2).run(_clip_beyond_the_root)
-
-
-def _clip_beyond_the_root() -> None:
+@on_ranks(2)
+def test_units_that_span_more_ranks_than_the_root() -> None:
     inner = fully_sharded()(nn.Linear(5, 5))
     model = fully_sharded(process_group=Alone())(nn.Sequential(inner, nn.Linear(5, 5)))
     backward(model, 0)

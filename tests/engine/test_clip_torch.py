@@ -25,8 +25,8 @@ import fsdp
 from tests.engine.test_clip import backward, trained_gradients
 from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 Twins = tuple[nn.Module, nn.Module]
@@ -49,11 +49,8 @@ def assert_close_gradients(pair: Twins, what: str) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
-def test_clips_as_on_the_unsharded_model(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_clip_every_way, options)
-
-
-def _clip_every_way(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_clips_as_on_the_unsharded_model(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     for norm_type in (2.0, math.inf, 1.0):
         for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
@@ -75,11 +72,8 @@ def _clip_every_way(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS[:2], ids=["flat", "original"])
-def test_clips_parts_of_models_and_several_models(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_clip_parts, options)
-
-
-def _clip_parts(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_clips_parts_of_models_and_several_models(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     pair = twins(**options)
     assert_close(*(clip_grad_norm_(model.trunk.parameters(), 1e-2) for model in pair), "a part")
@@ -106,15 +100,8 @@ def _clip_parts(options: dict[str, Any]) -> None:
     assert_close(*(linear.weight.grad for linear in plain_beside), "what is not sharded")
 
 
-def test_rows_are_clipped_also_where_a_rank_has_none(ranks: RankPool) -> None:
-    ranks(2).run(_clip_rows)
-
-
-def _rows(module: nn.Module) -> nn.Module:
-    return fsdp.fully_shard(module)
-
-
-def _clip_rows() -> None:
+@on_ranks(2)
+def test_rows_are_clipped_also_where_a_rank_has_none() -> None:
     torch.set_default_dtype(torch.float64)
     for norm_type in (2.0, math.inf):
         sharded, plain = nested_mlp(_rows), nested_mlp(keep)
@@ -131,11 +118,12 @@ def _clip_rows() -> None:
             assert_close(mine.grad.full_tensor(), expected.grad, "gradient")
 
 
-def test_what_is_not_finite_or_not_reduced_is_an_error_on_every_rank(ranks: RankPool) -> None:
-    ranks(2).run(_refuse)
+def _rows(module: nn.Module) -> nn.Module:
+    return fsdp.fully_shard(module)
 
 
-def _refuse() -> None:
+@on_ranks(2)
+def test_what_is_not_finite_or_not_reduced_is_an_error_on_every_rank() -> None:
     model, _ = twins()
     params = list(model.parameters())
     if dist.get_rank() == 1:
@@ -153,11 +141,8 @@ def _refuse() -> None:
         torch.optim.SGD(params, lr=0.1).step()
 
 
-def test_before_the_first_use_there_is_nothing_to_clip(ranks: RankPool) -> None:
-    ranks(2).run(_clip_early)
-
-
-def _clip_early() -> None:
+@on_ranks(2)
+def test_before_the_first_use_there_is_nothing_to_clip() -> None:
     model = nested_mlp(fully_sharded())
     params = list(model.parameters())
     assert clip_grad_norm_(params, 1.0) == 0
@@ -166,11 +151,8 @@ def _clip_early() -> None:
         clip_grad_norm_(params, 1.0)
 
 
-def test_inside_of_join(ranks: RankPool) -> None:
-    ranks(2).run(_clip_joined)
-
-
-def _clip_joined() -> None:
+@on_ranks(2)
+def test_inside_of_join() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fsdp.join(model, optimizer):
@@ -185,11 +167,8 @@ def _clip_joined() -> None:
             optimizer.zero_grad()
 
 
-def test_vectors_are_those_of_the_model_inside_of_summon_full_params(ranks: RankPool) -> None:
-    ranks(2).run(_make_vectors)
-
-
-def _make_vectors() -> None:
+@on_ranks(2)
+def test_vectors_are_those_of_the_model_inside_of_summon_full_params() -> None:
     for options in FORMS:
         model = nested_mlp(fully_sharded(**options))
         with model.summon_full_params():
@@ -197,11 +176,8 @@ def _make_vectors() -> None:
         assert_close(whole, parameters_to_vector(nested_mlp(keep).parameters()), "whole parameters")
 
 
-def test_models_that_are_not_sharded_are_clipped_by_torch(ranks: RankPool) -> None:
-    ranks(2).run(_clip_plain)
-
-
-def _clip_plain() -> None:
+@on_ranks(2)
+def test_models_that_are_not_sharded_are_clipped_by_torch() -> None:
     twins()  # from now on torch's functions look for what is sharded
     rank = dist.get_rank()
     plain = nested_mlp(keep)
@@ -217,12 +193,9 @@ def _clip_plain() -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
-def test_another_model_is_clipped_while_a_sharded_one_accumulates(ranks: RankPool, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_another_model_is_clipped_while_a_sharded_one_accumulates(options: dict[str, Any]) -> None:
     """As with two networks that train against each other."""
-    ranks(2).run(_clip_another, options)
-
-
-def _clip_another(options: dict[str, Any]) -> None:
     model, plain = nested_mlp(fully_sharded(**options)), nested_mlp(keep)
     with model.no_sync():
         backward(model, dist.get_rank())

@@ -25,6 +25,7 @@ from fsdp import FullyShardedDataParallel, get_fsdp_instances, load_safetensors
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.engine.fingerprints import Fingerprints, fingerprint, first_difference
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -90,19 +91,13 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_pain_point_19_whoever_reads_whole_values_is_told(ranks: RankPool, use: str) -> None:
-    ranks(2).run(_use_differs, use)
-
-
-def _use_differs(use: str) -> None:
+@on_ranks(2)
+def test_pain_point_19_whoever_reads_whole_values_is_told(use: str) -> None:
     assert_refused(seeded_by_rank(), USES[use])
 
 
-def test_pain_point_19_a_single_bit_is_enough(ranks: RankPool) -> None:
-    ranks(3).run(_one_bit_differs)
-
-
-def _one_bit_differs() -> None:
+@on_ranks(3)
+def test_pain_point_19_a_single_bit_is_enough() -> None:
     model = nested_mlp()
     if dist.get_rank() == 1:
         model.trunk[0].weight.data.view(torch.int32)[3, 2] ^= 1
@@ -110,11 +105,8 @@ def _one_bit_differs() -> None:
     assert "Rank 1 has other values than rank 0 of trunk.0.weight of unit 'root (NestedMlp)': " in message
 
 
-def test_pain_point_19_frozen_parameters_are_compared_too(ranks: RankPool) -> None:
-    ranks(2).run(_frozen_differs)
-
-
-def _frozen_differs() -> None:
+@on_ranks(2)
+def test_pain_point_19_frozen_parameters_are_compared_too() -> None:
     torch.manual_seed(dist.get_rank())
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     module[0].requires_grad_(False)
@@ -123,11 +115,8 @@ def _frozen_differs() -> None:
     assert "of 0.weight of unit" in assert_refused(FullyShardedDataParallel(module))
 
 
-def test_it_is_raised_again_until_something_is_done(ranks: RankPool) -> None:
-    ranks(3).run(_raises_again)
-
-
-def _raises_again() -> None:
+@on_ranks(3)
+def test_it_is_raised_again_until_something_is_done() -> None:
     model = seeded_by_rank()
     assert_refused(model)
     assert_refused(model)
@@ -135,11 +124,8 @@ def _raises_again() -> None:
     assert torch.equal(model(INPUTS), nested_mlp(seed=2)(INPUTS))
 
 
-def test_parts_of_dtensors_are_compared_with_those_in_the_same_place(ranks: RankPool) -> None:
-    ranks(4).run(_dtensors_differ)
-
-
-def _dtensors_differ() -> None:
+@on_ranks(4)
+def test_parts_of_dtensors_are_compared_with_those_in_the_same_place() -> None:
     mesh = mesh_of(2, 2)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     gpt(over_data(mesh), mesh=mesh)(tokens)  # ranks of one tensor dimension have different parts
@@ -147,11 +133,8 @@ def _dtensors_differ() -> None:
     assert "Rank 1 has other values than rank 0 of " in assert_refused(model, lambda model: model(tokens))
 
 
-def test_inner_units_are_named_with_their_path(ranks: RankPool) -> None:
-    ranks(3).run(_inner_differs)
-
-
-def _inner_differs() -> None:
+@on_ranks(3)
+def test_inner_units_are_named_with_their_path() -> None:
     model = nested_mlp()
     with torch.random.fork_rng():
         torch.manual_seed(dist.get_rank())
@@ -217,11 +200,8 @@ def apply(model: Any) -> None:
 
 
 @parametrize_pairs(change=list(WAYS), options=OPTIONS[:3])
-def test_what_was_written_on_purpose_is_not_compared(ranks: RankPool, change: str, options: dict[str, Any]) -> None:
-    ranks(2).run(_written, change, options)
-
-
-def _written(change: str, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_what_was_written_on_purpose_is_not_compared(change: str, options: dict[str, Any]) -> None:
     model = seeded_by_rank(**options)
     WAYS[change](model)
     forward(model)
@@ -239,11 +219,8 @@ def _written_by_files(path: Path, options: dict[str, Any]) -> None:
     assert torch.equal(model(INPUTS), nested_mlp(seed=0)(INPUTS))
 
 
-def test_assigned_parameters_are_not_compared(ranks: RankPool) -> None:
-    ranks(2).run(_assigned)
-
-
-def _assigned() -> None:
+@on_ranks(2)
+def test_assigned_parameters_are_not_compared() -> None:
     torch.manual_seed(dist.get_rank())
     model = FullyShardedDataParallel(nn.Linear(5, 1), flatten_parameters=False)
     layer = model.module.module
@@ -258,11 +235,8 @@ def bias_of(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("what", ["look", "load a part"])
-def test_what_was_not_written_is_still_compared(ranks: RankPool, what: str) -> None:
-    ranks(2).run(_written_in_part, what)
-
-
-def _written_in_part(what: str) -> None:
+@on_ranks(2)
+def test_what_was_not_written_is_still_compared(what: str) -> None:
     model = seeded_by_rank()
     if what == "look":
         with model.summon_full_params():
@@ -274,22 +248,16 @@ def _written_in_part(what: str) -> None:
     assert ("of exit.weight of unit 'root (NestedMlp)': " in message) is (what != "look")
 
 
-def test_a_model_that_was_cast_since_is_still_compared(ranks: RankPool) -> None:
-    ranks(3).run(_cast)
-
-
-def _cast() -> None:
+@on_ranks(3)
+def test_a_model_that_was_cast_since_is_still_compared() -> None:
     assert_refused(seeded_by_rank().double().half(), lambda model: model(INPUTS.half()))
     model = seeded_by_rank()
     write_to_shards(model)
     model.double()(INPUTS.double())
 
 
-def test_a_copy_is_compared_as_its_original_would_be(ranks: RankPool) -> None:
-    ranks(3).run(_copy)
-
-
-def _copy() -> None:
+@on_ranks(3)
+def test_a_copy_is_compared_as_its_original_would_be() -> None:
     assert_refused(copy.deepcopy(seeded_by_rank()))
     unpickled = pickle.loads(pickle.dumps(seeded_by_rank()))
     for wrapper in get_fsdp_instances(unpickled):
@@ -304,32 +272,23 @@ def fingerprints_of(model: nn.Module) -> list[Fingerprints | None]:
     return [handle.values.fingerprints for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
-def test_buffers_are_not_compared(ranks: RankPool) -> None:
-    ranks(2).run(_buffers_differ)
-
-
-def _buffers_differ() -> None:
+@on_ranks(2)
+def test_buffers_are_not_compared() -> None:
     module = nn.BatchNorm1d(5)
     module.running_mean = torch.full((5,), float(dist.get_rank()))
     FullyShardedDataParallel(module)(INPUTS)
 
 
-def test_units_in_groups_of_one_are_not_compared(ranks: RankPool) -> None:
-    ranks(2).run(_alone_differs)
-
-
-def _alone_differs() -> None:
+@on_ranks(2)
+def test_units_in_groups_of_one_are_not_compared() -> None:
     torch.manual_seed(dist.get_rank())
     model = FullyShardedDataParallel(nn.Linear(5, 1), Alone())
     assert fingerprints_of(model) == [None]
     forward(model)
 
 
-def test_values_are_compared_once_and_in_one_exchange(ranks: RankPool) -> None:
-    ranks(3).run(_count_exchanges)
-
-
-def _count_exchanges() -> None:
+@on_ranks(3)
+def test_values_are_compared_once_and_in_one_exchange() -> None:
     model = nested_mlp(fully_sharded())
     heard = DirectExchange.all_gather_bytes
     with mock.patch.object(DirectExchange, "all_gather_bytes", autospec=True, side_effect=heard) as exchange:
@@ -341,11 +300,8 @@ def _count_exchanges() -> None:
     assert fingerprints_of(model) == [None] * 4
 
 
-def test_simulated_ranks_are_not_asked(ranks: RankPool) -> None:
-    ranks(1, backend=None).run(_simulated)
-
-
-def _simulated() -> None:
+@on_ranks(1, backend=None)
+def test_simulated_ranks_are_not_asked() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

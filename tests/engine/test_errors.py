@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState, fully_shard
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -165,11 +166,8 @@ def test_something_that_is_no_process_group(group: Any) -> None:
         FullyShardedDataParallel(layers(), group)
 
 
-def test_a_group_that_this_rank_is_not_in(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_in_a_group_of_rank_0)
-
-
-def _wrap_in_a_group_of_rank_0() -> None:
+@on_ranks(2)
+def test_a_group_that_this_rank_is_not_in() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         step(FullyShardedDataParallel(layers(), group))
@@ -178,11 +176,8 @@ def _wrap_in_a_group_of_rank_0() -> None:
             FullyShardedDataParallel(layers(), group)
 
 
-def test_without_a_process_group_the_error_shows_the_lines_that_fix_it(ranks: RankPool) -> None:
-    ranks(1, backend=None).run(_follow_the_advice)
-
-
-def _follow_the_advice() -> None:
+@on_ranks(1, backend=None)
+def test_without_a_process_group_the_error_shows_the_lines_that_fix_it() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized") as error:
         FullyShardedDataParallel(layers())
     advice = [line.strip() for line in str(error.value).splitlines() if line.startswith("    ")]
@@ -218,11 +213,8 @@ def _step_an_early_optimizer() -> None:
     bystander.step()
 
 
-def test_an_early_optimizer_of_a_large_model_is_described_in_short(ranks: RankPool) -> None:
-    ranks(1).run(_step_an_early_optimizer_of_many)
-
-
-def _step_an_early_optimizer_of_many() -> None:
+@on_ranks(1)
+def test_an_early_optimizer_of_a_large_model_is_described_in_short() -> None:
     module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
     early = torch.optim.Adam(module.parameters())
     model = FullyShardedDataParallel(module)
@@ -231,11 +223,8 @@ def _step_an_early_optimizer_of_many() -> None:
         early.step()
 
 
-def test_stepping_or_clipping_with_gradients_that_are_not_reduced(ranks: RankPool) -> None:
-    ranks(2).run(_use_unreduced_gradients)
-
-
-def _use_unreduced_gradients() -> None:
+@on_ranks(2)
+def test_stepping_or_clipping_with_gradients_that_are_not_reduced() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     with model.no_sync():
@@ -302,12 +291,8 @@ def test_in_a_world_of_one_the_weight_is_there() -> None:
     assert torch.equal(model.module.module[2].weight.detach(), model.state_dict()["2.weight"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_weight_that_was_replaced_by_another_shape(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_replace_a_weight)
-
-
-def _replace_a_weight() -> None:
+@on_ranks(1, 2)
+def test_a_weight_that_was_replaced_by_another_shape() -> None:
     model = FullyShardedDataParallel(layers())
     step(model)
     model.module.module[2].weight = nn.Parameter(torch.zeros(7, 3))
@@ -320,12 +305,8 @@ def _replace_a_weight() -> None:
     step(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_that_change_between_forward_and_backward(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_change_weights_before_backward)
-
-
-def _change_weights_before_backward() -> None:
+@on_ranks(1, 2)
+def test_weights_that_change_between_forward_and_backward() -> None:
     model = nested_mlp(fully_sharded())
     loss = model(torch.ones(2, 5)).sum()
     with torch.no_grad():
@@ -418,11 +399,8 @@ def test_a_parameter_with_gradient_hooks() -> None:
         wrap_alone(module)
 
 
-def test_a_parameter_that_was_added_after_wrapping(ranks: RankPool) -> None:
-    ranks(2).run(_add_a_parameter)
-
-
-def _add_a_parameter() -> None:
+@on_ranks(2)
+def test_a_parameter_that_was_added_after_wrapping() -> None:
     model = FullyShardedDataParallel(layers())
     model.module.module[2].extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"2\.extra became a parameter after sharding"):
@@ -431,20 +409,14 @@ def _add_a_parameter() -> None:
     step(model)
 
 
-def test_units_may_be_made_in_any_order(ranks: RankPool) -> None:
-    ranks(3).run(_make_units_in_another_order)
-
-
-def _make_units_in_another_order() -> None:
+@on_ranks(3)
+def test_units_may_be_made_in_any_order() -> None:
     make = two_before_one if dist.get_rank() == 1 else usual
     step(make(fully_sharded()))
 
 
-def test_models_that_only_some_ranks_have_do_not_matter(ranks: RankPool) -> None:
-    ranks(3).run(_wrap_more_on_rank_0)
-
-
-def _wrap_more_on_rank_0() -> None:
+@on_ranks(3)
+def test_models_that_only_some_ranks_have_do_not_matter() -> None:
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
     everybody = dist.new_group(timeout=timedelta(seconds=60))
     others = []
@@ -475,11 +447,8 @@ class Branching(nn.Module):
 
 
 @pytest.mark.waiting
-def test_a_rank_that_skips_a_unit(ranks: RankPool) -> None:
-    ranks(2).run(_skip_a_unit_on_rank_1)
-
-
-def _skip_a_unit_on_rank_1() -> None:
+@on_ranks(2)
+def test_a_rank_that_skips_a_unit() -> None:
     group = dist.new_group(timeout=timedelta(seconds=5))  # of which the first step takes a part
     model = FullyShardedDataParallel(Branching(group), group)
     model(torch.ones(2, 5), rarely=True).sum().backward()
@@ -496,11 +465,8 @@ def _skip_a_unit_on_rank_1() -> None:
 # The wrong moment
 
 
-def test_a_second_root(ranks: RankPool) -> None:
-    ranks(2).run(_use_an_inner_unit_first)
-
-
-def _use_an_inner_unit_first() -> None:
+@on_ranks(2)
+def test_a_second_root() -> None:
     inner = FullyShardedDataParallel(nn.Linear(5, 5))
     model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)))
     step(inner)
@@ -511,11 +477,8 @@ def _use_an_inner_unit_first() -> None:
     step(model)
 
 
-def test_methods_of_the_outermost_wrapper_on_an_inner_one(ranks: RankPool) -> None:
-    ranks(2).run(_call_root_methods_on_an_inner_unit)
-
-
-def _call_root_methods_on_an_inner_unit() -> None:
+@on_ranks(2)
+def test_methods_of_the_outermost_wrapper_on_an_inner_one() -> None:
     model = nested_mlp(fully_sharded())
     step(model)
     inner = model.module.module.trunk

@@ -38,6 +38,7 @@ from fsdp.engine.state_dict.redistribute import assembled
 from fsdp.engine.storage import ShardStorage
 from fsdp.engine.verify import describe_handle
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -282,11 +283,8 @@ def _shard() -> list[float]:
 
 
 @two_or_three
-def test_while_sharded_modules_see_placeholders(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_look_at_placeholders)
-
-
-def _look_at_placeholders() -> None:
+@on_ranks("world_size")
+def test_while_sharded_modules_see_placeholders() -> None:
     module = Odd()
     handle_of(module)
     for name, value in seen(module).items():
@@ -300,11 +298,8 @@ def _look_at_placeholders() -> None:
 
 
 @two_or_three
-def test_while_whole_modules_see_leaves(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_look_at_leaves)
-
-
-def _look_at_leaves() -> None:
+@on_ranks("world_size")
+def test_while_whole_modules_see_leaves() -> None:
     module = Odd()
     handle = handle_of(module)
     handle.wait_for_unshard()
@@ -320,11 +315,8 @@ def _look_at_leaves() -> None:
 
 
 @two_or_three
-def test_the_phases_of_a_cycle(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_walk_through_phases)
-
-
-def _walk_through_phases() -> None:
+@on_ranks("world_size")
+def test_the_phases_of_a_cycle() -> None:
     module = Odd()
     handle = handle_of(module)
     handle.unshard()
@@ -349,11 +341,8 @@ def _walk_through_phases() -> None:
 
 
 @two_or_three
-def test_leaves_live_as_long_as_the_handle(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_compare_leaves_over_cycles)
-
-
-def _compare_leaves_over_cycles() -> None:
+@on_ranks("world_size")
+def test_leaves_live_as_long_as_the_handle() -> None:
     module = Odd()
     handle = handle_of(module)
     leaves, placeholders = list(handle.unsharded.leaves), list(seen(module).values())
@@ -371,11 +360,8 @@ def _compare_leaves_over_cycles() -> None:
 
 
 @two_or_three
-def test_what_autograd_saved_is_there_again_after_the_next_gather(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_free_between_forward_and_backward)
-
-
-def _free_between_forward_and_backward() -> None:
+@on_ranks("world_size")
+def test_what_autograd_saved_is_there_again_after_the_next_gather() -> None:
     module = Odd()
     handle = handle_of(module)
     handle.wait_for_unshard()
@@ -466,11 +452,8 @@ def _add_one(handle: FlatParamHandle) -> None:
 
 
 @parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
-def test_a_changed_shard_is_gathered_again(ranks: RankPool, world_size: int, state: str) -> None:
-    ranks(world_size).run(_change_shard, state)
-
-
-def _change_shard(state: str) -> None:
+@on_ranks("world_size")
+def test_a_changed_shard_is_gathered_again(state: str) -> None:
     module = Odd()
     handle = handle_of(module)
     handle.wait_for_unshard()
@@ -484,11 +467,8 @@ def _change_shard(state: str) -> None:
 
 
 @two_or_three
-def test_a_buffer_that_is_stale_can_be_freed(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_free_stale_buffer)
-
-
-def _free_stale_buffer() -> None:
+@on_ranks("world_size")
+def test_a_buffer_that_is_stale_can_be_freed() -> None:
     module = Odd()
     handle = handle_of(module)
     handle.wait_for_unshard()
@@ -523,12 +503,9 @@ def _step(model: FullyShardedDataParallel) -> None:
             param.mul_(1)
 
 
-def test_a_state_is_what_the_optimizer_left_also_after_a_forward_alone(ranks: RankPool) -> None:
-    ranks(2).run(_forward_step_state_dict)
-
-
+@on_ranks(2)
 @torch.no_grad()
-def _forward_step_state_dict() -> None:
+def test_a_state_is_what_the_optimizer_left_also_after_a_forward_alone() -> None:
     model = nested_mlp(fully_sharded())
     with torch.enable_grad():
         model(torch.ones(4, 5))  # the root is whole now, for a backward
@@ -543,11 +520,8 @@ CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "su
 
 
 @parametrize_pairs(change=list(CHANGES), world_size=[1, 3])
-def test_a_root_kept_whole_for_a_backward_that_never_came(ranks: RankPool, world_size: int, change: str) -> None:
-    ranks(world_size).run(_forward_change_forward, change)
-
-
-def _forward_change_forward(change: str) -> None:
+@on_ranks("world_size")
+def test_a_root_kept_whole_for_a_backward_that_never_came(change: str) -> None:
     inputs = torch.ones(4, 5)
     model = nested_mlp(fully_sharded())
     expected = model(inputs).detach()  # with gradients on, and no backward
@@ -557,11 +531,8 @@ def _forward_change_forward(change: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 3], dtype=[torch.float64, torch.bfloat16])
-def test_a_cast_shard_is_followed(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    ranks(world_size).run(_cast_handle, dtype)
-
-
-def _cast_handle(dtype: torch.dtype) -> None:
+@on_ranks("world_size")
+def test_a_cast_shard_is_followed(dtype: torch.dtype) -> None:
     arrived: list[int] = []
     module = Odd()
     handle = handle_of(module, on_gradient=lambda _, slot, leaf: arrived.append(slot))
@@ -582,11 +553,8 @@ def _cast_handle(dtype: torch.dtype) -> None:
 
 
 @two_or_three
-def test_a_cast_model_trains_in_the_new_dtype(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_cast_and_step)
-
-
-def _cast_and_step() -> None:
+@on_ranks("world_size")
+def test_a_cast_model_trains_in_the_new_dtype() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
     model(inputs.float()).sum().backward()
@@ -598,11 +566,8 @@ def _cast_and_step() -> None:
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_shard_replaced_by_something_else_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_replace_shard)
-
-
-def _replace_shard() -> None:
+@on_ranks(2)
+def test_a_shard_replaced_by_something_else_is_an_error() -> None:
     handle = handle_of(Odd())
     shard = handle.flat_param.data
     handle.flat_param.data = torch.zeros(23)
@@ -617,11 +582,8 @@ def _replace_shard() -> None:
 
 
 @parametrize_pairs(removes=[setattr, delattr], state=["sharded", "whole"])
-def test_an_attribute_that_is_no_parameter_any_more_is_named(ranks: RankPool, state: str, removes: Any) -> None:
-    ranks(2).run(_replace_attribute, state, removes)
-
-
-def _replace_attribute(state: str, removes: Any) -> None:
+@on_ranks(2)
+def test_an_attribute_that_is_no_parameter_any_more_is_named(state: str, removes: Any) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
@@ -636,11 +598,8 @@ def _replace_attribute(state: str, removes: Any) -> None:
 
 
 @pytest.mark.parametrize("state", ["sharded", "whole"])
-def test_a_parameter_that_was_assigned_is_written_to_the_shard(ranks: RankPool, state: str) -> None:
-    ranks(3).run(_assign_parameter, state)
-
-
-def _assign_parameter(state: str) -> None:
+@on_ranks(3)
+def test_a_parameter_that_was_assigned_is_written_to_the_shard(state: str) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
@@ -654,11 +613,8 @@ def _assign_parameter(state: str) -> None:
     assert_sharded(handle, module)
 
 
-def test_the_second_name_of_a_shared_parameter_is_named(ranks: RankPool) -> None:
-    ranks(2).run(_replace_second_name)
-
-
-def _replace_second_name() -> None:
+@on_ranks(2)
+def test_the_second_name_of_a_shared_parameter_is_named() -> None:
     module = Odd()
     handle = handle_of(module)
     module.tied = nn.Parameter(torch.zeros(7))
@@ -666,12 +622,9 @@ def _replace_second_name() -> None:
         handle.wait_for_unshard()
 
 
-def test_what_the_error_advises_mends_it(ranks: RankPool) -> None:
-    ranks(2).run(_replace_and_mend)
-
-
+@on_ranks(2)
 @torch.no_grad()
-def _replace_and_mend() -> None:
+def test_what_the_error_advises_mends_it() -> None:
     model = fully_sharded()(nn.Linear(3, 2))
     inner = model.module.module
     for _ in range(2):
@@ -688,11 +641,8 @@ def _replace_and_mend() -> None:
 
 
 @two_or_three
-def test_gradients_leave_one_by_one_and_come_back_summed(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_reduce_gradients)
-
-
-def _reduce_gradients() -> None:
+@on_ranks("world_size")
+def test_gradients_leave_one_by_one_and_come_back_summed() -> None:
     arrived: list[bool] = []
     module = Odd()
     handle = handle_of(
@@ -718,11 +668,8 @@ def _reduce_gradients() -> None:
 
 
 @two_or_three
-def test_accumulated_gradients_are_reduced_once(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_accumulate)
-
-
-def _accumulate() -> None:
+@on_ranks("world_size")
+def test_accumulated_gradients_are_reduced_once() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
     for _ in range(3):
@@ -739,11 +686,8 @@ def _accumulate() -> None:
     assert handle.gradients.is_empty
 
 
-def test_zeroing_gradients_drops_what_was_accumulated(ranks: RankPool) -> None:
-    ranks(2).run(_accumulate_and_zero)
-
-
-def _accumulate_and_zero() -> None:
+@on_ranks(2)
+def test_zeroing_gradients_drops_what_was_accumulated() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
     for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_unreduced):
@@ -760,11 +704,8 @@ def _accumulate_and_zero() -> None:
         assert reduced.abs().max() <= 2 * 4 * FLAT.abs().max()
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero(ranks: RankPool) -> None:
-    ranks(2).run(_leave_gradients_out)
-
-
-def _leave_gradients_out() -> None:
+@on_ranks(2)
+def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
     handle.wait_for_unshard()
@@ -775,11 +716,8 @@ def _leave_gradients_out() -> None:
     assert reduced.tolist() == ([6.0] + [0.0] * 11 if dist.get_rank() == 0 else [0.0] * 12)
 
 
-def test_a_frozen_handle_has_no_gradients(ranks: RankPool) -> None:
-    ranks(2).run(_freeze)
-
-
-def _freeze() -> None:
+@on_ranks(2)
+def test_a_frozen_handle_has_no_gradients() -> None:
     module = Odd().requires_grad_(False)
     handle = handle_of(module)
     assert not handle.requires_grad
@@ -793,11 +731,8 @@ def _freeze() -> None:
 
 
 @parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
-def test_full_copies_have_memory_of_their_own(ranks: RankPool, world_size: int, state: str) -> None:
-    ranks(world_size).run(_copy_out, state)
-
-
-def _copy_out(state: str) -> None:
+@on_ranks("world_size")
+def test_full_copies_have_memory_of_their_own(state: str) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
@@ -810,11 +745,8 @@ def _copy_out(state: str) -> None:
     assert_whole(handle, module)
 
 
-def test_full_copies_are_of_the_shards_as_they_are_now(ranks: RankPool) -> None:
-    ranks(2).run(_copy_out_changed)
-
-
-def _copy_out_changed() -> None:
+@on_ranks(2)
+def test_full_copies_are_of_the_shards_as_they_are_now() -> None:
     module = Odd()
     handle = handle_of(module)
     handle.wait_for_unshard()
@@ -824,11 +756,8 @@ def _copy_out_changed() -> None:
 
 
 @two_or_three
-def test_every_rank_stores_its_part(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_store)
-
-
-def _store() -> None:
+@on_ranks("world_size")
+def test_every_rank_stores_its_part() -> None:
     module = Odd()
     handle = handle_of(module)
     for slot, value in enumerate(VALUES.values()):
@@ -839,11 +768,8 @@ def _store() -> None:
         handle.values.store(2, torch.zeros(3, 5))
 
 
-def test_places_are_listed_in_the_fields_names(ranks: RankPool) -> None:
-    ranks(2).run(_list_places)
-
-
-def _list_places() -> None:
+@on_ranks(2)
+def test_places_are_listed_in_the_fields_names() -> None:
     module = Odd()
     handle = handle_of(module)
     assert [(info.module, info.name, info.fqn) for info in handle.param_infos] == [(module, n, n) for n in NAMES]
@@ -890,11 +816,8 @@ class Nothing(nn.Module):
         self.nothing = nn.Parameter(torch.empty(3, 0))
 
 
-def test_nothing_to_shard_needs_no_other_rank(ranks: RankPool) -> None:
-    ranks(2).run(_shard_nothing)
-
-
-def _shard_nothing() -> None:
+@on_ranks(2)
+def test_nothing_to_shard_needs_no_other_rank() -> None:
     if dist.get_rank() == 0:
         return
     module = Nothing()
@@ -992,11 +915,8 @@ def test_recurrent_modules_train_with_every_option(ranks: RankPool, options: dic
     ranks(3).run(assert_parity, model, sgd_with_momentum, wrap=fully_sharded(**options))
 
 
-def test_summoned_recurrent_modules_compute_with_what_is_summoned(ranks: RankPool) -> None:
-    ranks(2).run(_summon_recurrent)
-
-
-def _summon_recurrent() -> None:
+@on_ranks(2)
+def test_summoned_recurrent_modules_compute_with_what_is_summoned() -> None:
     model, plain = recurrent(fully_sharded(), kind="LSTM"), recurrent(kind="LSTM")
     inputs = torch.linspace(-1, 1, 20).view(4, 5)
     for _ in range(2):

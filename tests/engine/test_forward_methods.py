@@ -14,9 +14,9 @@ from fsdp import TrainingState, fully_shard, register_fsdp_forward_method
 from fsdp.state_dict_utils import gather_state_dict
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import Twins
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -69,13 +69,9 @@ def model(wrap: Wrap) -> nn.Module:
 
 
 @parametrize_pairs(kind=list(KINDS), world_size=[1, 2])
-def test_pain_point_13_training_through_methods_equals_the_plain_model(
-    ranks: RankPool, world_size: int, kind: str
-) -> None:
-    ranks(world_size).run(_train_through_methods, KINDS[kind])
-
-
-def _train_through_methods(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_pain_point_13_training_through_methods_equals_the_plain_model(kind: str) -> None:
+    options = KINDS[kind]
     twins = Twins.of(model, **options)
     for number in range(2):
         twins.step(number, _step)
@@ -86,11 +82,8 @@ def _step(module: nn.Module, inputs: Tensor) -> None:
     module(torch.cat([inputs, inputs], dim=1)[:, :6]).square().mean().backward()
 
 
-def test_without_it_the_error_names_the_weight(ranks: RankPool) -> None:
-    ranks(2).run(_encode_unregistered)
-
-
-def _encode_unregistered() -> None:
+@on_ranks(2)
+def test_without_it_the_error_names_the_weight() -> None:
     coder: Any = fully_sharded()(Coder())
     with pytest.raises(RuntimeError, match=r"down\.weight is sharded.*Call the sharded module"):
         coder.encode(torch.ones(1, 6))
@@ -98,11 +91,8 @@ def _encode_unregistered() -> None:
     assert coder.encode(torch.ones(1, 6)).shape == (1, 3)
 
 
-def test_without_it_the_error_under_fully_shard_names_weight_and_remedy(ranks: RankPool) -> None:
-    ranks(2).run(_encode_unregistered_rows)
-
-
-def _encode_unregistered_rows() -> None:
+@on_ranks(2)
+def test_without_it_the_error_under_fully_shard_names_weight_and_remedy() -> None:
     coder: Any = fully_shard(Coder())
     coder(torch.ones(1, 6)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^down\.weight is sharded: encode\(\) of .*method\(module, 'encode'\)"):
@@ -152,11 +142,8 @@ class Reformer(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
-def test_a_method_that_backward_calls_trains_once_it_is_registered(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_train_reversible, form)
-
-
-def _train_reversible(form: str) -> None:
+@on_ranks(2)
+def test_a_method_that_backward_calls_trains_once_it_is_registered(form: str) -> None:
     torch.manual_seed(0)
     plain = Reformer()
     model: Any = copy.deepcopy(plain)
@@ -179,11 +166,8 @@ def _train_reversible(form: str) -> None:
     assert_close_state(gather_state_dict(model.state_dict()), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_modules_own_forward_calls_it_as_an_ordinary_method(ranks: RankPool) -> None:
-    ranks(2).run(_call_inside_forward)
-
-
-def _call_inside_forward() -> None:
+@on_ranks(2)
+def test_the_modules_own_forward_calls_it_as_an_ordinary_method() -> None:
     torch.manual_seed(0)
     plain = Coder()
     coder: Any = fully_sharded()(copy.deepcopy(plain))
@@ -195,12 +179,9 @@ def _call_inside_forward() -> None:
     assert coder.training_state is TrainingState.IDLE
 
 
-def test_memory_is_given_back_whatever_the_method_does(ranks: RankPool) -> None:
-    ranks(2).run(_fail_in_a_method)
-
-
+@on_ranks(2)
 @torch.no_grad()
-def _fail_in_a_method() -> None:
+def test_memory_is_given_back_whatever_the_method_does() -> None:
     coder: Any = fully_sharded()(Coder())
     register_fsdp_forward_method(coder, "encode")
     register_fsdp_forward_method(coder, "nothing")

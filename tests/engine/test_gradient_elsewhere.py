@@ -21,9 +21,9 @@ from fsdp import FlatParameter, FullyShardedDataParallel, ShardedGradScaler
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import GRADS, PARAMS, Far, accelerated
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 apart = pytest.mark.parametrize("options", [PARAMS, GRADS], ids=["only params moved", "only grads moved"])
 
@@ -151,11 +151,8 @@ def brought(model: nn.Module) -> list[Tensor]:
 
 
 @apart
-def test_clipping_brings_and_clips_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_clip, options)
-
-
-def _clip(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_clipping_brings_and_clips_it(options: dict[str, Any]) -> None:
     near: Any = nested_mlp(fully_sharded())
     with accelerated():
         model: Any = nested_mlp(fully_sharded(**options))
@@ -168,11 +165,8 @@ def _clip(options: dict[str, Any]) -> None:
 
 
 @apart
-def test_a_step_of_the_optimizer_brings_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_step, options)
-
-
-def _step(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_step_of_the_optimizer_brings_it(options: dict[str, Any]) -> None:
     near = nested_mlp(fully_sharded())
     with accelerated():
         model = nested_mlp(fully_sharded(**options))
@@ -187,11 +181,8 @@ def _step(options: dict[str, Any]) -> None:
 
 
 @apart
-def test_zero_grad_drops_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_zero_grad, options)
-
-
-def _zero_grad(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_zero_grad_drops_it(options: dict[str, Any]) -> None:
     with accelerated():
         model = nested_mlp(fully_sharded(**options))
         optimizer = sgd_with_momentum(model.parameters())
@@ -213,11 +204,8 @@ def _zero_grad(options: dict[str, Any]) -> None:
     syncs=[[True, True], [False, True], [True, False, True], [False, False, True, True]],
     options=[PARAMS, GRADS],
 )
-def test_backwards_add_up_in_it(ranks: RankPool, options: dict[str, Any], syncs: list[bool]) -> None:
-    ranks(2).run(_add_up, options, syncs)
-
-
-def _add_up(options: dict[str, Any], syncs: list[bool]) -> None:
+@on_ranks(2)
+def test_backwards_add_up_in_it(options: dict[str, Any], syncs: list[bool]) -> None:
     backwards = [(sync, float(2**number)) for number, sync in enumerate(syncs)]
     expected = near_gradients(*backwards)
     for zeroed in (False, True):
@@ -233,11 +221,8 @@ def _add_up(options: dict[str, Any], syncs: list[bool]) -> None:
 
 
 @apart
-def test_what_is_not_reduced_is_not_stepped_over(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_step_too_early, options)
-
-
-def _step_too_early(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_what_is_not_reduced_is_not_stepped_over(options: dict[str, Any]) -> None:
     with accelerated():
         model: Any = nested_mlp(fully_sharded(**options))
         optimizer = sgd_with_momentum(model.parameters())
@@ -251,11 +236,8 @@ def _step_too_early(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(options=[PARAMS, GRADS], unscale_first=[True, False])
-def test_unscaling_brings_it(ranks: RankPool, options: dict[str, Any], unscale_first: bool) -> None:
-    ranks(2).run(_unscale, options, unscale_first)
-
-
-def _unscale(options: dict[str, Any], unscale_first: bool) -> None:
+@on_ranks(2)
+def test_unscaling_brings_it(options: dict[str, Any], unscale_first: bool) -> None:
     near = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(near.parameters())
     for _ in range(3):
@@ -287,11 +269,8 @@ def _train_scaled(model: nn.Module, unscale_first: bool) -> None:
 
 
 @apart
-def test_whole_parameters_can_be_seen_while_it_is_elsewhere(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_look, options)
-
-
-def _look(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_whole_parameters_can_be_seen_while_it_is_elsewhere(options: dict[str, Any]) -> None:
     with accelerated():
         model = nested_mlp(fully_sharded(**options))
         assert isinstance(model, FullyShardedDataParallel)

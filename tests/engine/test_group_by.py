@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.changed_params import LAYOUTS, Twins
 from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -117,22 +118,9 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
     layout=list(LAYOUTS),
     kept=[False, True],
 )
+@on_ranks("world_size")
 def test_training_without_decay_on_biases_and_norms_equals_the_plain_model(
-    ranks: RankPool,
-    make: Callable[[Wrap], nn.Module],
-    world_size: int,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    layout: str,
-    kept: bool,
-) -> None:
-    ranks(world_size).run(_train, make, make_optimizer, layout, kept)
-
-
-def _train(
-    make: Callable[[Wrap], nn.Module],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    layout: str,
-    kept: bool,
+    make: Callable[[Wrap], nn.Module], make_optimizer: Callable[[Any], torch.optim.Optimizer], layout: str, kept: bool
 ) -> None:
     twins = KeyedTwins(layout, make, make_optimizer, group_by=decay, reshard_after_forward=not kept)
     twins.is_tight = make is not two_dtypes
@@ -142,11 +130,8 @@ def _train(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_survive_a_cast(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_cast, layout)
-
-
-def _cast(layout: str) -> None:
+@on_ranks(2)
+def test_groups_survive_a_cast(layout: str) -> None:
     twins = KeyedTwins(layout, nested, sgd_by_kind, dtype=torch.float32, group_by=decay)
     for model in twins.models:
         model.double()
@@ -192,11 +177,8 @@ def _described(param: Any) -> str:
     return f"{param.group}{frozen}" + (" narrow" if param.dtype is torch.float32 else "")
 
 
-def test_every_parameter_is_in_the_group_of_its_key(ranks: RankPool) -> None:
-    ranks(2).run(_read_groups)
-
-
-def _read_groups() -> None:
+@on_ranks(2)
+def test_every_parameter_is_in_the_group_of_its_key() -> None:
     model = nested(fully_sharded(group_by=decay))
     shapes = {name: value.ndim for name, value in nested(keep).state_dict().items()}
     found: list[str] = []
@@ -264,11 +246,8 @@ def test_an_exception_of_the_key_changes_nothing(layout: str) -> None:
 
 
 @parametrize_pairs(layout=list(LAYOUTS), differ=["members", "names of groups"])
-def test_ranks_with_different_keys_are_told(ranks: RankPool, layout: str, differ: str) -> None:
-    ranks(2).run(_disagree, layout, differ)
-
-
-def _disagree(layout: str, differ: str) -> None:
+@on_ranks(2)
+def test_ranks_with_different_keys_are_told(layout: str, differ: str) -> None:
     def key(name: str, param: nn.Parameter) -> str:
         if dist.get_rank() == 0:
             return decay(name, param)
@@ -292,11 +271,8 @@ class Kind:
         return isinstance(other, Kind) and self.name == other.name
 
 
-def test_keys_may_be_objects_of_any_class(ranks: RankPool) -> None:
-    ranks(2).run(_group_by_objects)
-
-
-def _group_by_objects() -> None:
+@on_ranks(2)
+def test_keys_may_be_objects_of_any_class() -> None:
     model = layers(fully_sharded(group_by=lambda name, param: Kind(decay(name, param))))
     assert {param.group.name for param in model.parameters()} == {"decay", "no decay"}  # type: ignore[attr-defined]
     model(torch.ones(2, 5)).sum().backward()
@@ -305,11 +281,8 @@ def _group_by_objects() -> None:
 # Groups by rules that shards cannot follow
 
 
-def test_groups_by_dimensions_or_names_that_shards_do_not_have_are_noticed(ranks: RankPool) -> None:
-    ranks(2).run(_group_blindly)
-
-
-def _group_blindly() -> None:
+@on_ranks(2)
+def test_groups_by_dimensions_or_names_that_shards_do_not_have_are_noticed() -> None:
     def by_dimensions(name: str, param: nn.Parameter) -> bool:
         return param.ndim >= 2
 

@@ -21,6 +21,7 @@ from tests.helpers.hybrid import (
     mesh_of,
 )
 from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -88,11 +89,8 @@ def _noted(make: Any, made: list[nn.Module], wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, adamw])
-def test_two_by_two_equals_four_ways_equals_one_process(ranks: RankPool, make_optimizer: Any) -> None:
-    ranks(4).run(_compare_with_plain, make_optimizer)
-
-
-def _compare_with_plain(make_optimizer: Any) -> None:
+@on_ranks(4)
+def test_two_by_two_equals_four_ways_equals_one_process(make_optimizer: Any) -> None:
     make = partial(tiny_transformer, tied=True)
     parity = assert_parity(make, make_optimizer, wrap=fully_sharded(process_group=mesh_of(2, 2)), task=TOKENS)
     training = Training(make_model=make, make_optimizer=make_optimizer, task=TOKENS)
@@ -103,11 +101,8 @@ def _compare_with_plain(make_optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"reduce_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}, {}], ids=str)
-def test_mixed_precision_is_as_near_as_plain_sharding(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(4).run(_train_mixed, options)
-
-
-def _train_mixed(options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_mixed_precision_is_as_near_as_plain_sharding(options: dict[str, Any]) -> None:
     policy = MixedPrecision(**options)
     training = Training(make_model=nested_mlp, make_optimizer=sgd_with_momentum)
     exact, plain, hybrid = (
@@ -118,11 +113,8 @@ def _train_mixed(options: dict[str, Any]) -> None:
     assert_same_on_every_rank(hybrid)
 
 
-def test_a_wider_reduction_is_wide_until_all_ranks_are_summed(ranks: RankPool) -> None:
-    ranks(4).run(_sum_in_float32)
-
-
-def _sum_in_float32() -> None:
+@on_ranks(4)
+def test_a_wider_reduction_is_wide_until_all_ranks_are_summed() -> None:
     # 256 + 1 is 256 in bfloat16, which is enough of an error to be seen once the other machine has subtracted 256.
     policy = MixedPrecision(reduce_dtype=torch.float32)
     layer = nn.Linear(1, 4, bias=False, dtype=torch.bfloat16)
@@ -152,11 +144,8 @@ def frozen(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("form", [FLAT, ORIGINAL], ids=["flat", "original"])
-def test_frozen_and_unused_units(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(4).run(_train_frozen, form)
-
-
-def _train_frozen(form: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_frozen_and_unused_units(form: dict[str, Any]) -> None:
     assert_parity(frozen, adamw, wrap=fully_sharded(process_group=mesh_of(2, 2), **form))
 
 
@@ -172,11 +161,8 @@ class Routed(nn.Module):
         return self.experts[dist.get_rank() // 2](inputs)
 
 
-def test_an_original_parameter_has_a_gradient_if_any_replica_used_it(ranks: RankPool) -> None:
-    ranks(4).run(_use_on_one_machine)
-
-
-def _use_on_one_machine() -> None:
+@on_ranks(4)
+def test_an_original_parameter_has_a_gradient_if_any_replica_used_it() -> None:
     torch.manual_seed(0)
     model = fully_sharded(process_group=mesh_of(2, 2), use_orig_params=True)(Routed())
     model(torch.ones(2, 5)).sum().backward()
@@ -184,11 +170,8 @@ def _use_on_one_machine() -> None:
     assert with_gradient == {f"experts.{n}.{kind}" for n in range(2) for kind in ("weight", "bias")}
 
 
-def test_no_sync_sends_nothing(ranks: RankPool) -> None:
-    ranks(4).run(_accumulate_silently)
-
-
-def _accumulate_silently() -> None:
+@on_ranks(4)
+def test_no_sync_sends_nothing() -> None:
     model = nested_mlp(fully_sharded(process_group=mesh_of(2, 2)))
     with model.no_sync():  # type: ignore[operator]
         model(torch.ones(2, 5)).sum().backward()
@@ -198,11 +181,8 @@ def _accumulate_silently() -> None:
     assert not any(handle.flat_param.has_unreduced for handle in model._unit.handles)  # type: ignore[union-attr]
 
 
-def test_divide_factors_count_replicas(ranks: RankPool) -> None:
-    ranks(4).run(_divide)
-
-
-def _divide() -> None:
+@on_ranks(4)
+def test_divide_factors_count_replicas() -> None:
     model: Any = fully_sharded(process_group=mesh_of(2, 2))(nn.Linear(4, 1, bias=False))
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == 4
     model(torch.ones(1, 4)).sum().backward()
@@ -240,11 +220,8 @@ def _sum_in_stages(numel: int, dtype: torch.dtype, torchs: bool) -> list[float]:
             return total.float().tolist()
 
 
-def test_collectives_of_torch_do_as_well(ranks: RankPool) -> None:
-    ranks(4).run(_train_with_torchs)
-
-
-def _train_with_torchs() -> None:
+@on_ranks(4)
+def test_collectives_of_torch_do_as_well() -> None:
     use_torch_collectives(True)
     try:
         assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(process_group=mesh_of(2, 2)))
@@ -252,11 +229,8 @@ def _train_with_torchs() -> None:
         use_torch_collectives(False)
 
 
-def test_units_may_differ_in_what_they_replicate(ranks: RankPool) -> None:
-    ranks(4).run(_train_mixed_groups)
-
-
-def _train_mixed_groups() -> None:
+@on_ranks(4)
+def test_units_may_differ_in_what_they_replicate() -> None:
     # One plain, one with the roles of the groups swapped: one communicator then gathers and sums over replicas.
     groups = iter([mesh_of(2, 2), None, (mesh_of(2, 2).get_group(0), mesh_of(2, 2).get_group(1)), mesh_of(2, 2)])
 

@@ -17,6 +17,7 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.changed_params import LAYOUTS, adamw, momentum
 from tests.helpers.equality import assert_close, assert_close_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.ranks import RankPool
@@ -115,13 +116,8 @@ def ignored_in(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @parametrize_pairs(world_size=[2, 1], wrap=WRAPS, layout=list(LAYOUTS))
-def test_they_stay_ordinary_parameters(
-    ranks: RankPool, world_size: int, wrap: Callable[..., nn.Module], layout: str
-) -> None:
-    ranks(world_size).run(_look, wrap, layout)
-
-
-def _look(wrap: Callable[..., nn.Module], layout: str) -> None:
+@on_ranks("world_size")
+def test_they_stay_ordinary_parameters(wrap: Callable[..., nn.Module], layout: str) -> None:
     plain = mixture()
     before = dict(plain.named_parameters())
     model = wrap(plain, **LAYOUTS[layout])
@@ -146,18 +142,10 @@ def _look(wrap: Callable[..., nn.Module], layout: str) -> None:
     make_optimizer=[momentum, adamw],
     kept=[False, True],
 )
+@on_ranks("world_size")
 def test_training_equals_the_plain_model(
-    ranks: RankPool,
-    world_size: int,
-    wrap: Callable[..., nn.Module],
-    layout: str,
-    make_optimizer: MakeOptimizer,
-    kept: bool,
+    wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOptimizer, kept: bool
 ) -> None:
-    ranks(world_size).run(_train, wrap, layout, make_optimizer, kept)
-
-
-def _train(wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOptimizer, kept: bool) -> None:
     twins = Twins(wrap, layout, make_optimizer, reshard_after_forward=not kept)
     for _ in range(2):
         twins.backward()
@@ -165,11 +153,8 @@ def _train(wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOpti
     twins.assert_close()
 
 
-def test_a_size_policy_does_not_count_them(ranks: RankPool) -> None:
-    ranks(1).run(_count)
-
-
-def _count() -> None:
+@on_ranks(1)
+def test_a_size_policy_does_not_count_them() -> None:
     model = mixture()
     counted: dict[str, int] = {}
 
@@ -187,11 +172,8 @@ def _count() -> None:
     )
 
 
-def test_they_may_be_given_as_any_collection(ranks: RankPool) -> None:
-    ranks(1).run(_give_collections)
-
-
-def _give_collections() -> None:
+@on_ranks(1)
+def test_they_may_be_given_as_any_collection() -> None:
     for kind in (list, tuple, set):
         model = mixture()
         wrapped = FullyShardedDataParallel(
@@ -213,11 +195,8 @@ class TiedToIgnored(nn.Module):
 
 
 @pytest.mark.parametrize("which", ["first", "third"])
-def test_what_they_share_with_others_is_ignored_everywhere(ranks: RankPool, which: str) -> None:
-    ranks(2).run(_tie, which)
-
-
-def _tie(which: str) -> None:
+@on_ranks(2)
+def test_what_they_share_with_others_is_ignored_everywhere(which: str) -> None:
     torch.manual_seed(0)
     plain = TiedToIgnored()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain.get_submodule(which)])
@@ -236,11 +215,8 @@ def _tie(which: str) -> None:
 
 
 @every_layout
-def test_the_state_has_them_in_tensors_of_its_own(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_save, layout)
-
-
-def _save(layout: str) -> None:
+@on_ranks(2)
+def test_the_state_has_them_in_tensors_of_its_own(layout: str) -> None:
     twins = Twins(by_policy, layout)
     twins.assert_close()
     state = twins.sharded.state_dict()
@@ -253,13 +229,8 @@ def _save(layout: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], wrap=WRAPS, layout=list(LAYOUTS))
-def test_they_are_loaded_with_the_rest(
-    ranks: RankPool, world_size: int, wrap: Callable[..., nn.Module], layout: str
-) -> None:
-    ranks(world_size).run(_load, wrap, layout)
-
-
-def _load(wrap: Callable[..., nn.Module], layout: str) -> None:
+@on_ranks("world_size")
+def test_they_are_loaded_with_the_rest(wrap: Callable[..., nn.Module], layout: str) -> None:
     twins = Twins(wrap, layout)
     state = {name: value + 1 for name, value in twins.plain.state_dict().items()}
     for model in (twins.sharded, twins.plain):
@@ -272,11 +243,8 @@ def _load(wrap: Callable[..., nn.Module], layout: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS))
-def test_summoning_leaves_them_and_keeps_what_is_changed(ranks: RankPool, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_summon, layout)
-
-
-def _summon(layout: str) -> None:
+@on_ranks("world_size")
+def test_summoning_leaves_them_and_keeps_what_is_changed(layout: str) -> None:
     twins = Twins(by_hand, layout)
     expected = dict(twins.plain.named_parameters())
     with twins.sharded.summon_full_params(), torch.no_grad():  # type: ignore[operator]
@@ -296,18 +264,10 @@ def _summon(layout: str) -> None:
 @parametrize_pairs(
     norm_type=[2.0, 1.0, math.inf], world_size=[2, 1], layout=list(LAYOUTS), wrap=WRAPS, max_norm=[0.01, 100.0]
 )
+@on_ranks("world_size")
 def test_the_norm_is_that_of_the_plain_model(
-    ranks: RankPool,
-    norm_type: float,
-    world_size: int,
-    layout: str,
-    wrap: Callable[..., nn.Module],
-    max_norm: float,
+    norm_type: float, layout: str, wrap: Callable[..., nn.Module], max_norm: float
 ) -> None:
-    ranks(world_size).run(_clip, norm_type, layout, wrap, max_norm)
-
-
-def _clip(norm_type: float, layout: str, wrap: Callable[..., nn.Module], max_norm: float) -> None:
     twins = Twins(wrap, layout)
     twins.backward()
     found = twins.sharded.clip_grad_norm_(max_norm, norm_type)  # type: ignore[operator]
@@ -345,11 +305,8 @@ def _clip_wide_on_one_rank() -> float:
     return float(model.clip_grad_norm_(1.0))
 
 
-def test_a_norm_that_is_not_finite_is_an_error_before_anything_is_clipped(ranks: RankPool) -> None:
-    ranks(2).run(_clip_infinite)
-
-
-def _clip_infinite() -> None:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_is_an_error_before_anything_is_clipped() -> None:
     twins = Twins()
     twins.backward()
     param = ignored_in(twins.sharded)["temperature"]
@@ -363,11 +320,8 @@ def _clip_infinite() -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), wrap=WRAPS)
-def test_values_are_clipped_too(ranks: RankPool, world_size: int, layout: str, wrap: Callable[..., nn.Module]) -> None:
-    ranks(world_size).run(_clip_value, layout, wrap)
-
-
-def _clip_value(layout: str, wrap: Callable[..., nn.Module]) -> None:
+@on_ranks("world_size")
+def test_values_are_clipped_too(layout: str, wrap: Callable[..., nn.Module]) -> None:
     twins = Twins(wrap, layout)
     twins.backward()
     twins.sharded.clip_grad_value_(1e-3)  # type: ignore[operator]
@@ -402,11 +356,8 @@ def counting() -> Any:
 
 
 @every_layout
-def test_mixed_precision_casts_neither_their_parameters_nor_their_buffers(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_mix, layout)
-
-
-def _mix(layout: str) -> None:
+@on_ranks(2)
+def test_mixed_precision_casts_neither_their_parameters_nor_their_buffers(layout: str) -> None:
     plain = counting()
     options: dict[str, Any] = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[2]], **options, **LAYOUTS[layout])
@@ -420,11 +371,8 @@ def _mix(layout: str) -> None:
 
 
 @every_layout
-def test_integer_parameters_may_be_ignored(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_ignore_integers, layout)
-
-
-def _ignore_integers(layout: str) -> None:
+@on_ranks(2)
+def test_integer_parameters_may_be_ignored(layout: str) -> None:
     plain = counting()
     with pytest.raises(TypeError, match=r"2\.steps is a parameter of torch\.int64"):
         FullyShardedDataParallel(plain)

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.changed_params import LAYOUTS
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
@@ -78,11 +79,8 @@ def _ignore_sharded(layout: str, inner: str) -> None:
 
 
 @every_layout
-def test_a_parameter_added_after_wrapping_is_refused(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_add_outside, layout)
-
-
-def _add_outside(layout: str) -> None:
+@on_ranks(2)
+def test_a_parameter_added_after_wrapping_is_refused(layout: str) -> None:
     plain = layers()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
     plain[0].extra = nn.Parameter(torch.ones(1))
@@ -91,12 +89,9 @@ def _add_outside(layout: str) -> None:
 
 
 @every_layout
-def test_a_module_put_into_the_model_after_its_first_use_is_refused(ranks: RankPool, layout: str) -> None:
+@on_ranks(2)
+def test_a_module_put_into_the_model_after_its_first_use_is_refused(layout: str) -> None:
     """By whatever way, into a unit that is called and into one inside, as long as it is there."""
-    ranks(2).run(_put_modules_in_later, layout)
-
-
-def _put_modules_in_later(layout: str) -> None:
     options = LAYOUTS[layout]
     plain = layers()
     plain.append(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), **options))
@@ -133,11 +128,8 @@ def _put_modules_in_later(layout: str) -> None:
 
 
 @every_layout
-def test_one_added_to_an_ignored_module_is_welcome(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_add_inside, layout)
-
-
-def _add_inside(layout: str) -> None:
+@on_ranks(2)
+def test_one_added_to_an_ignored_module_is_welcome(layout: str) -> None:
     plain = layers()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
     plain[1][0].extra = nn.Parameter(torch.ones(1))
@@ -146,11 +138,8 @@ def _add_inside(layout: str) -> None:
 
 
 @every_layout
-def test_a_module_added_to_an_ignored_module_is_welcome(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_add_module_inside, layout)
-
-
-def _add_module_inside(layout: str) -> None:
+@on_ranks(2)
+def test_a_module_added_to_an_ignored_module_is_welcome(layout: str) -> None:
     plain = layers()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
     plain[1].append(nn.Linear(5, 5))  # as adapters are put on
@@ -160,11 +149,8 @@ def _add_module_inside(layout: str) -> None:
 
 
 @every_layout
-def test_an_ignored_parameter_may_be_replaced(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_replace_ignored, layout)
-
-
-def _replace_ignored(layout: str) -> None:
+@on_ranks(2)
+def test_an_ignored_parameter_may_be_replaced(layout: str) -> None:
     plain = layers()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
     for value in (1.0, 2.0):

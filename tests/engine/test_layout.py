@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp.engine.layout import ContiguousLayout, Interval, Layout, Slot
 from fsdp.engine.rows_layout import RowsLayout
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 KINDS: list[type[Layout]] = [ContiguousLayout, RowsLayout]
 both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -378,11 +378,8 @@ def test_what_is_left_out_takes_no_room_and_the_others_keep_theirs(
         assert smaller is layout  # all of one vector is sent
 
 
-def test_rows_are_what_a_dtensor_keeps(ranks: RankPool) -> None:
-    ranks(3).run(_compare_with_dtensor)
-
-
-def _compare_with_dtensor() -> None:
+@on_ranks(3)
+def test_rows_are_what_a_dtensor_keeps() -> None:
     layout = pack(RowsLayout, ROWS_SHAPES, dist.get_world_size())
     rank = dist.get_rank()
     values = values_of(layout)

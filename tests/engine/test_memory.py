@@ -29,6 +29,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adam, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -82,22 +83,14 @@ def shards(flatten_parameters: bool, nested: bool) -> int:
     reshard_after_forward=[True, False],
     flatten_parameters=[True, False],
 )
+@on_ranks("world_size")
 def test_between_steps_there_are_shards_to_the_byte(
-    ranks: RankPool,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    nested: bool,
-    reshard_after_forward: bool,
-    flatten_parameters: bool,
+    make_optimizer: MakeOptimizer, nested: bool, reshard_after_forward: bool, flatten_parameters: bool
 ) -> None:
-    ranks(world_size).run(_weigh_between_steps, make_optimizer, nested, reshard_after_forward, flatten_parameters)
-
-
-def _weigh_between_steps(make_optimizer: MakeOptimizer, nested: bool, reshard: bool, flatten: bool) -> None:
     before = live_bytes()
-    wrap = fully_sharded(reshard_after_forward=reshard, flatten_parameters=flatten)
+    wrap = fully_sharded(reshard_after_forward=reshard_after_forward, flatten_parameters=flatten_parameters)
     model = nested_mlp(wrap, nested=nested)
-    shard = FLOAT * shards(flatten, nested)
+    shard = FLOAT * shards(flatten_parameters, nested)
     assert live_bytes() - before == shard
     optimizer = make_optimizer(model.parameters())
     is_adam = isinstance(optimizer, torch.optim.Adam)
@@ -112,11 +105,8 @@ def _weigh_between_steps(make_optimizer: MakeOptimizer, nested: bool, reshard: b
         assert live_bytes() - before == shard + state
 
 
-def test_after_each_other_use_there_are_shards_to_the_byte(ranks: RankPool) -> None:
-    ranks(2).run(_weigh_after_uses)
-
-
-def _weigh_after_uses() -> None:
+@on_ranks(2)
+def test_after_each_other_use_there_are_shards_to_the_byte() -> None:
     before = live_bytes()
     model = nested_mlp(fully_sharded(reshard_after_forward=False))
     shard = FLOAT * shards(flatten_parameters=True, nested=True)
@@ -152,11 +142,8 @@ def _weigh_after_uses() -> None:
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_accumulated_gradients_are_whole(ranks: RankPool, reshard_after_forward: bool) -> None:
-    ranks(2).run(_weigh_under_no_sync, reshard_after_forward)
-
-
-def _weigh_under_no_sync(reshard_after_forward: bool) -> None:
+@on_ranks(2)
+def test_accumulated_gradients_are_whole(reshard_after_forward: bool) -> None:
     before = live_bytes()
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward))
     padded = [dist.get_world_size() * shard_numel(sum(unit)) for unit in NUMELS]
@@ -294,11 +281,8 @@ def _watch_a_tower(recompute: bool | None, **options: Any) -> None:
         assert watch.whole[-1] == 0
 
 
-def test_kept_units_are_all_whole_at_the_end_of_forward(ranks: RankPool) -> None:
-    ranks(2).run(_watch_a_kept_tower)
-
-
-def _watch_a_kept_tower() -> None:
+@on_ranks(2)
+def test_kept_units_are_all_whole_at_the_end_of_forward() -> None:
     model = tower(fully_sharded(reshard_after_forward=False))
     root, units = unit_bytes(model)
     watch = Watch(model)
@@ -310,11 +294,8 @@ def _watch_a_kept_tower() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_needs_the_same_and_frees_it(ranks: RankPool, mode: Callable[[], Any]) -> None:
-    ranks(2).run(_watch_inference, mode)
-
-
-def _watch_inference(mode: Callable[[], Any]) -> None:
+@on_ranks(2)
+def test_inference_needs_the_same_and_frees_it(mode: Callable[[], Any]) -> None:
     model = tower(fully_sharded())
     root, units = unit_bytes(model)
     neighbours = max(one + other for one, other in pairwise(units))
@@ -327,11 +308,8 @@ def _watch_inference(mode: Callable[[], Any]) -> None:
         assert watch.whole[-1] == 0
 
 
-def test_nested_units_count_while_they_compute(ranks: RankPool) -> None:
-    ranks(2).run(_watch_nested_units)
-
-
-def _watch_nested_units() -> None:
+@on_ranks(2)
+def test_nested_units_count_while_they_compute() -> None:
     model = nested_mlp(fully_sharded())
     root, (trunk, core, gate) = unit_bytes(model)
     for step in range(4):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, fully_shard
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam
-from tests.helpers.ranks import RankPool
 
 HOWS: list[dict[str, Any] | None] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, None]
 
@@ -66,13 +66,10 @@ class Redirected(nn.Module):
     inside=[False, True],
     accumulate=[1, 2],
 )
+@on_ranks("world_size")
 def test_a_module_that_is_called_inside_its_own_call_trains_as_the_plain_one(
-    ranks: RankPool, world_size: int, how: dict[str, Any] | None, kind: type[nn.Module], inside: bool, accumulate: int
+    how: dict[str, Any] | None, kind: type[nn.Module], inside: bool, accumulate: int
 ) -> None:
-    ranks(world_size).run(_train, how, kind, inside, accumulate)
-
-
-def _train(how: dict[str, Any] | None, kind: type[nn.Module], inside: bool, accumulate: int) -> None:
     expected, _ = _trained(kind, inside, accumulate, lambda module: module, alone=True)
     state, _ = _trained(kind, inside, accumulate, lambda module: _sharded(module, how), alone=False)
     for name, value in expected.items():
@@ -152,11 +149,8 @@ class Trying(nn.Module):
 
 
 @pytest.mark.parametrize("caught", [KeyboardInterrupt, ValueError])
-def test_a_call_goes_on_after_a_nested_call_that_failed(ranks: RankPool, caught: type[BaseException]) -> None:
-    ranks(2).run(_go_on, caught)
-
-
-def _go_on(caught: type[BaseException]) -> None:
+@on_ranks(2)
+def test_a_call_goes_on_after_a_nested_call_that_failed(caught: type[BaseException]) -> None:
     def trained(shard: Any) -> dict[str, Any]:
         torch.manual_seed(0)
         module = Trying(caught)
@@ -178,13 +172,8 @@ def _go_on(caught: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("caught", [KeyboardInterrupt, ValueError])
-def test_what_was_given_up_in_a_nested_call_is_no_nested_call_later(
-    ranks: RankPool, caught: type[BaseException]
-) -> None:
-    ranks(2).run(_give_up, caught)
-
-
-def _give_up(caught: type[BaseException]) -> None:
+@on_ranks(2)
+def test_what_was_given_up_in_a_nested_call_is_no_nested_call_later(caught: type[BaseException]) -> None:
     class Raising(Again):
         error: type[BaseException] | None = None
 

@@ -21,6 +21,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, use_torch_collectives
 from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -48,13 +49,8 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     nested=[True, False],
     options=every_pair(reshard_after_forward=[True, False], flatten_parameters=[True, False], bucket_cap_mb=[25, 0]),
 )
-def test_accumulation_equals_one_large_batch(
-    ranks: RankPool, world_size: int, accumulate: int, nested: bool, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_accumulate, accumulate, nested, options)
-
-
-def _accumulate(accumulate: int, nested: bool, options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_accumulation_equals_one_large_batch(accumulate: int, nested: bool, options: dict[str, Any]) -> None:
     make = partial(nested_mlp, nested=nested)
     assert_parity(make, sgd_with_momentum, wrap=fully_sharded(**options), accumulate=accumulate)
 
@@ -63,13 +59,8 @@ def _accumulate(accumulate: int, nested: bool, options: dict[str, Any]) -> None:
     options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}],
     by_name=[True, False],
 )
-def test_a_closure_may_bring_the_last_gradients_of_a_step(
-    ranks: RankPool, options: dict[str, Any], by_name: bool
-) -> None:
-    ranks(2).run(_step_by_closure, options, by_name)
-
-
-def _step_by_closure(options: dict[str, Any], by_name: bool) -> None:
+@on_ranks(2)
+def test_a_closure_may_bring_the_last_gradients_of_a_step(options: dict[str, Any], by_name: bool) -> None:
     model, plain = nested_mlp(fully_sharded(**options)), nested_mlp()
     optimizers = [sgd_with_momentum(each.parameters()) for each in (model, plain)]
     for _ in range(2):
@@ -93,11 +84,8 @@ def _step_by_closure(options: dict[str, Any], by_name: bool) -> None:
 
 
 @pytest.mark.parametrize("syncs", [[True, True], [False, True], [True, False, True], [False, False, True, True]])
-def test_synchronised_backwards_add_up_with_accumulated_ones(ranks: RankPool, syncs: list[bool]) -> None:
-    ranks(2).run(_add_up, syncs)
-
-
-def _add_up(syncs: list[bool]) -> None:
+@on_ranks(2)
+def test_synchronised_backwards_add_up_with_accumulated_ones(syncs: list[bool]) -> None:
     torch.set_default_dtype(torch.float64)
     model = nested_mlp(fully_sharded())
     backward(model)
@@ -109,11 +97,8 @@ def _add_up(syncs: list[bool]) -> None:
     torch.testing.assert_close(gradients(model), [factor * grad for grad in once])
 
 
-def test_only_the_backward_has_to_be_inside(ranks: RankPool) -> None:
-    ranks(2).run(_split_passes)
-
-
-def _split_passes() -> None:
+@on_ranks(2)
+def test_only_the_backward_has_to_be_inside() -> None:
     model = nested_mlp(fully_sharded(bucket_cap_mb=0))
     with model.no_sync():
         output = model(torch.ones(2, 5))
@@ -216,11 +201,8 @@ def _count_flat() -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_zero_grad_drops_what_was_accumulated(ranks: RankPool, reshard_after_forward: bool) -> None:
-    ranks(2).run(_drop, reshard_after_forward)
-
-
-def _drop(reshard_after_forward: bool) -> None:
+@on_ranks(2)
+def test_zero_grad_drops_what_was_accumulated(reshard_after_forward: bool) -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward))
     optimizer = sgd_with_momentum(model.parameters())
     backward(model)
@@ -234,11 +216,8 @@ def _drop(reshard_after_forward: bool) -> None:
         torch.testing.assert_close(gradients(model), expected)
 
 
-def test_zeroing_in_place_what_is_not_reduced_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_zero_in_place)
-
-
-def _zero_in_place() -> None:
+@on_ranks(2)
+def test_zeroing_in_place_what_is_not_reduced_is_an_error() -> None:
     model = nested_mlp(fully_sharded())
     backward(model, sync=False)
     with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\).*zero_grad\(set_to_none=True\)"):
@@ -246,11 +225,8 @@ def _zero_in_place() -> None:
 
 
 @pytest.mark.parametrize("syncs", [[False], [False, False], [True, False]])
-def test_a_step_would_leave_out_what_is_not_reduced(ranks: RankPool, syncs: list[bool]) -> None:
-    ranks(2).run(_step_too_early, syncs)
-
-
-def _step_too_early(syncs: list[bool]) -> None:
+@on_ranks(2)
+def test_a_step_would_leave_out_what_is_not_reduced(syncs: list[bool]) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     before = model.state_dict()
@@ -266,11 +242,8 @@ def _step_too_early(syncs: list[bool]) -> None:
     optimizer.step()
 
 
-def test_whole_parameters_can_be_read_in_between(ranks: RankPool) -> None:
-    ranks(2).run(_save_in_between)
-
-
-def _save_in_between() -> None:
+@on_ranks(2)
+def test_whole_parameters_can_be_read_in_between() -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=False))
     before = model.state_dict()
     backward(model)
@@ -289,11 +262,8 @@ def _save_in_between() -> None:
 # The context
 
 
-def test_nested_contexts(ranks: RankPool) -> None:
-    ranks(2).run(_nest)
-
-
-def _nest() -> None:
+@on_ranks(2)
+def test_nested_contexts() -> None:
     model = nested_mlp(fully_sharded(bucket_cap_mb=0))
     with counted() as counts:
         with model.no_sync():
@@ -306,11 +276,8 @@ def _nest() -> None:
 
 
 @pytest.mark.parametrize("when", ["outside", "in forward", "in backward"])
-def test_an_exception_ends_the_context(ranks: RankPool, when: str) -> None:
-    ranks(2).run(_raise_inside, when)
-
-
-def _raise_inside(when: str) -> None:
+@on_ranks(2)
+def test_an_exception_ends_the_context(when: str) -> None:
     model = nested_mlp(fully_sharded(bucket_cap_mb=0))
     backward(model)
     expected = gradients(model)
@@ -336,11 +303,8 @@ def _raise_inside(when: str) -> None:
     assert_at_rest(model)
 
 
-def test_only_the_outermost_wrapper_has_it(ranks: RankPool) -> None:
-    ranks(2).run(_use_inner_contexts)
-
-
-def _use_inner_contexts() -> None:
+@on_ranks(2)
+def test_only_the_outermost_wrapper_has_it() -> None:
     model = nested_mlp(fully_sharded())
     backward(model)
     inner = [wrapper for wrapper in get_fsdp_instances(model) if wrapper is not model]
@@ -350,11 +314,8 @@ def _use_inner_contexts() -> None:
     assert len(inner) == UNITS - 1
 
 
-def test_it_may_be_entered_before_anything_ran(ranks: RankPool) -> None:
-    ranks(2).run(_enter_first)
-
-
-def _enter_first() -> None:
+@on_ranks(2)
+def test_it_may_be_entered_before_anything_ran() -> None:
     model = nested_mlp(fully_sharded())
     with model.no_sync():
         pass
@@ -363,11 +324,8 @@ def _enter_first() -> None:
     assert count(model, sync=True) == (2 * UNITS - 1, 1)
 
 
-def test_tools_can_count_collectives_by_replacing_torchs_functions(ranks: RankPool) -> None:
-    ranks(2).run(_count_through_torch)
-
-
-def _count_through_torch() -> None:
+@on_ranks(2)
+def test_tools_can_count_collectives_by_replacing_torchs_functions() -> None:
     """Two units: 2n - 1 gathers under `no_sync`, then 2n - 2 more and n reductions (the contract, section 10)."""
     use_torch_collectives()
     try:

@@ -14,7 +14,7 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.communicator import CollectiveError
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 BAD = 1  # the number of the batch that is not finite, on rank 1
 
@@ -32,15 +32,12 @@ def fully_sharded() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [wrapped, fully_sharded])
+@on_ranks(2, backend=None)
 def test_the_first_one_is_named_with_its_rank_and_the_others_hear_of_it_and_can_go_on(
-    ranks: RankPool, tmp_path: Path, make: Callable[[], nn.Module]
+    tmp_path: Path, make: Callable[[], nn.Module]
 ) -> None:
-    ranks(2, backend=None).run(_detect, tmp_path, make)
-
-
-def _detect(folder: Path, make: Callable[[], nn.Module]) -> None:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(tmp_path / "store"), 2))
     model, expected = make(), make()
     train(expected, [0, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -78,11 +75,8 @@ def local(param: torch.Tensor) -> torch.Tensor:
     return param.to_local() if hasattr(param, "to_local") else param.detach()
 
 
-def test_nothing_is_looked_at_outside(ranks: RankPool) -> None:
-    ranks(2).run(_train_on)
-
-
-def _train_on() -> None:
+@on_ranks(2)
+def test_nothing_is_looked_at_outside() -> None:
     model = wrapped()
     with fsdp.detect_nonfinite(model):
         train(model, [0])

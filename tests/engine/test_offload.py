@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
 from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, alone, every_kind, on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import (
     REGRESSION,
@@ -35,7 +36,6 @@ from tests.helpers.parity import (
     train_ddp,
     train_sharded,
 )
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, assert_trains_like_plain, toolbox
 
 # Options
@@ -122,9 +122,8 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
     recompute=["no", "outside", "inside"],
     others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
 )
+@on_ranks("world_size")
 def test_offloaded_units_train_like_one_process(
-    ranks: RankPool,
-    world_size: int,
     machine: str,
     options: dict[str, Any],
     accumulate: tuple[int, bool],
@@ -132,12 +131,7 @@ def test_offloaded_units_train_like_one_process(
     recompute: str,
     others: dict[str, Any],
 ) -> None:
-    ranks(world_size).run(_train_offloaded, machine, options | others, accumulate, clip, recompute)
-
-
-def _train_offloaded(
-    machine: str, options: dict[str, Any], accumulate: tuple[int, bool], clip: float | None, recompute: Any
-) -> None:
+    options = options | others
     turns, under_no_sync = accumulate
     wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
     make = partial(tiny_transformer, recompute=recompute)
@@ -146,33 +140,22 @@ def _train_offloaded(
 
 
 @every_kind
-def test_offloaded_training_is_ddp_s_to_the_bit(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_compare_with_ddp, options)
-
-
-def _compare_with_ddp(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_offloaded_training_is_ddp_s_to_the_bit(options: dict[str, Any]) -> None:
     training = Training(make_model=nested_mlp, make_optimizer=adamw)
     with accelerated():
         assert_bit_equal(train_sharded(training, fully_sharded(**options)), train_ddp(training))
 
 
 @parametrize_pairs(world_size=[2, 1], options=KINDS)
-def test_offloaded_units_can_be_called_in_unusual_ways(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_take_unusual_steps, options)
-
-
-def _take_unusual_steps(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_offloaded_units_can_be_called_in_unusual_ways(options: dict[str, Any]) -> None:
     with accelerated():
         assert_trains_like_plain(toolbox, *STEPS, options=options)
 
 
-def test_units_may_differ_in_what_they_offload(ranks: RankPool) -> None:
-    ranks(2).run(_offload_by_turns)
-
-
-def _offload_by_turns() -> None:
+@on_ranks(2)
+def test_units_may_differ_in_what_they_offload() -> None:
     def wrap(module: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(module, **next(kinds))
 
@@ -183,8 +166,10 @@ def _offload_by_turns() -> None:
 
 
 @every_kind
-def test_frozen_parameters_are_offloaded_too(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_train_beside_frozen, options)
+@on_ranks(2)
+def test_frozen_parameters_are_offloaded_too(options: dict[str, Any]) -> None:
+    with accelerated():
+        assert_parity(_frozen_trunk, sgd_with_trained, wrap=fully_sharded(**options), accumulate=2)
 
 
 def _frozen_trunk(wrap: Wrap) -> nn.Module:
@@ -194,23 +179,15 @@ def _frozen_trunk(wrap: Wrap) -> nn.Module:
     return nested_mlp(freeze_first)
 
 
-def _train_beside_frozen(options: dict[str, Any]) -> None:
-    with accelerated():
-        assert_parity(_frozen_trunk, sgd_with_trained, wrap=fully_sharded(**options), accumulate=2)
-
-
 def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
     return sgd_with_momentum([param for param in params if param.requires_grad])
 
 
 @parametrize_pairs(options=KINDS, machine=["accelerated", "of CPUs only"], under_no_sync=[True, False])
+@on_ranks(2)
 def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(
-    ranks: RankPool, options: dict[str, Any], machine: str, under_no_sync: bool
+    options: dict[str, Any], machine: str, under_no_sync: bool
 ) -> None:
-    ranks(2).run(_accumulate, options, machine, under_no_sync)
-
-
-def _accumulate(options: dict[str, Any], machine: str, under_no_sync: bool) -> None:
     wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
     with on(machine):
         assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=4, clip=0.2)
@@ -220,11 +197,8 @@ def _accumulate(options: dict[str, Any], machine: str, under_no_sync: bool) -> N
 
 
 @every_kind
-def test_a_state_dict_goes_out_and_in_again(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_save_and_load, options)
-
-
-def _save_and_load(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_state_dict_goes_out_and_in_again(options: dict[str, Any]) -> None:
     with accelerated():
         model = nested_mlp(fully_sharded(**options))
         step(model, sgd_with_momentum(model.parameters()))
@@ -242,11 +216,8 @@ def _save_and_load(options: dict[str, Any]) -> None:
 
 
 @every_kind
-def test_what_is_changed_while_summoned_is_kept(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_change_while_summoned, options)
-
-
-def _change_while_summoned(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_what_is_changed_while_summoned_is_kept(options: dict[str, Any]) -> None:
     def change(module: Any) -> None:  # in place, and by assigning
         with torch.no_grad():
             module.entry.weight.mul_(2)
@@ -265,9 +236,14 @@ def _change_while_summoned(options: dict[str, Any]) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_that_was_cast_trains_on(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    ranks(world_size).run(_train_cast, options)
+@on_ranks(1, 2)
+def test_a_model_that_was_cast_trains_on(options: dict[str, Any]) -> None:
+    task = Task(_wide_batch, REGRESSION.loss)
+    with accelerated():
+        for trained in (False, True):
+            make = partial(_in_float64, trained=trained)
+            tolerance = 1e-6 if trained else 1e-13  # the first step was in float32
+            assert_parity(make, sgd_with_momentum, wrap=fully_sharded(**options), task=task, tolerance=tolerance)
 
 
 def _in_float64(wrap: Wrap, trained: bool) -> nn.Module:
@@ -281,15 +257,6 @@ def _in_float64(wrap: Wrap, trained: bool) -> nn.Module:
 def _wide_batch(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
     inputs, targets = REGRESSION.batch(generator, rows)
     return inputs.double(), targets.double()
-
-
-def _train_cast(options: dict[str, Any]) -> None:
-    task = Task(_wide_batch, REGRESSION.loss)
-    with accelerated():
-        for trained in (False, True):
-            make = partial(_in_float64, trained=trained)
-            tolerance = 1e-6 if trained else 1e-13  # the first step was in float32
-            assert_parity(make, sgd_with_momentum, wrap=fully_sharded(**options), task=task, tolerance=tolerance)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

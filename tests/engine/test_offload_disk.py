@@ -23,6 +23,7 @@ from fsdp.engine.mapped_files import MappedFiles
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import AlwaysReducing, alone, on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -117,32 +118,21 @@ def _train_both_ways(
         assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(folder, **options))), in_memory)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_equals_one_process(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    ranks(world_size).run(_train_on_disk, tmp_path)
+@on_ranks(1, 2)
+def test_training_equals_one_process(tmp_path: Path) -> None:
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**on_disk(tmp_path)), accumulate=2)
 
 
-def _train_on_disk(folder: Path) -> None:
-    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**on_disk(folder)), accumulate=2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_units_on_disk_can_be_called_in_unusual_ways(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    ranks(world_size).run(_take_unusual_steps, tmp_path)
-
-
-def _take_unusual_steps(folder: Path) -> None:
-    assert_trains_like_plain(toolbox, *STEPS, options=on_disk(folder))
+@on_ranks(1, 2)
+def test_units_on_disk_can_be_called_in_unusual_ways(tmp_path: Path) -> None:
+    assert_trains_like_plain(toolbox, *STEPS, options=on_disk(tmp_path))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_can_be_zeroed_in_both_ways(ranks: RankPool, tmp_path: Path, set_to_none: bool) -> None:
-    ranks(2).run(_zero_in_some_way, tmp_path, set_to_none)
-
-
-def _zero_in_some_way(folder: Path, set_to_none: bool) -> None:
+@on_ranks(2)
+def test_gradients_can_be_zeroed_in_both_ways(tmp_path: Path, set_to_none: bool) -> None:
     states = []
-    for options in ({}, on_disk(folder)):
+    for options in ({}, on_disk(tmp_path)):
         model = nested_mlp(fully_sharded(**options))
         optimizer = sgd_with_momentum(model.parameters())
         for _ in range(3):
@@ -163,22 +153,19 @@ def test_a_gradient_that_the_user_keeps_stays_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(2 * kept[0], kept[1])
 
 
-def test_frozen_parameters_lie_on_disk_too(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_beside_frozen, tmp_path)
-
-
-def _train_beside_frozen(folder: Path) -> None:
+@on_ranks(2)
+def test_frozen_parameters_lie_on_disk_too(tmp_path: Path) -> None:
     def freeze_gate(module: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear):
             module.requires_grad_(False)
-        return fully_sharded(**on_disk(folder))(module)
+        return fully_sharded(**on_disk(tmp_path))(module)
 
     model = nested_mlp(freeze_gate)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trained = [param for param in model.parameters() if param.requires_grad]
     train_step(model, sgd_with_momentum(trained))
     assert len(trained) == len(list(model.parameters())) - 1
-    assert all(map(Addresses(folder).contain, model.parameters()))
+    assert all(map(Addresses(tmp_path).contain, model.parameters()))
     assert {name for name, value in model.state_dict().items() if torch.equal(value, before[name])} == {"gate.weight"}
 
 
@@ -271,14 +258,11 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @needs_proc
 @pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, adamw, fused_adamw, foreach_adamw])
+@on_ranks(2)
 def test_a_loaded_optimizer_state_is_in_files_after_the_next_step(
-    ranks: RankPool, tmp_path: Path, make_optimizer: MakeOptimizer
+    tmp_path: Path, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(2).run(_load_optimizer, tmp_path, make_optimizer)
-
-
-def _load_optimizer(folder: Path, make_optimizer: MakeOptimizer) -> None:
-    models = [nested_mlp(fully_sharded(**options)) for options in ({}, on_disk(folder))]
+    models = [nested_mlp(fully_sharded(**options)) for options in ({}, on_disk(tmp_path))]
     optimizers = [make_optimizer(model.parameters()) for model in models]
     for _ in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -286,28 +270,25 @@ def _load_optimizer(folder: Path, make_optimizer: MakeOptimizer) -> None:
             train_step(model, optimizer)
         expected, found = map(state_of, optimizers)
         assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
-        assert all(map(Addresses(folder).contain, found))
+        assert all(map(Addresses(tmp_path).contain, found))
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        assert not any(map(Addresses(folder).contain, state_of(optimizers[1])))
+        assert not any(map(Addresses(tmp_path).contain, state_of(optimizers[1])))
     assert len(expected) >= len(optimizers[0].param_groups[0]["params"])
 
 
 @needs_proc
-def test_neither_backward_nor_step_leaves_anything_of_the_files_resident(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_look_at_resident, tmp_path)
-
-
-def _look_at_resident(folder: Path) -> None:
+@on_ranks(2)
+def test_neither_backward_nor_step_leaves_anything_of_the_files_resident(tmp_path: Path) -> None:
     # Kept files are one for each tensor; in a shared one, the system fetches what lies beside a page along with it.
-    model = nested_mlp(fully_sharded(**on_disk(folder, keep_offload_files=True)))
+    model = nested_mlp(fully_sharded(**on_disk(tmp_path, keep_offload_files=True)))
     optimizer = adamw(model.parameters())
     for _ in range(3):
         train_step(model)
-        assert resident_kib(folder) == 0
+        assert resident_kib(tmp_path) == 0
         optimizer.step()
-        assert resident_kib(folder) == 0
+        assert resident_kib(tmp_path) == 0
         optimizer.zero_grad(set_to_none=False)
-        assert resident_kib(folder) > 0
+        assert resident_kib(tmp_path) > 0
 
 
 def test_what_is_made_in_a_shard_s_likeness_is_in_a_file(tmp_path: Path) -> None:
@@ -356,15 +337,10 @@ def test_copies_of_shards_are_in_files_of_their_own(tmp_path: Path) -> None:
 
 
 @parametrize_pairs(with_gradients=[True, False], world_size=[1, 2])
-def test_a_model_that_was_cast_trains_on_in_files(
-    ranks: RankPool, tmp_path: Path, world_size: int, with_gradients: bool
-) -> None:
-    ranks(world_size).run(_cast_and_train, tmp_path, with_gradients)
-
-
-def _cast_and_train(folder: Path, with_gradients: bool) -> None:
+@on_ranks("world_size")
+def test_a_model_that_was_cast_trains_on_in_files(tmp_path: Path, with_gradients: bool) -> None:
     states = []
-    for options in ({}, on_disk(folder)):
+    for options in ({}, on_disk(tmp_path)):
         model = nested_mlp(fully_sharded(**options))
         train_step(model, sgd_with_momentum(model.parameters()))
         if not with_gradients:
@@ -377,5 +353,5 @@ def _cast_and_train(folder: Path, with_gradients: bool) -> None:
         states.append(model.state_dict())
     for tensor in (*model.parameters(), *gradients(model)):
         assert tensor.dtype == torch.float64
-        assert Addresses(folder).contain(tensor)
+        assert Addresses(tmp_path).contain(tensor)
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

@@ -24,6 +24,7 @@ from fsdp import ShardedGradScaler, get_fsdp_instances
 from fsdp.engine.offload import DiskStorage
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.offload import alone, on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.paths import ROOT
@@ -74,12 +75,9 @@ def logged_tower(folder: Path) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 @pytest.mark.parametrize("machine", ["accelerated", "of CPUs only"])
-def test_each_unit_is_read_while_the_second_before_it_computes(ranks: RankPool, tmp_path: Path, machine: str) -> None:
-    ranks(2).run(_log_reads, tmp_path, machine)
-
-
-def _log_reads(folder: Path, machine: str) -> None:
-    with on(machine), logged_tower(folder) as (model, log):
+@on_ranks(2)
+def test_each_unit_is_read_while_the_second_before_it_computes(tmp_path: Path, machine: str) -> None:
+    with on(machine), logged_tower(tmp_path) as (model, log):
         backward(model)
         assert log == [f"call {number}" for number in range(UNITS)]  # no order is known yet
         for _ in range(2):
@@ -93,12 +91,9 @@ def _log_reads(folder: Path, machine: str) -> None:
             assert ", ".join(log) == "read 3, read 2, read 1, read 0"
 
 
-def test_a_world_of_one_reads_ahead_too(tmp_path: Path, ranks: RankPool) -> None:
-    ranks(1).run(_log_reads_alone, tmp_path)
-
-
-def _log_reads_alone(folder: Path) -> None:
-    with logged_tower(folder) as (model, log):
+@on_ranks(1)
+def test_a_world_of_one_reads_ahead_too(tmp_path: Path) -> None:
+    with logged_tower(tmp_path) as (model, log):
         backward(model)
         log.clear()
         model(torch.ones(3, 5))
@@ -131,21 +126,18 @@ def _train_and_keep(folder: Path, flatten_parameters: bool) -> list[tuple[str, T
     return [(file_of(param), param.detach().clone().view(-1)) for param in model.parameters()]
 
 
-def test_files_that_are_not_kept_go_with_the_model(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_without_traces, tmp_path)
-
-
-def _train_without_traces(folder: Path) -> None:
-    folder = folder / str(dist.get_rank())
-    model = nested_mlp(on_disk(folder))
+@on_ranks(2)
+def test_files_that_are_not_kept_go_with_the_model(tmp_path: Path) -> None:
+    tmp_path = tmp_path / str(dist.get_rank())
+    model = nested_mlp(on_disk(tmp_path))
     optimizer = adamw(model.parameters())
     backward(model)
     optimizer.step()
-    assert len(list(folder.iterdir())) == 1
-    assert not [name for _, _, names in os.walk(folder) for name in names]
+    assert len(list(tmp_path.iterdir())) == 1
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names]
     del model, optimizer
     gc.collect()
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 class WithEmpty(nn.Module):
@@ -182,13 +174,9 @@ def test_steps_after_the_first_make_no_new_files(tmp_path: Path, make_optimizer:
 # Whole states
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_states_go_out_and_in_again_and_shards_stay_in_files(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    ranks(world_size).run(_save_and_load, tmp_path)
-
-
-def _save_and_load(folder: Path) -> None:
-    model, plain = nested_mlp(on_disk(folder)), nested_mlp(seed=1)
+@on_ranks(1, 2)
+def test_states_go_out_and_in_again_and_shards_stay_in_files(tmp_path: Path) -> None:
+    model, plain = nested_mlp(on_disk(tmp_path)), nested_mlp(seed=1)
     files = [file_of(param) for param in model.parameters()]
     backward(model)
     sgd_with_momentum(model.parameters()).step()
@@ -196,22 +184,17 @@ def _save_and_load(folder: Path) -> None:
     state = model.state_dict()
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
-        assert str(folder) not in file_of(state[name])  # it outlives the model
+        assert str(tmp_path) not in file_of(state[name])  # it outlives the model
     torch.testing.assert_close(model(torch.ones(3, 5)), plain(torch.ones(3, 5)))
     assert [file_of(param) for param in model.parameters()] == files
-    assert all(str(folder) in path for path in files)
+    assert all(str(tmp_path) in path for path in files)
 
 
 @parametrize_pairs(world_size=[1, 2], machine=["accelerated", "of CPUs only"])
-def test_what_is_changed_while_summoned_is_written_to_files(
-    ranks: RankPool, tmp_path: Path, world_size: int, machine: str
-) -> None:
-    ranks(world_size).run(_change_while_summoned, tmp_path, machine)
-
-
-def _change_while_summoned(folder: Path, machine: str) -> None:
+@on_ranks("world_size")
+def test_what_is_changed_while_summoned_is_written_to_files(tmp_path: Path, machine: str) -> None:
     with on(machine):
-        model: Any = nested_mlp(on_disk(folder))
+        model: Any = nested_mlp(on_disk(tmp_path))
         plain = nested_mlp()
         model(torch.ones(3, 5))
         with model.summon_full_params():
@@ -222,7 +205,7 @@ def _change_while_summoned(folder: Path, machine: str) -> None:
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
         torch.testing.assert_close(model(torch.ones(3, 5)), plain(torch.ones(3, 5)))
-        assert all(str(folder) in file_of(param) for param in model.parameters())
+        assert all(str(tmp_path) in file_of(param) for param in model.parameters())
 
 
 def _change(module: Any) -> None:
@@ -231,12 +214,9 @@ def _change(module: Any) -> None:
     module.exit.weight = nn.Parameter(torch.full((1, 3), 0.5))
 
 
-def test_units_may_lie_in_different_folders_or_none(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_in_folders, tmp_path)
-
-
-def _train_in_folders(folder: Path) -> None:
-    places = {"Linear": folder / "a", "Sequential": folder / "b"}
+@on_ranks(2)
+def test_units_may_lie_in_different_folders_or_none(tmp_path: Path) -> None:
+    places = {"Linear": tmp_path / "a", "Sequential": tmp_path / "b"}
 
     def wrap(module: nn.Module) -> nn.Module:
         place = places.get(type(module).__name__)
@@ -254,7 +234,7 @@ def _train_in_folders(folder: Path) -> None:
             for each in get_fsdp_instances(model):
                 place = places.get(type(each.module.module).__name__)
                 for tensor in (each.params[0], each.params[0].grad, optimizer.state[each.params[0]]["exp_avg"]):
-                    assert (str(place) in file_of(tensor)) if place else (str(folder) not in file_of(tensor))
+                    assert (str(place) in file_of(tensor)) if place else (str(tmp_path) not in file_of(tensor))
         states.append(model.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -279,12 +259,9 @@ def test_a_disk_that_is_too_small_for_the_shards_is_an_error(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_in_a_backward_is_an_error_and_training_can_go_on(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_fill_in_backward, tmp_path)
-
-
-def _fill_in_backward(folder: Path) -> None:
-    model, plain = nested_mlp(on_disk(folder, keep_offload_files=True)), nested_mlp(fully_sharded())
+@on_ranks(2)
+def test_a_disk_that_is_full_in_a_backward_is_an_error_and_training_can_go_on(tmp_path: Path) -> None:
+    model, plain = nested_mlp(on_disk(tmp_path, keep_offload_files=True)), nested_mlp(fully_sharded())
     output = model(torch.ones(3, 5))
     with full_disk(), pytest.raises(RuntimeError, match=NO_ROOM.replace("for ", "for gradient")):
         output.sum().backward()
@@ -346,7 +323,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("act", "kind"),
     [
@@ -362,13 +339,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     ],
 )
 def test_a_truncated_file_is_an_error_that_names_it_and_not_the_end_of_the_process(
-    ranks: RankPool, tmp_path: Path, world_size: int, act: Any, kind: str
+    tmp_path: Path, act: Any, kind: str
 ) -> None:
-    ranks(world_size).run(_truncate, tmp_path, act, kind)
-
-
-def _truncate(folder: Path, act: Any, kind: str) -> None:
-    model = nested_mlp(on_disk(folder, keep_offload_files=True))
+    model = nested_mlp(on_disk(tmp_path, keep_offload_files=True))
     optimizer = adamw(model.parameters())
     for _ in range(2):
         backward(model)
@@ -389,15 +362,9 @@ def _truncate(folder: Path, act: Any, kind: str) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_s_file_that_is_truncated_before_backward_is_an_error(
-    ranks: RankPool, tmp_path: Path, world_size: int
-) -> None:
-    ranks(world_size).run(_truncate_before_backward, tmp_path)
-
-
-def _truncate_before_backward(folder: Path) -> None:
-    model = nested_mlp(on_disk(folder, keep_offload_files=True))
+@on_ranks(1, 2)
+def test_a_gradient_s_file_that_is_truncated_before_backward_is_an_error(tmp_path: Path) -> None:
+    model = nested_mlp(on_disk(tmp_path, keep_offload_files=True))
     backward(model)
     path = file_of(get_fsdp_instances(model)[0].params[0].grad)  # the root's, which is not gathered for backward
     model.zero_grad()

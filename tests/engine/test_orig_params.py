@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -64,11 +65,8 @@ def assert_pieces_are_the_shards(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("make", [nested_mlp, partial(tiny_transformer, tied=True), one_toolbox, half_frozen])
-def test_names_are_those_of_the_plain_model_in_its_order(ranks: RankPool, make: Callable[[Wrap], nn.Module]) -> None:
-    ranks(2).run(_compare_names, make)
-
-
-def _compare_names(make: Callable[[Wrap], nn.Module]) -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_plain_model_in_its_order(make: Callable[[Wrap], nn.Module]) -> None:
     model, plain = make(original()), make(keep)
     expected = [(name, param.requires_grad) for name, param in plain.named_parameters()]
     assert [(name, param.requires_grad) for name, param in model.named_parameters()] == expected
@@ -77,12 +75,8 @@ def _compare_names(make: Callable[[Wrap], nn.Module]) -> None:
     assert [(name, param.requires_grad) for name, param in model.named_parameters()] == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_rank_has_its_part_of_each_parameter(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_add_pieces_up)
-
-
-def _add_pieces_up() -> None:
+@on_ranks(1, 2, 3)
+def test_each_rank_has_its_part_of_each_parameter() -> None:
     model, plain = nested_mlp(original()), nested_mlp(keep)
     for name, whole in plain.named_parameters():
         piece = pieces(model)[name]
@@ -95,11 +89,8 @@ def _add_pieces_up() -> None:
         assert elements == list(range(whole.numel()))  # each on one rank, in the order of ranks
 
 
-def test_the_optimizers_state_is_per_piece(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_optimizer_state)
-
-
-def _look_at_optimizer_state() -> None:
+@on_ranks(2)
+def test_the_optimizers_state_is_per_piece() -> None:
     model = nested_mlp(original())
     (optimizer,) = one_adamw(model)
     model(torch.ones(2, 5)).sum().backward()
@@ -111,11 +102,8 @@ def _look_at_optimizer_state() -> None:
         assert state["step"] == 1
 
 
-def test_flatten_parameters_false_is_refused(ranks: RankPool) -> None:
-    ranks(1).run(_refuse_unflattened)
-
-
-def _refuse_unflattened() -> None:
+@on_ranks(1)
+def test_flatten_parameters_false_is_refused() -> None:
     with pytest.raises(ValueError, match="use_orig_params"):
         FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=True, flatten_parameters=False)
 
@@ -149,12 +137,8 @@ def _follow_memory(options: dict[str, Any]) -> None:
     assert_pieces_are_the_shards(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_zeroed_gradients_are_freed_before_the_next_forward_computes(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_free_gradients)
-
-
-def _free_gradients() -> None:
+@on_ranks(1, 2)
+def test_zeroed_gradients_are_freed_before_the_next_forward_computes() -> None:
     model = nested_mlp(original())
     model(torch.ones(2, 5)).sum().backward()
     gradients = [weakref.ref(param.grad._base) for param in model.parameters()]  # type: ignore[union-attr]
@@ -171,11 +155,8 @@ def _free_gradients() -> None:
 @parametrize_pairs(
     then=["train", "state_dict", "summon", "to", "step", "forward_before"], world_size=[2, 1], whole=[True, False]
 )
-def test_assigned_data_is_kept(ranks: RankPool, world_size: int, whole: bool, then: str) -> None:
-    ranks(world_size).run(_assign_data, whole, then)
-
-
-def _assign_data(whole: bool, then: str) -> None:
+@on_ranks("world_size")
+def test_assigned_data_is_kept(whole: bool, then: str) -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.step(0)
     if then == "forward_before":  # leaves the root's parameters whole, for a backward that doesn't come
@@ -204,11 +185,8 @@ def _assign_data(whole: bool, then: str) -> None:
     assert_pieces_are_the_shards(twins.sharded)
 
 
-def test_data_of_another_shape_is_an_error_that_names_it(ranks: RankPool) -> None:
-    ranks(2).run(_assign_wrong_shape)
-
-
-def _assign_wrong_shape() -> None:
+@on_ranks(2)
+def test_data_of_another_shape_is_an_error_that_names_it() -> None:
     model = nested_mlp(original())
     pieces(model)["entry.weight"].data = torch.zeros(6, 6)
     with pytest.raises(RuntimeError, match=r"entry\.weight.*\(6, 6\)"):
@@ -216,11 +194,8 @@ def _assign_wrong_shape() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], how=[{}, {"fused": True}, {"foreach": True}])
-def test_a_step_after_a_forward_without_backward_is_seen(ranks: RankPool, world_size: int, how: dict[str, Any]) -> None:
-    ranks(world_size).run(_step_after_vain_forward, how)
-
-
-def _step_after_vain_forward(how: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) -> None:
     twins = Twins(nested_mlp, partial(one_adamw, **how))
     inputs = batch(7, 0)
     for number in range(3):
@@ -232,12 +207,8 @@ def _step_after_vain_forward(how: dict[str, Any]) -> None:
     twins.assert_close_weights()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_changes_in_place_of_pieces_are_seen(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_change_in_place)
-
-
-def _change_in_place() -> None:
+@on_ranks(1, 2)
+def test_changes_in_place_of_pieces_are_seen() -> None:
     twins = Twins(nested_mlp, one_sgd)
     inputs = batch(7, 0)
     twins.sharded(inputs)
@@ -246,12 +217,8 @@ def _change_in_place() -> None:
     torch.testing.assert_close(twins.sharded(inputs), twins.plain(inputs))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_is_cast_between_steps(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_cast_between_steps)
-
-
-def _cast_between_steps() -> None:
+@on_ranks(1, 2)
+def test_a_model_is_cast_between_steps() -> None:
     twins = Twins(nested_mlp, a_rate_for_each)
     twins.step(0)
     for model in (twins.sharded, twins.plain):
@@ -271,12 +238,8 @@ def _cast_between_steps() -> None:
     twins.assert_close_weights()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_loaded_and_summoned_changes_are_trained_on(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_load_and_summon)
-
-
-def _load_and_summon() -> None:
+@on_ranks(1, 2)
+def test_loaded_and_summoned_changes_are_trained_on() -> None:
     twins = Twins(nested_mlp, two_optimizers)
     twins.step(0)
     state = {name: value * 1.5 for name, value in twins.plain.state_dict().items()}
@@ -293,12 +256,8 @@ def _load_and_summon() -> None:
     twins.assert_close_weights()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_whole_parameters_show_what_is_frozen(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_summon_toggled)
-
-
-def _summon_toggled() -> None:
+@on_ranks(1, 2)
+def test_whole_parameters_show_what_is_frozen() -> None:
     twins = Twins(half_frozen, one_sgd)
     twins.step(0)
     twins.on_both(_freeze_scale)
@@ -315,11 +274,8 @@ def _freeze_scale(params: dict[str, nn.Parameter]) -> None:
     params["scale"].requires_grad_(False)
 
 
-def test_an_optimizers_state_is_saved_and_loaded_per_piece(ranks: RankPool) -> None:
-    ranks(2).run(_resume_optimizer)
-
-
-def _resume_optimizer() -> None:
+@on_ranks(2)
+def test_an_optimizers_state_is_saved_and_loaded_per_piece() -> None:
     twins = Twins(nested_mlp, one_adamw)
     twins.step(0)
     for optimizers, model in zip(twins.optimizers, (twins.sharded, twins.plain), strict=True):
@@ -330,11 +286,8 @@ def _resume_optimizer() -> None:
     twins.assert_close_weights()
 
 
-def test_flat_and_original_state_dicts_are_the_same(ranks: RankPool) -> None:
-    ranks(2).run(_exchange_states)
-
-
-def _exchange_states() -> None:
+@on_ranks(2)
+def test_flat_and_original_state_dicts_are_the_same() -> None:
     flat, model = nested_mlp(fully_sharded(), seed=1), nested_mlp(original())
     model.load_state_dict(flat.state_dict())
     state = model.state_dict()
@@ -343,12 +296,9 @@ def _exchange_states() -> None:
     score(model(torch.ones(2, 5))).backward()
 
 
-def test_whole_parameters_lie_at_multiples_of_16_bytes(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_addresses)
-
-
+@on_ranks(2)
 @torch.no_grad()
-def _look_at_addresses() -> None:
+def test_whole_parameters_lie_at_multiples_of_16_bytes() -> None:
     layers = [nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 7)]  # nothing of this is a multiple of anything
     for dtype in (torch.float32, torch.bfloat16):
         model: Any = fully_sharded(use_orig_params=True)(nn.Sequential(*copy.deepcopy(layers)).to(dtype))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import toolbox
@@ -29,11 +30,8 @@ from tests.training.test_orig_params import (
 
 
 @parametrize_pairs(world_size=[1, 2], sync=[True, False], zeroed=["all", "one", "unused", "one optimizer's"])
-def test_zeroing_drops_what_was_accumulated(ranks: RankPool, world_size: int, sync: bool, zeroed: str) -> None:
-    ranks(world_size).run(_zero_between_backwards, sync, zeroed)
-
-
-def _zero_between_backwards(sync: bool, zeroed: str) -> None:
+@on_ranks("world_size")
+def test_zeroing_drops_what_was_accumulated(sync: bool, zeroed: str) -> None:
     twins = Twins(one_toolbox, two_optimizers)
     twins.backward(0, use_a if zeroed == "unused" else _use_all, sync=sync)
     if zeroed == "all":
@@ -61,13 +59,9 @@ def _zero_one(params: dict[str, nn.Parameter], name: str) -> None:
     params[name].grad = None
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_unit_that_backward_expects_again_keeps_its_gradient(ranks: RankPool, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_a_unit_that_backward_expects_again_keeps_its_gradient() -> None:
     """It is gathered ahead, in vain, when its gradient is reduced and its pieces do not show it yet."""
-    ranks(world_size).run(_run_a_unit_twice_and_then_once)
-
-
-def _run_a_unit_twice_and_then_once() -> None:
     twins = Twins(partial(toolbox, recompute=False), one_sgd, bucket_cap_mb=0)
     for number, order in enumerate(("bcab", "cab")):
         twins.step(number, partial(_in_order, order))
@@ -79,12 +73,8 @@ def _in_order(order: str, model: nn.Module, inputs: Tensor, rank: int) -> Tensor
     return model(inputs, order)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_one_optimizers_gradients_are_zeroed_and_accumulated_again(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_accumulate_for_two_optimizers)
-
-
-def _accumulate_for_two_optimizers() -> None:
+@on_ranks(1, 2)
+def test_one_optimizers_gradients_are_zeroed_and_accumulated_again() -> None:
     twins = Twins(nested_mlp, two_optimizers)
     twins.backward(0)
     twins.zero(slice(0, 1))  # the other's stay
@@ -95,11 +85,8 @@ def _accumulate_for_two_optimizers() -> None:
     twins.assert_close_weights()
 
 
-def test_gradients_that_are_not_reduced_are_not_stepped(ranks: RankPool) -> None:
-    ranks(2).run(_step_unreduced)
-
-
-def _step_unreduced() -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_are_not_stepped() -> None:
     twins = Twins(nested_mlp, two_optimizers)
     twins.backward(0)
     twins.zero(slice(0, 1))
@@ -109,11 +96,8 @@ def _step_unreduced() -> None:
             optimizer.step()
 
 
-def test_an_unused_parameter_keeps_the_gradient_it_had(ranks: RankPool) -> None:
-    ranks(2).run(_accumulate_without_some)
-
-
-def _accumulate_without_some() -> None:
+@on_ranks(2)
+def test_an_unused_parameter_keeps_the_gradient_it_had() -> None:
     twins = Twins(one_toolbox, one_sgd)
     twins.backward(0)
     twins.backward(1, use_a)
@@ -124,11 +108,8 @@ def _accumulate_without_some() -> None:
     twins.assert_close_gradients()
 
 
-def test_users_may_change_a_gradient(ranks: RankPool) -> None:
-    ranks(2).run(_change_gradients)
-
-
-def _change_gradients() -> None:
+@on_ranks(2)
+def test_users_may_change_a_gradient() -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.backward(0)
     twins.on_both(_halve_gradients)
@@ -147,12 +128,8 @@ def _halve_gradients(params: dict[str, nn.Parameter]) -> None:
             param.grad = param.grad * 0.5
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gradient_that_users_assign_is_added_to(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_assign_gradients)
-
-
-def _assign_gradients() -> None:
+@on_ranks(1, 2)
+def test_a_gradient_that_users_assign_is_added_to() -> None:
     twins = Twins(nested_mlp, one_sgd)
     for name, whole in twins.wholes.items():
         whole.grad = torch.ones_like(whole)
@@ -177,22 +154,16 @@ def _keep_gradients(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [_zero_one, _halve_gradients], ids=["zeroed", "replaced"])
-def test_clipping_sees_what_users_did_to_gradients(ranks: RankPool, change: Callable[..., None]) -> None:
-    ranks(2).run(_clip_changed_gradients, change)
-
-
-def _clip_changed_gradients(change: Callable[..., None]) -> None:
+@on_ranks(2)
+def test_clipping_sees_what_users_did_to_gradients(change: Callable[..., None]) -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.backward(0)
     twins.on_both(partial(change, name="entry.weight") if change is _zero_one else change)
     _assert_clips_alike(twins)
 
 
-def test_clipping_does_not_see_gradients_of_before_a_freeze(ranks: RankPool) -> None:
-    ranks(2).run(_clip_after_freeze)
-
-
-def _clip_after_freeze() -> None:
+@on_ranks(2)
+def test_clipping_does_not_see_gradients_of_before_a_freeze() -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.step(0)
     twins.zero()
@@ -214,22 +185,16 @@ def _assert_clips_alike(twins: Twins) -> None:
     twins.assert_close_gradients()
 
 
-def test_clipping_is_allowed_when_what_was_accumulated_was_zeroed(ranks: RankPool) -> None:
-    ranks(2).run(_clip_nothing)
-
-
-def _clip_nothing() -> None:
+@on_ranks(2)
+def test_clipping_is_allowed_when_what_was_accumulated_was_zeroed() -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.backward(0, sync=False)
     twins.zero()
     assert twins.sharded.clip_grad_norm_(1.0) == 0  # type: ignore[operator]
 
 
-def test_toggling_keeps_what_was_accumulated(ranks: RankPool) -> None:
-    ranks(2).run(_toggle_while_accumulating)
-
-
-def _toggle_while_accumulating() -> None:
+@on_ranks(2)
+def test_toggling_keeps_what_was_accumulated() -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.backward(0, sync=False)
     twins.on_both(_freeze_scale)
@@ -241,11 +206,8 @@ def _toggle_while_accumulating() -> None:
     )
 
 
-def test_a_unit_that_is_frozen_for_a_backward_keeps_what_was_accumulated(ranks: RankPool) -> None:
-    ranks(2).run(_freeze_a_unit_while_accumulating)
-
-
-def _freeze_a_unit_while_accumulating() -> None:
+@on_ranks(2)
+def test_a_unit_that_is_frozen_for_a_backward_keeps_what_was_accumulated() -> None:
     twins = Twins(nested_mlp, one_sgd)
     twins.backward(0, sync=False)
     twins.on_both(_freeze_trunk)

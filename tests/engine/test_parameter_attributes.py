@@ -15,8 +15,8 @@ from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, fully_shard
 from fsdp.compat.fairscale import DummyProcessGroup
 from fsdp.engine.flat_param import FlatParameter
 from tests.helpers.copied_twins import through_pickle
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 KINDS = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"mixed_precision": True}]
 
@@ -44,11 +44,8 @@ SET = (True, "experts", True, True, False)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_modules_and_optimizers_see_what_was_set(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_look_everywhere, options)
-
-
-def _look_everywhere(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_modules_and_optimizers_see_what_was_set(options: dict[str, Any]) -> None:
     options = {**options, **({"compute_dtype": torch.bfloat16} if options.get("mixed_precision") else {})}
     model = fully_sharded(**options)(Marked())
     for _ in range(2):
@@ -78,11 +75,8 @@ def _check(model: Any, options: dict[str, Any]) -> None:
         assert copy.deepcopy(listed["weight"]).added == "later"
 
 
-def test_rows_and_flattened_parameters_keep_what_was_set(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_rows)
-
-
-def _look_at_rows() -> None:
+@on_ranks(2)
+def test_rows_and_flattened_parameters_keep_what_was_set() -> None:
     model: Any = fully_shard(Marked(), mesh=init_device_mesh("cpu", (2,)))
     for one in (model, copy.deepcopy(model)):
         assert marks(one) == SET

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from tests.helpers.equality import assert_close
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {},
@@ -75,11 +75,8 @@ def _assert_close(model: Any, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_parameters_see_reduced_gradients(ranks: RankPool, kind: str) -> None:
-    ranks(2).run(_hooks, kind)
-
-
-def _hooks(kind: str) -> None:
+@on_ranks(2)
+def test_hooks_of_parameters_see_reduced_gradients(kind: str) -> None:
     torch.manual_seed(0)
     plain = Net()
     model = _wrapped(plain, kind)

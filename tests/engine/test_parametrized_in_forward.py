@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from fsdp import FullyShardedDataParallel
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
 from tests.helpers.models import Wrap
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.twins import assert_trains_like_plain, backward_twice, no_grad_between, once
 
 
@@ -68,16 +68,10 @@ def _layers(is_frozen: bool, wrap: Wrap) -> nn.Module:
 STEPS = (once, backward_twice, no_grad_between)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
-def test_a_weight_can_be_parametrized_in_a_forward(
-    ranks: RankPool, world_size: int, form: str, is_frozen: bool
-) -> None:
-    ranks(world_size).run(_train, form, is_frozen)
-
-
-def _train(form: str, is_frozen: bool) -> None:
+def test_a_weight_can_be_parametrized_in_a_forward(form: str, is_frozen: bool) -> None:
     make: Callable[[Wrap], nn.Module] = partial(_model, is_frozen)
     if form == "rows":
         assert_trains_as_plain(make, *STEPS)
@@ -85,11 +79,8 @@ def _train(form: str, is_frozen: bool) -> None:
         assert_trains_like_plain(make, *STEPS, options={"use_orig_params": form == "orig"})
 
 
-def test_a_weight_cannot_be_parametrized_between_steps(ranks: RankPool) -> None:
-    ranks(2).run(_parametrize_between)
-
-
-def _parametrize_between() -> None:
+@on_ranks(2)
+def test_a_weight_cannot_be_parametrized_between_steps() -> None:
     for options in ({}, {"reshard_after_forward": False}, {"use_orig_params": True}):
         model: Any = FullyShardedDataParallel(nn.Linear(5, 5), **options)  # type: ignore[arg-type]
         for _ in range(2):

@@ -12,6 +12,7 @@ from fsdp.engine.placements import UNREDUCED, UNSHARDED, Axis
 from tests.distributed.test_hybrid_bytes import counting_sent_bytes
 from tests.engine.test_memory import live_bytes
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
@@ -102,11 +103,8 @@ def _count(value: str, form: str, shape: tuple[int, int], turns: int) -> None:
     assert sum(sent.values()) == expected_bytes(value, shape, turns), (value, dict(sent))
 
 
-def test_backward_gathers_from_neighbours_only(ranks: RankPool) -> None:
-    ranks(4).run(_count_among_neighbours)
-
-
-def _count_among_neighbours() -> None:
+@on_ranks(4)
+def test_backward_gathers_from_neighbours_only() -> None:
     torch.manual_seed(0)
     model: Any = Tower()
     options: dict[str, Any] = {"reshard_after_forward": 2, "bucket_cap_mb": 0}

@@ -17,6 +17,7 @@ from fsdp.distributed.dtensor import full_tensor
 from tests.engine.test_hybrid import frozen
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -47,13 +48,8 @@ POLICIES = {
 
 
 @parametrize_pairs(strategy=STRATEGIES, policy=[*POLICIES], accumulate=[1, 2])
-def test_mixed_precision_is_as_near_as_full_sharding(
-    ranks: RankPool, strategy: str, policy: str, accumulate: int
-) -> None:
-    ranks(4).run(_train_mixed, strategy, policy, accumulate)
-
-
-def _train_mixed(strategy: str, policy: str, accumulate: int) -> None:
+@on_ranks(4)
+def test_mixed_precision_is_as_near_as_full_sharding(strategy: str, policy: str, accumulate: int) -> None:
     training = Training(make_model=nested_mlp, make_optimizer=sgd_with_momentum, accumulate=accumulate, no_sync=False)
     mixed = {"mixed_precision": POLICIES[policy]}
     exact, plain, placed = (
@@ -63,11 +59,8 @@ def _train_mixed(strategy: str, policy: str, accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_in_full_precision_between_steps(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_evaluate, strategy)
-
-
-def _evaluate(strategy: str) -> None:
+@on_ranks(4)
+def test_evaluation_in_full_precision_between_steps(strategy: str) -> None:
     policy = POLICIES["wide in eval"]
     model: Any = nested_mlp(fully_sharded(mixed_precision=policy, **options_of(strategy)))
     plain = nested_mlp(lambda module: module)
@@ -92,11 +85,8 @@ def test_shards_on_disk(ranks: RankPool, tmp_path: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_collectives_of_torch(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_train_with_torchs, strategy)
-
-
-def _train_with_torchs(strategy: str) -> None:
+@on_ranks(4)
+def test_collectives_of_torch(strategy: str) -> None:
     use_torch_collectives(True)
     try:
         _train(strategy, {})
@@ -111,20 +101,14 @@ def _train(strategy: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
-def test_frozen_and_unused_units(ranks: RankPool, strategy: str, form: dict[str, Any]) -> None:
-    ranks(4).run(_train_frozen, strategy, form)
-
-
-def _train_frozen(strategy: str, form: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_frozen_and_unused_units(strategy: str, form: dict[str, Any]) -> None:
     assert_parity(frozen, adamw, wrap=fully_sharded(**options_of(strategy), **form), accumulate=2, no_sync=False)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tied_parameters_and_recomputation(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_recompute, strategy)
-
-
-def _recompute(strategy: str) -> None:
+@on_ranks(4)
+def test_tied_parameters_and_recomputation(strategy: str) -> None:
     wrap = fully_sharded(**options_of(strategy))
     assert_parity(partial(tiny_transformer, tied=True), adamw, wrap=wrap, task=TOKENS)
 
@@ -135,11 +119,8 @@ def _recompute(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_scaled_losses(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_scale, strategy)
-
-
-def _scale(strategy: str) -> None:
+@on_ranks(4)
+def test_scaled_losses(strategy: str) -> None:
     scaling = {"init_scale": 4.0, "growth_interval": 2}
     wrap = fully_sharded(**options_of(strategy))
     for clip in (None, 0.1):
@@ -147,11 +128,8 @@ def _scale(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_units_may_differ_in_their_placements(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_mix, strategy)
-
-
-def _mix(strategy: str) -> None:
+@on_ranks(4)
+def test_units_may_differ_in_their_placements(strategy: str) -> None:
     for outer, inner in ((strategy, "FULL_SHARD"), ("FULL_SHARD", strategy), (strategy, "NO_SHARD")):
         for form in ({}, {"use_orig_params": True}):
             each = iter([inner, outer, inner, outer])
@@ -170,11 +148,8 @@ class Tower(nn.Sequential):
         super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
 
 
-def test_the_last_backward_may_reduce_while_it_runs(ranks: RankPool) -> None:
-    ranks(2).run(_reduce_in_last_backward)
-
-
-def _reduce_in_last_backward() -> None:
+@on_ranks(2)
+def test_the_last_backward_may_reduce_while_it_runs() -> None:
     torch.manual_seed(0)
     plain = Tower()
     model: Any = copy.deepcopy(plain)
@@ -190,11 +165,8 @@ def _reduce_in_last_backward() -> None:
         torch.testing.assert_close(full_tensor(param.grad), expected.grad)
 
 
-def test_kept_parameters_are_not_listed_in_the_places_of_shards(ranks: RankPool) -> None:
-    ranks(2).run(_list)
-
-
-def _list() -> None:
+@on_ranks(2)
+def test_kept_parameters_are_not_listed_in_the_places_of_shards() -> None:
     torch.manual_seed(0)
     model: Any = Tower()
     fsdp.fully_shard(model, placements=Placements.from_strategy(ShardingStrategy.SHARD_OPTIM_GRADS))

@@ -18,6 +18,7 @@ from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.forms import FORMS, batch, full_state, sharded
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.uneven_models import Pair
@@ -102,11 +103,8 @@ def _save_and_load(folder: Path, saved: str, loaded: str, form: str, again: str)
 
 
 @parametrize_pairs(at_most=9, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"])
-def test_full_optimizer_state(ranks: RankPool, saved: str, loaded: str, form: str) -> None:
-    ranks(4).run(_gather_and_load_optim, saved, loaded, form)
-
-
-def _gather_and_load_optim(saved: str, loaded: str, form: str) -> None:
+@on_ranks(4)
+def test_full_optimizer_state(saved: str, loaded: str, form: str) -> None:
     model, optimizer = build(saved, form)
     train(model, optimizer, range(2), dist.get_rank())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -123,11 +121,8 @@ def _gather_and_load_optim(saved: str, loaded: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_fairscales_optimizer_state(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_gather_fairscales, strategy)
-
-
-def _gather_fairscales(strategy: str) -> None:
+@on_ranks(4)
+def test_fairscales_optimizer_state(strategy: str) -> None:
     model, optimizer = build(strategy, "flat")
     train(model, optimizer, range(2), dist.get_rank())
     full = model.gather_full_optim_state_dict(optimizer, recipient_rank=None)
@@ -141,11 +136,8 @@ def _gather_fairscales(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["flat", "orig"])
-def test_shards_are_loaded_by_the_same_ranks(ranks: RankPool, form: str) -> None:
-    ranks(4).run(_load_shards, form)
-
-
-def _load_shards(form: str) -> None:
+@on_ranks(4)
+def test_shards_are_loaded_by_the_same_ranks(form: str) -> None:
     model, optimizer = build("HYBRID_SHARD_OPTIM", form)
     train(model, optimizer, range(2), dist.get_rank())
     other, _ = build("HYBRID_SHARD_OPTIM", form, seed=1)
@@ -156,11 +148,8 @@ def _load_shards(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["flat", "orig"])
-def test_copies_and_pickles(ranks: RankPool, form: str) -> None:
-    ranks(4).run(_copy, form)
-
-
-def _copy(form: str) -> None:
+@on_ranks(4)
+def test_copies_and_pickles(form: str) -> None:
     for strategy in STRATEGIES[:3]:
         model, optimizer = build(strategy, form)
         train(model, optimizer, range(1), dist.get_rank())
@@ -185,11 +174,8 @@ def _copy(form: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_owners_step_whole_parameters(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_step_by_owners, strategy)
-
-
-def _step_by_owners(strategy: str) -> None:
+@on_ranks(4)
+def test_owners_step_whole_parameters(strategy: str) -> None:
     plain = net()
     model = sharded(net(), "orig", (nn.Linear,), **options_of(strategy))
     expected = torch.optim.Adafactor(plain.parameters(), lr=0.05)
@@ -238,11 +224,8 @@ def _route(strategy: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_modules_that_only_some_ranks_run(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_choose, strategy)
-
-
-def _choose(strategy: str) -> None:
+@on_ranks(4)
+def test_modules_that_only_some_ranks_run(strategy: str) -> None:
     both = Pair(**options_of(strategy))
     for _ in range(3):
         both.backward()
@@ -252,11 +235,8 @@ def _choose(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_ranks_with_different_numbers_of_batches(ranks: RankPool, strategy: str) -> None:
-    ranks(4).run(_join, strategy)
-
-
-def _join(strategy: str) -> None:
+@on_ranks(4)
+def test_ranks_with_different_numbers_of_batches(strategy: str) -> None:
     model, optimizer = build(strategy, "flat")
     counts = [3, 5, 4, 1]
     if strategy == "SHARD_OPTIM":
@@ -283,11 +263,8 @@ def _join(strategy: str) -> None:
 # What another layer would compute wrongly
 
 
-def test_layers_that_sum_along_one_axis_are_refused(ranks: RankPool) -> None:
-    ranks(4).run(_refuse)
-
-
-def _refuse() -> None:
+@on_ranks(4)
+def test_layers_that_sum_along_one_axis_are_refused() -> None:
     model, _ = build("HYBRID_SHARD_OPTIM", "flat")
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), dist.get_rank())
     with pytest.raises(ValueError, match="summed over 2 replicas besides, along the replica axis"):

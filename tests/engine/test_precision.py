@@ -15,8 +15,8 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -316,12 +316,9 @@ def test_moving_in_evaluation_leaves_what_is_computed_in_training() -> None:
     ("name", "values"),
     [("param_dtype", [BRAIN, HALF]), ("param_dtype", [None, BRAIN]), ("reduce_dtype", [SINGLE, None])],
 )
-def test_ranks_with_different_policies_are_told(ranks: RankPool, name: str, values: list[Any]) -> None:
+@on_ranks(2)
+def test_ranks_with_different_policies_are_told(name: str, values: list[Any]) -> None:
     """Else they would exchange each other's bytes, of different sizes or, worse, of the same."""
-    ranks(2).run(_disagree, name, values)
-
-
-def _disagree(name: str, values: list[Any]) -> None:
     policy = {"param_dtype": BRAIN, name: values[torch.distributed.get_rank()]}
     model = nested_mlp(fully_sharded(mixed_precision=MixedPrecision(**policy)))
     with pytest.raises(RuntimeError, match=r"torch\.bfloat16"):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
 from tests.helpers.models import keep
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 TO_BRAIN = MixedPrecision(param_dtype=BRAIN)
 
@@ -368,20 +368,8 @@ def test_every_unit_has_its_own_output_dtype() -> None:
     assert recorder.got == [DOUBLE]
 
 
-def test_a_returned_parameter_outlives_its_unit_in_the_output_dtype(ranks: RankPool) -> None:
-    ranks(2).run(_return_a_parameter)
-
-
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layer(inputs), self.layer.weight, self.layer.bias[1:]
-
-
-def _return_a_parameter() -> None:
+@on_ranks(2)
+def test_a_returned_parameter_outlives_its_unit_in_the_output_dtype() -> None:
     torch.manual_seed(0)
     plain, copied = Returning(), Returning()
     copied.load_state_dict(plain.state_dict())
@@ -395,6 +383,15 @@ def _return_a_parameter() -> None:
     state = model.state_dict()
     assert torch.equal(state["layer.weight"], plain.layer.weight - 1)
     assert torch.equal(state["layer.bias"], plain.layer.bias - torch.tensor([0.0, 2.0, 2.0]))
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layer(inputs), self.layer.weight, self.layer.bias[1:]
 
 
 # Units of different precision
@@ -438,14 +435,8 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize(("outer", "inner", "output"), PRECISIONS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_units_of_different_precision_nest(
-    ranks: RankPool, world_size: int, outer: torch.dtype, inner: torch.dtype, output: torch.dtype | None
-) -> None:
-    ranks(world_size).run(_compare_with_casts_by_hand, outer, inner, output)
-
-
-def _compare_with_casts_by_hand(outer: torch.dtype, inner: torch.dtype, output: torch.dtype | None) -> None:
+@on_ranks(1, 2)
+def test_units_of_different_precision_nest(outer: torch.dtype, inner: torch.dtype, output: torch.dtype | None) -> None:
     plain = sections()
     policy = MixedPrecision(param_dtype=inner, output_dtype=output)
     plain[1] = FullyShardedDataParallel(plain[1], mixed_precision=policy)

@@ -17,9 +17,9 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
 
 FULL_IN_EVAL = MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)
@@ -53,13 +53,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 @parametrize_pairs(mode=[torch.no_grad, torch.inference_mode, nullcontext], world_size=[2, 1], options=OPTIONS)
-def test_evaluation_equals_the_unsharded_model_bit_for_bit(
-    ranks: RankPool, world_size: int, mode: Callable[[], Any], options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_compare_evaluations, mode, options)
-
-
-def _compare_evaluations(mode: Callable[[], Any], options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_evaluation_equals_the_unsharded_model_bit_for_bit(mode: Callable[[], Any], options: dict[str, Any]) -> None:
     """Also between steps, when the forward before was in training and the order of units is known."""
     model, plain = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL, **options)), nested_mlp()
     optimizer = sgd_with_momentum(model.parameters())
@@ -77,11 +72,8 @@ def _compare_evaluations(mode: Callable[[], Any], options: dict[str, Any]) -> No
 
 
 @every_option
-def test_training_takes_no_notice_of_evaluations_between_steps(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_train_with_and_without_evaluations, options)
-
-
-def _train_with_and_without_evaluations(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_training_takes_no_notice_of_evaluations_between_steps(options: dict[str, Any]) -> None:
     weights = []
     for evaluates in (False, True):
         model = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL, **options))
@@ -120,13 +112,10 @@ def test_unless_asked_evaluation_is_as_training(options: dict[str, Any]) -> None
 
 
 @parametrize_pairs(world_size=[2, 1], mode=[torch.no_grad, nullcontext], options=OPTIONS)
+@on_ranks("world_size")
 def test_an_evaluation_between_forward_and_backward_changes_no_gradient(
-    ranks: RankPool, world_size: int, mode: Callable[[], Any], options: dict[str, Any]
+    mode: Callable[[], Any], options: dict[str, Any]
 ) -> None:
-    ranks(world_size).run(_evaluate_in_between, mode, options)
-
-
-def _evaluate_in_between(mode: Callable[[], Any], options: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL, **options))
     for number in range(3):
         score(model(batch(number))).backward()
@@ -155,12 +144,9 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_an_evaluation_between_forward_and_recomputation_changes_no_gradient(ranks: RankPool, reentrant: bool) -> None:
+@on_ranks(2)
+def test_an_evaluation_between_forward_and_recomputation_changes_no_gradient(reentrant: bool) -> None:
     """What is recomputed must be in the precision of its forward."""
-    ranks(2).run(_evaluate_before_recomputing, reentrant)
-
-
-def _evaluate_before_recomputing(reentrant: bool) -> None:
     torch.manual_seed(0)
     wrap = fully_sharded(mixed_precision=FULL_IN_EVAL)
     model = wrap(Recomputing(wrap, reentrant))
@@ -173,11 +159,8 @@ def _evaluate_before_recomputing(reentrant: bool) -> None:
         assert all(map(torch.equal, gradients(model), expected))
 
 
-def test_each_mode_has_its_own_backward(ranks: RankPool) -> None:
-    ranks(2).run(_backward_in_both_modes)
-
-
-def _backward_in_both_modes() -> None:
+@on_ranks(2)
+def test_each_mode_has_its_own_backward() -> None:
     """Losses of both, each with a backward, in either order; in full precision gradients are the unsharded ones."""
     policy = replace(FULL_IN_EVAL, reduce_dtype=SINGLE)  # what is sent is a matter of its own
     model, alone = (nested_mlp(fully_sharded(mixed_precision=each)) for each in (policy, False))
@@ -205,11 +188,8 @@ class Picky(nn.Module):
 
 
 @pytest.mark.parametrize("train_first", [True, False])
-def test_a_backward_through_calls_in_both_modes_is_refused(ranks: RankPool, train_first: bool) -> None:
-    ranks(2).run(_mix_modes, train_first)
-
-
-def _mix_modes(train_first: bool) -> None:
+@on_ranks(2)
+def test_a_backward_through_calls_in_both_modes_is_refused(train_first: bool) -> None:
     """Where one call's gradients are not complete before the other's begin: their leaves have different dtypes."""
     model = FullyShardedDataParallel(Picky(), mixed_precision=FULL_IN_EVAL)
     score(model(batch(0))).backward()
@@ -224,13 +204,8 @@ def _mix_modes(train_first: bool) -> None:
 
 
 @parametrize_pairs(train_first=[True, False], world_size=[1, 2])
-def test_calls_in_both_modes_that_are_completed_one_by_one_add_up(
-    ranks: RankPool, world_size: int, train_first: bool
-) -> None:
-    ranks(world_size).run(_add_modes, train_first)
-
-
-def _add_modes(train_first: bool) -> None:
+@on_ranks("world_size")
+def test_calls_in_both_modes_that_are_completed_one_by_one_add_up(train_first: bool) -> None:
     model = FullyShardedDataParallel(Picky(), mixed_precision=FULL_IN_EVAL)
     for mode in (True, False):
         score(model.train(mode)(batch(0))).backward()
@@ -302,11 +277,8 @@ def test_buffers_that_were_widened_in_inference_mode_are_ordinary_ones() -> None
     score(model(batch(0))).backward()
 
 
-def test_changing_the_mode_frees_what_was_gathered(ranks: RankPool) -> None:
-    ranks(2).run(_change_modes)
-
-
-def _change_modes() -> None:
+@on_ranks(2)
+def test_changing_the_mode_frees_what_was_gathered() -> None:
     model = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL, reshard_after_forward=False))
     for _ in range(2):
         loss = score(model(batch(0)))
@@ -318,11 +290,8 @@ def _change_modes() -> None:
         assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [0] * len(buffers)
 
 
-def test_changing_the_mode_gathers_nothing_twice(ranks: RankPool) -> None:
-    ranks(2).run(_count_gathers)
-
-
-def _count_gathers() -> None:
+@on_ranks(2)
+def test_changing_the_mode_gathers_nothing_twice() -> None:
     """What is prefetched for the next unit is in the precision that it will compute in."""
     model = nested_mlp(fully_sharded(mixed_precision=FULL_IN_EVAL))
     gathered: list[torch.dtype] = []

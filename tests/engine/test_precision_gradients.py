@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecision as TorchPolicy
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
@@ -110,22 +111,16 @@ def _look_at_the_optimizer(options: dict[str, Any], accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
-def test_without_mixed_precision_all_has_the_parameters_dtype(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks(2).run(_look_at_gradients, dtype)
-
-
-def _look_at_gradients(dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_without_mixed_precision_all_has_the_parameters_dtype(dtype: torch.dtype) -> None:
     model = weights(dtype)
     model(torch.ones(1, 3, dtype=dtype)).sum().backward()
     assert [param.grad.dtype for param in model.parameters() if param.grad is not None] == [dtype] * 2
 
 
-def test_updates_below_the_precision_of_the_computation_add_up(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_updates_below_the_precision_of_the_computation_add_up() -> None:
     """What the master is for: a bfloat16 weight of 1 would stay there for ever."""
-    ranks(2).run(_step_by_little)
-
-
-def _step_by_little() -> None:
     model = weights(mixed_precision=POLICIES["bfloat16"])
     with model.summon_full_params(), torch.no_grad():
         for param in model.parameters():
@@ -149,13 +144,11 @@ def _step_by_little() -> None:
     reduces_at=["every one", "the last", "some"],
     flatten_parameters=[True, False],
 )
+@on_ranks("world_size")
 def test_tiny_gradients_of_many_micro_batches_are_not_lost(
-    ranks: RankPool, policy: str, world_size: int, reduces_at: str, flatten_parameters: bool
+    policy: str, reduces_at: str, flatten_parameters: bool
 ) -> None:
-    ranks(world_size).run(_accumulate, POLICIES[policy], reduces_at, flatten_parameters)
-
-
-def _accumulate(policy: MixedPrecision, reduces_at: str, flatten_parameters: bool) -> None:
+    policy = POLICIES[policy]
     model = weights(mixed_precision=policy, flatten_parameters=flatten_parameters)
     for turn in range(1 + TIMES):
         is_reduced = {"every one": True, "the last": turn == TIMES, "some": turn % 16 == 0}[reduces_at]
@@ -165,12 +158,9 @@ def _accumulate(policy: MixedPrecision, reduces_at: str, flatten_parameters: boo
 
 
 @pytest.mark.parametrize("reduces_at_once", [True, False])
-def test_16_bit_parameters_reduced_in_float32_accumulate_in_it(ranks: RankPool, reduces_at_once: bool) -> None:
+@on_ranks(2)
+def test_16_bit_parameters_reduced_in_float32_accumulate_in_it(reduces_at_once: bool) -> None:
     """Under `no_sync`; what is reduced must be of the parameters' own dtype, since torch wants that of gradients."""
-    ranks(2).run(_accumulate_in_16_bits, reduces_at_once)
-
-
-def _accumulate_in_16_bits(reduces_at_once: bool) -> None:
     model = weights(BRAIN, mixed_precision=MixedPrecision(param_dtype=BRAIN, reduce_dtype=SINGLE))
     for turn in range(1 + TIMES):
         with nullcontext() if reduces_at_once or turn == TIMES else model.no_sync():
@@ -179,11 +169,8 @@ def _accumulate_in_16_bits(reduces_at_once: bool) -> None:
     assert all(torch.equal(value, torch.full((1, 3), expected).bfloat16()) for value in gradients(model))
 
 
-def test_gradients_that_cancel_between_micro_batches_are_added_before_they_are_rounded(ranks: RankPool) -> None:
-    ranks(2).run(_cancel)
-
-
-def _cancel() -> None:
+@on_ranks(2)
+def test_gradients_that_cancel_between_micro_batches_are_added_before_they_are_rounded() -> None:
     model = weights(mixed_precision=POLICIES["bfloat16"])
     for gradient in (1.0, TINY, -1.0):
         with model.no_sync() if gradient > 0 else nullcontext():
@@ -195,12 +182,10 @@ def _cancel() -> None:
 
 
 @parametrize_pairs(policy=list(POLICIES), bucket_cap_mb=[25, 0])
-def test_the_ranks_gradients_are_added_in_the_masters_dtype(ranks: RankPool, policy: str, bucket_cap_mb: float) -> None:
-    ranks(4).run(_add_over_ranks, POLICIES[policy], bucket_cap_mb)
-
-
-def _add_over_ranks(policy: MixedPrecision, bucket_cap_mb: float) -> None:
+@on_ranks(4)
+def test_the_ranks_gradients_are_added_in_the_masters_dtype(policy: str, bucket_cap_mb: float) -> None:
     """In bfloat16, the mean of 1 and three times 2**-9 would be 1/4."""
+    policy = POLICIES[policy]
     model = weights(mixed_precision=policy, bucket_cap_mb=bucket_cap_mb)
     backward(model, TINY if dist.get_rank() else 1.0)
     assert all(torch.equal(value, torch.full((1, 3), (1 + 3 * TINY) / 4)) for value in gradients(model))
@@ -228,12 +213,9 @@ def _overflow(policy: MixedPrecision, accumulate: int, gradient: float) -> None:
     assert all(torch.equal(value, torch.full((1, 3), gradient)) for value in gradients(model))
 
 
-def test_gradients_of_fewer_bits_are_widened_before_they_are_divided(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_gradients_of_fewer_bits_are_widened_before_they_are_divided() -> None:
     """The smallest float16 divided by two is nothing in float16."""
-    ranks(2).run(_underflow)
-
-
-def _underflow() -> None:
     smallest = 2.0**-24
     model = weights(mixed_precision=MixedPrecision(param_dtype=HALF, reduce_dtype=SINGLE))
     backward(model, smallest)
@@ -244,11 +226,9 @@ def _underflow() -> None:
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-def test_the_norm_is_that_of_the_float32_gradients(ranks: RankPool, policy: str) -> None:
-    ranks(2).run(_clip, POLICIES[policy])
-
-
-def _clip(policy: MixedPrecision) -> None:
+@on_ranks(2)
+def test_the_norm_is_that_of_the_float32_gradients(policy: str) -> None:
+    policy = POLICIES[policy]
     model: Any = nested_mlp(fully_sharded(mixed_precision=policy))
     model(torch.ones(2, 5)).float().square().sum().backward()
     before = gradients(model)
@@ -273,11 +253,8 @@ LOW = MixedPrecision(param_dtype=BRAIN, keep_low_precision_grads=True)
 
 
 @pytest.mark.parametrize("kind", every_kind(LOW))
-def test_gradients_are_kept_in_the_dtype_of_the_computation_if_asked_for(ranks: RankPool, kind: str) -> None:
-    ranks(2).run(_keep_low, kind)
-
-
-def _keep_low(kind: str) -> None:
+@on_ranks(2)
+def test_gradients_are_kept_in_the_dtype_of_the_computation_if_asked_for(kind: str) -> None:
     torch.manual_seed(0)
     low = weights(**every_kind(LOW)[kind])
     torch.manual_seed(0)
@@ -297,16 +274,10 @@ def _keep_low(kind: str) -> None:
         torch.testing.assert_close(low_state[name], value, rtol=2.0**-7, atol=0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("reduce_dtype", [None, SINGLE, BRAIN])
 @pytest.mark.parametrize("kind", every_kind(LOW))
-def test_gradients_that_are_kept_low_can_be_summoned(
-    ranks: RankPool, world_size: int, kind: str, reduce_dtype: torch.dtype | None
-) -> None:
-    ranks(world_size).run(_summon_low, kind, reduce_dtype)
-
-
-def _summon_low(kind: str, reduce_dtype: torch.dtype | None) -> None:
+def test_gradients_that_are_kept_low_can_be_summoned(kind: str, reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecision(param_dtype=BRAIN, reduce_dtype=reduce_dtype, keep_low_precision_grads=True)
     model = weights(**every_kind(policy)[kind])
     backward(model, 0.5)
@@ -324,11 +295,8 @@ def _summon_low(kind: str, reduce_dtype: torch.dtype | None) -> None:
             torch.testing.assert_close(param.grad, torch.full((1, 3), 2.5, dtype=BRAIN))
 
 
-def test_gradients_are_kept_low_as_in_fsdp1(ranks: RankPool) -> None:
-    ranks(2).run(_keep_low_as_fsdp1)
-
-
-def _keep_low_as_fsdp1() -> None:
+@on_ranks(2)
+def test_gradients_are_kept_low_as_in_fsdp1() -> None:
     for param_dtype, reduce_dtype in itertools.product([None, BRAIN], [None, SINGLE, BRAIN]):
         dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
         found = []
@@ -342,11 +310,8 @@ def _keep_low_as_fsdp1() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_optimizers_that_cannot_take_them_say_so(ranks: RankPool, optimizer: Any) -> None:
-    ranks(2).run(_step_low, optimizer)
-
-
-def _step_low(optimizer: Any) -> None:
+@on_ranks(2)
+def test_optimizers_that_cannot_take_them_say_so(optimizer: Any) -> None:
     model = weights(mixed_precision=LOW)
     backward(model, 1.0)
     before = model.state_dict()

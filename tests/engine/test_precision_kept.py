@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 
 class Observed(nn.Module):
@@ -256,13 +256,8 @@ class Recomputing(Model):
 
 
 @parametrize_pairs(dtype=[HALF, BRAIN], world_size=[1, 2], kind=[Model, Recomputing])
-def test_kept_modules_train_as_with_casts_by_hand(
-    ranks: RankPool, world_size: int, dtype: torch.dtype, kind: type[Model]
-) -> None:
-    ranks(world_size).run(_compare_with_casts_by_hand, dtype, kind)
-
-
-def _compare_with_casts_by_hand(dtype: torch.dtype, kind: type[Model]) -> None:
+@on_ranks("world_size")
+def test_kept_modules_train_as_with_casts_by_hand(dtype: torch.dtype, kind: type[Model]) -> None:
     torch.manual_seed(0)
     plain = kind()
     module = copy.deepcopy(plain)

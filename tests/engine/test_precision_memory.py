@@ -24,6 +24,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.placeholder import Placeholder
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -121,13 +122,8 @@ def _compare_with_float32(dtype: torch.dtype | None, options: dict[str, Any]) ->
         {"mixed_precision": True, "compute_dtype": BRAIN, "fp32_reduce_scatter": True},
     ],
 )
-def test_gradients_in_float32_cost_half_of_the_saving(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_compare_reduced_in_float32, options)
-
-
-def _compare_reduced_in_float32(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_gradients_in_float32_cost_half_of_the_saving(options: dict[str, Any]) -> None:
     """With one gather for each reduction, three quarters are sent."""
     full = sent_in_a_step(reshard_after_forward=False)
     mixed = sent_in_a_step(reshard_after_forward=False, **options)
@@ -135,11 +131,8 @@ def _compare_reduced_in_float32(options: dict[str, Any]) -> None:
     assert mixed.total() == 0.75 * full.total()
 
 
-def test_parameters_in_float32_can_have_gradients_in_16_bits(ranks: RankPool) -> None:
-    ranks(2).run(_compare_reduced_in_16_bits)
-
-
-def _compare_reduced_in_16_bits() -> None:
+@on_ranks(2)
+def test_parameters_in_float32_can_have_gradients_in_16_bits() -> None:
     full = sent_in_a_step(reshard_after_forward=False)
     mixed = sent_in_a_step(reshard_after_forward=False, mixed_precision=MixedPrecision(reduce_dtype=BRAIN))
     assert mixed == {SINGLE: full[SINGLE] // 2, BRAIN: full[SINGLE] // 4}
@@ -198,11 +191,8 @@ def _watch_gathered(options: dict[str, Any]) -> None:
         assert max(whole) == all_of_them
 
 
-def test_shards_that_were_cast_to_be_gathered_are_not_kept(ranks: RankPool) -> None:
-    ranks(2).run(_count_casts_after_forward)
-
-
-def _count_casts_after_forward() -> None:
+@on_ranks(2)
+def test_shards_that_were_cast_to_be_gathered_are_not_kept() -> None:
     """After a forward there is the root's buffer, and what backward needs of a batch of one row."""
     before = live_bytes(BRAIN)
     model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN))
@@ -216,11 +206,8 @@ def _count_casts_after_forward() -> None:
         assert live_bytes(BRAIN) == before
 
 
-def test_at_most_one_cast_shard_besides_the_one_in_flight_is_alive(ranks: RankPool) -> None:
-    ranks(2).run(_count_casts_in_forward)
-
-
-def _count_casts_in_forward() -> None:
+@on_ranks(2)
+def test_at_most_one_cast_shard_besides_the_one_in_flight_is_alive() -> None:
     before = live_bytes(BRAIN)
     model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN))
     _, *units = handles_of(model)
@@ -240,11 +227,8 @@ def _count_casts_in_forward() -> None:
     assert max(alive) <= 2
 
 
-def test_between_steps_there_are_float32_shards_to_the_byte(ranks: RankPool) -> None:
-    ranks(2).run(_weigh_between_steps)
-
-
-def _weigh_between_steps() -> None:
+@on_ranks(2)
+def test_between_steps_there_are_float32_shards_to_the_byte() -> None:
     before = live_bytes(SINGLE)
     model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN, reduce_dtype=SINGLE))
     shards = sum(4 * handle.layout.shard_numel for handle in handles_of(model))
@@ -261,12 +245,10 @@ def _weigh_between_steps() -> None:
     mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)],
     world_size=[1, 2],
 )
-def test_a_model_that_nobody_holds_is_collected(ranks: RankPool, world_size: int, mixed_precision: Any) -> None:
+@on_ranks("world_size")
+def test_a_model_that_nobody_holds_is_collected(mixed_precision: Any) -> None:
     """Hooks of autograd on its parameters must not keep it: Python cannot see such a cycle."""
-    ranks(world_size).run(_drop_models, mixed_precision)
 
-
-def _drop_models(mixed_precision: Any) -> None:
     def use(model: nn.Module, times: int) -> weakref.ref[nn.Module]:
         for number in range(times):
             step(model.train(number % 2 == 0))
@@ -293,12 +275,9 @@ class Casts(TorchDispatchMode):
 
 
 @parametrize_pairs(clears=[True, False], world_size=[1, 2])
-def test_autocasts_weights_are_forgotten_if_so_asked(ranks: RankPool, world_size: int, clears: bool) -> None:
+@on_ranks("world_size")
+def test_autocasts_weights_are_forgotten_if_so_asked(clears: bool) -> None:
     """Otherwise autocast keeps a cast copy of every whole weight until its context ends, and uses it again."""
-    ranks(world_size).run(_count_casts_of_autocast, clears)
-
-
-def _count_casts_of_autocast(clears: bool) -> None:
     model = tower(clear_autocast_cache=clears)
     with torch.autocast("cpu", BRAIN):
         for expected in [UNITS, UNITS] if clears else [UNITS, 0]:
@@ -314,11 +293,8 @@ def test_an_inner_unit_clears_the_cache_after_its_own_forward() -> None:
     assert clear.call_count == 1
 
 
-def test_autocast_around_a_wrapped_model_computes_as_around_a_plain_one(ranks: RankPool) -> None:
-    ranks(2).run(_compare_under_autocast)
-
-
-def _compare_under_autocast() -> None:
+@on_ranks(2)
+def test_autocast_around_a_wrapped_model_computes_as_around_a_plain_one() -> None:
     plain = Tower(lambda module: module)
     for clears in (False, True):
         model = tower(clear_autocast_cache=clears)

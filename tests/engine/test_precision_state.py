@@ -17,6 +17,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -87,12 +88,9 @@ def _save(policy: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("when", ["after a forward", "under no_sync", "summoned"])
-def test_pain_point_10_it_is_the_master_also_while_parameters_are_whole(ranks: RankPool, when: str) -> None:
+@on_ranks(2)
+def test_pain_point_10_it_is_the_master_also_while_parameters_are_whole(when: str) -> None:
     """What is gathered already is in 16 bits, and of no use for saving."""
-    ranks(2).run(_save_while_whole, when)
-
-
-def _save_while_whole(when: str) -> None:
     model, plain = wrapped(POLICIES["bfloat16"], reshard_after_forward=False), nested_mlp()
     if when != "summoned":
         with model.no_sync() if when == "under no_sync" else nullcontext():
@@ -104,12 +102,9 @@ def _save_while_whole(when: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, HALF, DOUBLE])
-def test_pain_point_10_16_bit_parameters_are_saved_as_such(ranks: RankPool, dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_pain_point_10_16_bit_parameters_are_saved_as_such(dtype: torch.dtype) -> None:
     """Peers upcast silently: files come out twice as large, and in another dtype than the model was loaded in."""
-    ranks(2).run(_save_in_own_dtype, dtype)
-
-
-def _save_in_own_dtype(dtype: torch.dtype) -> None:
     wrap = fully_sharded()
     model = nested_mlp(lambda module: wrap(module.to(dtype)))
     expected = {name: value.to(dtype) for name, value in nested_mlp().state_dict().items()}
@@ -120,14 +115,10 @@ def _save_in_own_dtype(dtype: torch.dtype) -> None:
 
 
 @parametrize_pairs(policy=[False, *POLICIES], dtype=[HALF, BRAIN, DOUBLE])
-def test_pain_point_10_an_export_is_in_the_dtype_that_it_is_asked_for(
-    ranks: RankPool, policy: str | bool, dtype: torch.dtype
-) -> None:
+@on_ranks(2)
+def test_pain_point_10_an_export_is_in_the_dtype_that_it_is_asked_for(policy: str | bool, dtype: torch.dtype) -> None:
     """Who trains with a float32 master and publishes in bfloat16 need not convert a file afterwards."""
-    ranks(2).run(_export, policy and POLICIES[str(policy)], dtype)
-
-
-def _export(policy: Any, dtype: torch.dtype) -> None:
+    policy = policy and POLICIES[str(policy)]
     model = wrapped(policy)
     expected = {name: value.to(dtype) for name, value in nested_mlp().state_dict().items()}
     assert_same_state(model.state_dict(dtype=dtype), expected)
@@ -146,12 +137,9 @@ def test_pain_point_10_an_export_leaves_buffers_and_integers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, BRAIN])
-def test_pain_point_10_tied_weights_are_exported_once(ranks: RankPool, dtype: torch.dtype | None) -> None:
+@on_ranks(2)
+def test_pain_point_10_tied_weights_are_exported_once(dtype: torch.dtype | None) -> None:
     """Cast one by one, they would be two tensors, and take the room of two in a file."""
-    ranks(2).run(_export_tied, dtype)
-
-
-def _export_tied(dtype: torch.dtype | None) -> None:
     model: Any = tiny_transformer(fully_sharded(), tied=True, nested=False)
     state = model.state_dict(dtype=dtype)
     assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
@@ -175,12 +163,10 @@ def test_an_export_has_tensors_of_its_own() -> None:
 
 
 @parametrize_pairs(policy=list(POLICIES), world_size=[1, 2])
-def test_pain_point_10_summoned_parameters_are_the_master(ranks: RankPool, policy: str, world_size: int) -> None:
+@on_ranks("world_size")
+def test_pain_point_10_summoned_parameters_are_the_master(policy: str) -> None:
     """What a user reads or saves in `summon_full_params` is no rounded copy."""
-    ranks(world_size).run(_summon, POLICIES[policy])
-
-
-def _summon(policy: Any) -> None:
+    policy = POLICIES[policy]
     model, plain = wrapped(policy), nested_mlp()
     with model.summon_full_params():
         found = dict(model.named_parameters())
@@ -192,11 +178,8 @@ def _summon(policy: Any) -> None:
         assert_same_state({name: found[name].detach() for name in expected}, expected)
 
 
-def test_changes_below_the_precision_of_the_computation_are_kept(ranks: RankPool) -> None:
-    ranks(2).run(_change_by_little)
-
-
-def _change_by_little() -> None:
+@on_ranks(2)
+def test_changes_below_the_precision_of_the_computation_are_kept() -> None:
     model = wrapped(POLICIES["bfloat16"])
     expected = {name: value + 2**-20 for name, value in model.state_dict().items()}
     with model.summon_full_params(), torch.no_grad():
@@ -205,11 +188,8 @@ def _change_by_little() -> None:
     assert_same_state(model.state_dict(), expected)
 
 
-def test_inference_while_summoned_is_in_full_precision(ranks: RankPool) -> None:
-    ranks(2).run(_infer_while_summoned)
-
-
-def _infer_while_summoned() -> None:
+@on_ranks(2)
+def test_inference_while_summoned_is_in_full_precision() -> None:
     model, plain = wrapped(POLICIES["bfloat16"]), nested_mlp()
     with model.summon_full_params(), torch.no_grad():
         assert torch.equal(model(torch.ones(2, 5)), plain(torch.ones(2, 5)))
@@ -220,12 +200,10 @@ def _infer_while_summoned() -> None:
 
 
 @parametrize_pairs(policy=list(POLICIES), world_size=[1, 2])
-def test_pain_point_10_what_was_saved_is_loaded_bit_for_bit(ranks: RankPool, policy: str, world_size: int) -> None:
+@on_ranks("world_size")
+def test_pain_point_10_what_was_saved_is_loaded_bit_for_bit(policy: str) -> None:
     """A round trip through 16 bits on the way in would lose as much as one on the way out."""
-    ranks(world_size).run(_load, POLICIES[policy])
-
-
-def _load(policy: Any) -> None:
+    policy = POLICIES[policy]
     model, other = wrapped(policy), nested_mlp(fully_sharded(mixed_precision=policy), seed=1)
     step(model)
     saved = model.state_dict()
@@ -239,11 +217,8 @@ def _load(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
-def test_what_was_saved_in_another_dtype_is_loaded_into_the_master(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks(2).run(_load_from, dtype)
-
-
-def _load_from(dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_what_was_saved_in_another_dtype_is_loaded_into_the_master(dtype: torch.dtype) -> None:
     model = wrapped(POLICIES["bfloat16"])
     saved = {name: value.to(dtype) for name, value in nested_mlp(seed=1).state_dict().items()}
     model.load_state_dict(saved)

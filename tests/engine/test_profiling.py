@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp.engine.unit import unit_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 INPUTS = torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -77,11 +77,8 @@ def _time(event: Any) -> tuple[float, float]:
 
 
 @parametrize_pairs(world_size=[2, 3], form=FORMS)
-def test_a_profiler_shows_each_pass_of_each_unit(ranks: RankPool, world_size: int, form: Callable[[], Any]) -> None:
-    ranks(world_size).run(_profile, form)
-
-
-def _profile(form: Callable[[], nn.Module]) -> None:
+@on_ranks("world_size")
+def test_a_profiler_shows_each_pass_of_each_unit(form: Callable[[], nn.Module]) -> None:
     model = form()
     step(model)
     with profiled() as events:
@@ -103,11 +100,8 @@ def _profile(form: Callable[[], nn.Module]) -> None:
     assert all(unit_of(module)._range is None for module in model.modules() if unit_of(module) is not None)
 
 
-def test_a_profiler_shows_sums_over_replicas(ranks: RankPool) -> None:
-    ranks(2).run(_profile_replicas)
-
-
-def _profile_replicas() -> None:
+@on_ranks(2)
+def test_a_profiler_shows_sums_over_replicas() -> None:
     model = flat(sharding_strategy=ShardingStrategy.NO_SHARD)
     step(model)
     with profiled() as events:
@@ -115,11 +109,8 @@ def _profile_replicas() -> None:
     assert "FSDP::all_reduce (1)" in {event.name for event in events}
 
 
-def test_a_range_ends_with_a_forward_that_raises(ranks: RankPool) -> None:
-    ranks(2).run(_profile_failure)
-
-
-def _profile_failure() -> None:
+@on_ranks(2)
+def test_a_range_ends_with_a_forward_that_raises() -> None:
     model = flat()
     step(model)
     failing = next(module for module in model.modules() if isinstance(module, Failing))
@@ -167,11 +158,8 @@ REDUCTION = "UNSHARDED -> SHARDED, reduction started, reduction finished, BACKWA
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_debug_log_tells_the_phases_of_units(ranks: RankPool, form: Callable[[], Any]) -> None:
-    ranks(2).run(_log_phases, form)
-
-
-def _log_phases(form: Callable[[], nn.Module]) -> None:
+@on_ranks(2)
+def test_the_debug_log_tells_the_phases_of_units(form: Callable[[], nn.Module]) -> None:
     model = form()
     step(model)
     with logged(logging.INFO) as messages:

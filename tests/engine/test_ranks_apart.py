@@ -20,7 +20,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.comm_hooks import reduce_scatter
 from tests.helpers.models import Wrap
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.waiting
 
@@ -123,11 +123,8 @@ def apart(on_first: Act, on_second: Act, model: Any) -> str:
         (save, "fsdp.save()"),
     ],
 )
-def test_a_call_that_one_rank_makes_alone_is_named(ranks: RankPool, alone: Act, call: str) -> None:
-    ranks(2).run(_call_alone, alone, call)
-
-
-def _call_alone(alone: Act, call: str) -> None:
+@on_ranks(2)
+def test_a_call_that_one_rank_makes_alone_is_named(alone: Act, call: str) -> None:
     model = model_of()
     train(model)
     message = apart(alone, train, model)
@@ -151,11 +148,8 @@ def _call_alone(alone: Act, call: str) -> None:
     ],
     ids=["a unit is skipped", "one is frozen", "others of one size are frozen", "another dtype"],
 )
-def test_ranks_that_train_in_different_ways_hear_of_it(ranks: RankPool, on_first: Act, on_second: Act) -> None:
-    ranks(2).run(_train_apart, on_first, on_second)
-
-
-def _train_apart(on_first: Act, on_second: Act) -> None:
+@on_ranks(2)
+def test_ranks_that_train_in_different_ways_hear_of_it(on_first: Act, on_second: Act) -> None:
     model = model_of()
     train(model)
     message = apart(on_first, on_second, model)
@@ -163,11 +157,8 @@ def _train_apart(on_first: Act, on_second: Act) -> None:
     assert "This rank is in forward or backward" in message
 
 
-def test_models_of_one_group_do_not_take_each_others_messages(ranks: RankPool) -> None:
-    ranks(2).run(_train_different_models)
-
-
-def _train_different_models() -> None:
+@on_ranks(2)
+def test_models_of_one_group_do_not_take_each_others_messages() -> None:
     group = dist.new_group(timeout=PATIENCE)
     models = [model_of(group), model_of(group)]
     for model in models:
@@ -175,11 +166,8 @@ def _train_different_models() -> None:
     apart(lambda _: train(models[0]), lambda _: train(models[1]), None)
 
 
-def test_ranks_in_different_calls_hear_of_both_at_once(ranks: RankPool) -> None:
-    ranks(2).run(_call_different_methods)
-
-
-def _call_different_methods() -> None:
+@on_ranks(2)
+def test_ranks_in_different_calls_hear_of_both_at_once() -> None:
     message = apart(take_state, train, model_of())
     assert "the ranks are in different calls, rank 0 in state_dict() and rank 1 in forward or backward" in message
     group = dist.new_group([1, 0], timeout=PATIENCE)
@@ -199,11 +187,8 @@ def reduced(group: Any, gradient: Tensor, shard: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hook", [all_reduced, reduced])
-def test_communication_hooks_meet_those_of_the_same_unit(ranks: RankPool, hook: Any) -> None:
-    ranks(2).run(_hook_apart, hook)
-
-
-def _hook_apart(hook: Any) -> None:
+@on_ranks(2)
+def test_communication_hooks_meet_those_of_the_same_unit(hook: Any) -> None:
     group = dist.new_group(timeout=PATIENCE)
     model = model_of(group)
     model.register_comm_hook(group, hook)

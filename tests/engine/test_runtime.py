@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
 from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -80,11 +81,8 @@ def test_calling_the_users_module_is_calling_the_wrapper(ranks: RankPool, option
     ranks(2).run(assert_trains_like_plain, nested_mlp, the_users_own_module, once, options=options)
 
 
-def test_calling_the_users_module_first_makes_its_wrapper_the_root(ranks: RankPool) -> None:
-    ranks(2).run(_call_the_users_module_first)
-
-
-def _call_the_users_module_first() -> None:
+@on_ranks(2)
+def test_calling_the_users_module_first_makes_its_wrapper_the_root() -> None:
     model = nested_mlp(fully_sharded())
     the_users_own_module(model, torch.randn(4, 5))
     assert [wrapper._is_root for wrapper in get_fsdp_instances(model)] == [True, False, False, False]
@@ -123,11 +121,8 @@ def several_roots(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("step", [once, two_forwards_then_backwards, backward_twice])
-def test_units_without_a_common_root_train_side_by_side(ranks: RankPool, step: Step) -> None:
-    ranks(2).run(_train_several_roots, step)
-
-
-def _train_several_roots(step: Step) -> None:
+@on_ranks(2)
+def test_units_without_a_common_root_train_side_by_side(step: Step) -> None:
     twins = Twins.of(several_roots)
     for number in range(3):
         twins.step(number, step)
@@ -172,11 +167,8 @@ def test_an_output_may_go_unused(ranks: RankPool) -> None:
     ranks(2).run(assert_trains_like_plain, nested_mlp, returns_no_gradient)
 
 
-def test_two_forwards_of_compiled_units_then_backwards(ranks: RankPool) -> None:
-    ranks(2).run(_train_compiled)
-
-
-def _train_compiled() -> None:
+@on_ranks(2)
+def test_two_forwards_of_compiled_units_then_backwards() -> None:
     twins = Twins.of(compiled_toolbox)
     for number, step in enumerate([once, two_forwards_then_backwards]):
         twins.step(number, step)
@@ -255,11 +247,8 @@ def test_one_layer_in_two_checkpoints_of_its_unit(ranks: RankPool) -> None:
     ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS)
 
 
-def test_one_layer_in_two_reentrant_checkpoints_of_its_unit_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_recompute_after_all_gradients)
-
-
-def _recompute_after_all_gradients() -> None:
+@on_ranks(2)
+def test_one_layer_in_two_reentrant_checkpoints_of_its_unit_is_an_error() -> None:
     # When the second recomputation starts, backward has left the unit with all its gradients: for good, it seems.
     model = toolbox(fully_sharded(), tool=partial(OneLayerTwice, True))
     for _ in range(2):
@@ -329,11 +318,8 @@ def save_otherwise(saving: str, model: nn.Module, inputs: Tensor) -> None:
 # Hooks
 
 
-def test_one_hook_of_ours_on_every_output(ranks: RankPool) -> None:
-    ranks(2).run(_count_hooks)
-
-
-def _count_hooks() -> None:
+@on_ranks(2)
+def test_one_hook_of_ours_on_every_output() -> None:
     model = toolbox(fully_sharded())
     for _ in range(3):
         outputs: list[Tensor] = []
@@ -352,22 +338,16 @@ def _count_hooks() -> None:
             assert all(len(leaf._post_accumulate_grad_hooks) == 1 for leaf in handle.unsharded.leaves)
 
 
-def test_no_hook_without_a_backward_to_come(ranks: RankPool) -> None:
-    ranks(2).run(_count_hooks_of_inference)
-
-
-def _count_hooks_of_inference() -> None:
+@on_ranks(2)
+def test_no_hook_without_a_backward_to_come() -> None:
     model = nested_mlp(fully_sharded())
     with torch.no_grad():
         assert not model(torch.randn(4, 5))._backward_hooks
     assert_at_rest(model)
 
 
-def test_training_states_as_seen_from_inside(ranks: RankPool) -> None:
-    ranks(2).run(_watch_states)
-
-
-def _watch_states() -> None:
+@on_ranks(2)
+def test_training_states_as_seen_from_inside() -> None:
     model = nested_mlp(fully_sharded())
     trunk = model.trunk
     seen: dict[str, list[TrainingState]] = {}
@@ -456,17 +436,8 @@ def infer(model: nn.Module) -> None:
     then=[forget, save, summon, call_inner_unit, infer],
     options=OPTIONS,
 )
+@on_ranks(2)
 def test_after_an_exception_the_model_is_usable(
-    ranks: RankPool,
-    where: str,
-    error: type[BaseException],
-    then: Callable[[nn.Module], None],
-    options: dict[str, Any],
-) -> None:
-    ranks(2).run(_fail_and_go_on, where, error, then, options)
-
-
-def _fail_and_go_on(
     where: str, error: type[BaseException], then: Callable[[nn.Module], None], options: dict[str, Any]
 ) -> None:
     twins = Twins.of(trapped_toolbox, **options)
@@ -480,11 +451,8 @@ def _fail_and_go_on(
     twins.assert_close()
 
 
-def test_a_unit_is_idle_at_once_after_an_exception_in_forward(ranks: RankPool) -> None:
-    ranks(2).run(_fail_in_forward)
-
-
-def _fail_in_forward() -> None:
+@on_ranks(2)
+def test_a_unit_is_idle_at_once_after_an_exception_in_forward() -> None:
     model = toolbox(fully_sharded(), tool=trapped_layers)
     arm(model, "forward", ValueError("sprung"))
     with pytest.raises(ValueError, match="sprung"):
@@ -493,11 +461,8 @@ def _fail_in_forward() -> None:
 
 
 @pytest.mark.parametrize("prepend", [True, False])
-def test_a_users_hook_may_raise(ranks: RankPool, prepend: bool) -> None:
-    ranks(2).run(_raise_in_hooks, prepend)
-
-
-def _raise_in_hooks(prepend: bool) -> None:
+@on_ranks(2)
+def test_a_users_hook_may_raise(prepend: bool) -> None:
     twins = Twins.of(toolbox)
 
     def refuse(*_: Any) -> None:
@@ -545,11 +510,8 @@ def test_a_model_may_catch_the_exception_of_its_unit(ranks: RankPool, options: d
     ranks(2).run(assert_trains_like_plain, careful, once, fail_inside, fail_inside, options=options)
 
 
-def test_a_backward_that_failed_leaves_the_next_one_whole(ranks: RankPool) -> None:
-    ranks(2).run(_train_after_failures)
-
-
-def _train_after_failures() -> None:
+@on_ranks(2)
+def test_a_backward_that_failed_leaves_the_next_one_whole() -> None:
     assert_trains_like_plain(trapped_toolbox, fail_first_of_two_backwards)
     assert_trains_like_plain(trapped_toolbox, fail_and_zero_in_place)
 
@@ -578,11 +540,8 @@ def fail_and_zero_in_place(model: nn.Module, inputs: Tensor) -> None:
 
 
 @every_option
-def test_weights_changed_between_forward_and_backward_are_an_error(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_change_weights_before_backward, options)
-
-
-def _change_weights_before_backward(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_weights_changed_between_forward_and_backward_are_an_error(options: dict[str, Any]) -> None:
     twins = Twins.of(nested_mlp, **options)
     for number in range(2):
         twins.step(number, once)
@@ -602,13 +561,8 @@ OPTIMIZERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
-def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(
-    ranks: RankPool, kind: dict[str, Any]
-) -> None:
-    ranks(2).run(_step_after_a_lone_forward, kind)
-
-
-def _step_after_a_lone_forward(kind: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(kind: dict[str, Any]) -> None:
     model, plain = nested_mlp(fully_sharded()).double(), nested_mlp(keep).double()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, **kind) for each in (model, plain)]
     for number in range(3):
@@ -665,12 +619,9 @@ class Picky(nn.Module):
         return outputs + self.second(inputs) if dist.get_rank() < self.ranks else outputs
 
 
-def test_ranks_may_complete_small_gradients_in_different_orders(ranks: RankPool) -> None:
+@on_ranks(3)
+def test_ranks_may_complete_small_gradients_in_different_orders() -> None:
     """What one rank did not use is complete at the end of backward only."""
-    ranks(3).run(_complete_in_different_orders)
-
-
-def _complete_in_different_orders() -> None:
     torch.manual_seed(0)
     wrap = fully_sharded()
     plain = nn.Sequential(*(Picky(using) for using in (3, 1, 2, 0, 3, 1))).double()
@@ -701,12 +652,9 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_ranks_may_complete_the_parameters_of_one_unit_in_different_orders(ranks: RankPool, strategy: str) -> None:
+@on_ranks(2)
+def test_ranks_may_complete_the_parameters_of_one_unit_in_different_orders(strategy: str) -> None:
     """Each is reduced by itself, and ranks that wait for different ones would wait for ever."""
-    ranks(2).run(_complete_one_unit_in_different_orders, strategy)
-
-
-def _complete_one_unit_in_different_orders(strategy: str) -> None:
     torch.manual_seed(0)
     plain = Choosing().double()
     model = fully_sharded(flatten_parameters=False, bucket_cap_mb=0, sharding_strategy=ShardingStrategy[strategy])(
@@ -742,12 +690,9 @@ class Always(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "rows"])
-def test_ranks_may_use_the_parameters_of_a_unit_in_different_ones_of_its_calls(ranks: RankPool, kind: str) -> None:
+@on_ranks(2)
+def test_ranks_may_use_the_parameters_of_a_unit_in_different_ones_of_its_calls(kind: str) -> None:
     """They complete its gradient early or late in a backward of several calls, and must not wait for each other."""
-    ranks(2).run(_use_parameters_in_different_calls, kind)
-
-
-def _use_parameters_in_different_calls(kind: str) -> None:
     torch.manual_seed(0)
     blocks = [Skipping(Skipping(), Skipping()) for _ in range(3)]
     plain = Always(Skipping(*blocks)).double()
@@ -795,11 +740,8 @@ class InOwnDtype(nn.Linear):
         return super().forward(inputs.to(self.weight.dtype)).to(inputs.dtype)
 
 
-def test_units_whose_small_gradients_went_together_may_be_cast_and_frozen_apart(ranks: RankPool) -> None:
-    ranks(2).run(_part_companions)
-
-
-def _part_companions() -> None:
+@on_ranks(2)
+def test_units_whose_small_gradients_went_together_may_be_cast_and_frozen_apart() -> None:
     model = fully_sharded()(nn.Sequential(*(fully_sharded()(InOwnDtype(5, 5)) for _ in range(4))))
     inputs = batch(0, 0).float()
     for change in (lambda: None, model[1].double, lambda: model[3].requires_grad_(False)):
@@ -822,11 +764,8 @@ def changed(model: nn.Module) -> Iterator[None]:
             param.div_(2)
 
 
-def test_gradients_of_gradients_are_right_or_refused(ranks: RankPool) -> None:
-    ranks(2).run(_differentiate_twice)
-
-
-def _differentiate_twice() -> None:
+@on_ranks(2)
+def test_gradients_of_gradients_are_right_or_refused() -> None:
     twins = Twins.of(nested_mlp)
     inputs = batch(0, 0).requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):
@@ -849,11 +788,8 @@ class DummyGroup:
 
 
 @every_option
-def test_a_world_of_one_needs_no_process_group(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(1, backend=None).run(_train_without_torch_distributed, options)
-
-
-def _train_without_torch_distributed(options: dict[str, Any]) -> None:
+@on_ranks(1, backend=None)
+def test_a_world_of_one_needs_no_process_group(options: dict[str, Any]) -> None:
     assert not dist.is_initialized()
     torch.set_default_dtype(torch.float64)
     options = {"process_group_reduce_scatter": None, **options}
@@ -876,11 +812,8 @@ def _train_without_torch_distributed(options: dict[str, Any]) -> None:
 # What is exchanged, and when
 
 
-def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one(ranks: RankPool) -> None:
-    ranks(2).run(_watch_all_gathers)
-
-
-def _watch_all_gathers() -> None:
+@on_ranks(2)
+def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one() -> None:
     wrap = fully_sharded()
     model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Linear(5, 5), wrap(nn.Linear(5, 5))))
     for _ in range(2):  # then the order is known
@@ -898,11 +831,8 @@ def _watch_all_gathers() -> None:
     assert started == [f"all-gather of {unit.handles[0].name} in forward" for unit in units]
 
 
-def test_ranks_compare_what_they_have_once(ranks: RankPool) -> None:
-    ranks(2).run(_compare_once)
-
-
-def _compare_once() -> None:
+@on_ranks(2)
+def test_ranks_compare_what_they_have_once() -> None:
     model = nested_mlp(fully_sharded())
     with mock.patch("fsdp.engine.verify.agree_on_plan") as compared:
         for _ in range(2):

@@ -17,6 +17,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, SameBits, ShardingStr
 from fsdp.distributed.journal import settings
 from tests.helpers.hybrid import group_option
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import (
     FORMS,
@@ -89,11 +90,8 @@ def _train_in_all_ways() -> dict[str, list[str]]:
     return found
 
 
-def test_what_is_replicated_is_compared_as_ever(ranks: RankPool) -> None:
-    ranks(2).run(_compare_replicas)
-
-
-def _compare_replicas() -> None:
+@on_ranks(2)
+def test_what_is_replicated_is_compared_as_ever() -> None:
     with mock.patch.object(settings, "replicas_every", 1):
         model = writer(FORMS["fully_shard"])  # whose scalar every rank has
         train_same_bits(model, adamw(model), SameBits(model, 2), range(2))
@@ -116,11 +114,8 @@ def _train_plainly() -> str:
     return fsdp.fingerprint(model, optim)
 
 
-def test_gradients_are_the_means_over_micro_batches_and_zeros_before(ranks: RankPool) -> None:
-    ranks(3).run(_compare_gradients)
-
-
-def _compare_gradients() -> None:
+@on_ranks(3)
+def test_gradients_are_the_means_over_micro_batches_and_zeros_before() -> None:
     model, plain = writer(FORMS["orig_params"]).eval(), writer().eval()
     bits, numbers = SameBits(model, 6), []
     state = torch.get_rng_state()
@@ -143,21 +138,15 @@ def _compare_gradients() -> None:
 # What is refused
 
 
-def test_hybrid_sharding_is_refused(ranks: RankPool) -> None:
-    ranks(4).run(_refuse_hybrid)
-
-
-def _refuse_hybrid() -> None:
+@on_ranks(4)
+def test_hybrid_sharding_is_refused() -> None:
     model = writer(_wrap(process_group=group_option("pair", 2, 2)))
     with pytest.raises(NotImplementedError, match=r"is sharded and replicated \(hybrid sharding\)"):
         SameBits(model, 4)
 
 
-def test_what_cannot_have_the_same_bits_is_refused_by_name(ranks: RankPool) -> None:
-    ranks(2).run(_refuse)
-
-
-def _refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_have_the_same_bits_is_refused_by_name() -> None:
     for wrap, named, text in [
         (_wrap(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)), "", "reduced in torch.bfloat16"),
         (_wrap(ignored_parameters=_HEAD), "head.weight", "is trained and not sharded"),
@@ -210,11 +199,8 @@ def _writer_with(wrap: Wrap) -> nn.Module:
     return wrap(plain)
 
 
-def test_mistakes_in_a_step_are_errors(ranks: RankPool) -> None:
-    ranks(2).run(_err)
-
-
-def _err() -> None:
+@on_ranks(2)
+def test_mistakes_in_a_step_are_errors() -> None:
     model = writer(FullyShardedDataParallel)
     optim, bits = adamw(model), SameBits(model, 4)
     once = bits.step(0)

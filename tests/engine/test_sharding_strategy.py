@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from fsdp import MixedPrecision, ShardingStrategy, auto_wrap_bn
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     Alone,
@@ -45,11 +46,9 @@ def test_the_names_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("strategy", TorchStrategy, ids=lambda strategy: strategy.name)
-def test_members_of_torch_are_taken(ranks: RankPool, strategy: TorchStrategy) -> None:
-    ranks(2).run(_take_torchs, strategy.name)
-
-
-def _take_torchs(name: str) -> None:
+@on_ranks(2)
+def test_members_of_torch_are_taken(strategy: TorchStrategy) -> None:
+    name = strategy.name
     with machines_of(2):
         model = wrapped(sharding_strategy=TorchStrategy[name])
     assert model.sharding_strategy is ShardingStrategy[name]
@@ -61,11 +60,8 @@ def test_anything_else_is_refused(given: Any) -> None:
         wrapped(process_group=Alone(), sharding_strategy=given)
 
 
-def test_without_one_the_other_options_say_it(ranks: RankPool) -> None:
-    ranks(4).run(_derive)
-
-
-def _derive() -> None:
+@on_ranks(4)
+def test_without_one_the_other_options_say_it() -> None:
     expected = {(None, True): FULL, (None, False): GRAD, ("mesh", True): HYBRID, ("mesh", False): HYBRID_2}
     for (how, reshards), strategy in expected.items():
         model = wrapped(process_group=mesh_of(2, 2) if how else None, reshard_after_forward=reshards)
@@ -77,11 +73,8 @@ def _derive() -> None:
 
 
 @pytest.mark.parametrize("strategy", [FULL, GRAD, HYBRID, HYBRID_2], ids=lambda strategy: strategy.name)
-def test_whole_parameters_are_given_back_as_the_name_says(ranks: RankPool, strategy: ShardingStrategy) -> None:
-    ranks(2).run(_forward, strategy)
-
-
-def _forward(strategy: ShardingStrategy) -> None:
+@on_ranks(2)
+def test_whole_parameters_are_given_back_as_the_name_says(strategy: ShardingStrategy) -> None:
     hybrid = {"process_group": mesh_of(2, 1)} if strategy.is_hybrid else {}
     # Computed in another dtype, so that there is something to give back where nothing is shared, too.
     model = nested_mlp(
@@ -119,11 +112,8 @@ def _train(options: dict[str, Any], training: dict[str, Any]) -> None:
     assert_replicas_agree(model)
 
 
-def test_no_shard_keeps_whole_parameters_and_gathers_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_no_shard)
-
-
-def _look_at_no_shard() -> None:
+@on_ranks(2)
+def test_no_shard_keeps_whole_parameters_and_gathers_nothing() -> None:
     model = wrapped(sharding_strategy=NONE)
     assert [param.shape for param in model.params] == [(4 * 3 + 3,)]
     assert (model.rank, model.world_size) == (0, 1)
@@ -133,11 +123,8 @@ def _look_at_no_shard() -> None:
 
 
 @pytest.mark.parametrize("policy", [{"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16}], ids=str)
-def test_no_shard_with_mixed_precision(ranks: RankPool, policy: dict[str, Any]) -> None:
-    ranks(2).run(_train_no_shard_mixed, policy)
-
-
-def _train_no_shard_mixed(policy: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_no_shard_with_mixed_precision(policy: dict[str, Any]) -> None:
     training = Training(make_model=nested_mlp, make_optimizer=adamw)
     exact, plain, unsharded = (
         train_sharded(training, fully_sharded(**options))
@@ -151,11 +138,9 @@ def _train_no_shard_mixed(policy: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(offload=["cpu", "disk"], strategy=[NONE, HYBRID])
-def test_offload(ranks: RankPool, strategy: ShardingStrategy, offload: str, tmp_path: Any) -> None:
-    ranks(4).run(_train_offloaded, strategy, offload, str(tmp_path))
-
-
-def _train_offloaded(strategy: ShardingStrategy, offload: str, folder: str) -> None:
+@on_ranks(4)
+def test_offload(strategy: ShardingStrategy, offload: str, tmp_path: Any) -> None:
+    folder = str(tmp_path)
     options: dict[str, Any] = (
         {"offload": offload, "offload_folder": folder} if offload == "disk" else {"offload": "cpu"}
     )
@@ -177,11 +162,8 @@ class Normed(nn.Module):
         return self.exit(torch.tanh(self.norm(self.entry(inputs))))
 
 
-def test_small_layers_are_replicated_and_averaged_inside_a_sharded_model(ranks: RankPool) -> None:
-    ranks(4).run(_train_mixed_strategies)
-
-
-def _train_mixed_strategies() -> None:
+@on_ranks(4)
+def test_small_layers_are_replicated_and_averaged_inside_a_sharded_model() -> None:
     def make(wrap: Any) -> nn.Module:
         torch.manual_seed(0)
         model: Any = Normed()
@@ -193,11 +175,8 @@ def _train_mixed_strategies() -> None:
         assert_parity(make, sgd_with_momentum, wrap=fully_sharded(**options), clip=0.1)
 
 
-def test_batch_norms_may_be_replicated(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_batch_norms)
-
-
-def _wrap_batch_norms() -> None:
+@on_ranks(2)
+def test_batch_norms_may_be_replicated() -> None:
     norms = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
     config = {"sharding_strategy": NONE, "mixed_precision": False}
     model: Any = fully_sharded(mixed_precision=True, compute_dtype=torch.bfloat16)(
@@ -212,11 +191,8 @@ def _wrap_batch_norms() -> None:
 
 
 @pytest.mark.parametrize("machine", [1, 2, 4])
-def test_hybrid_over_one_group_shards_within_a_machine(ranks: RankPool, machine: int) -> None:
-    ranks(4).run(_split, machine)
-
-
-def _split(machine: int) -> None:
+@on_ranks(4)
+def test_hybrid_over_one_group_shards_within_a_machine(machine: int) -> None:
     with machines_of(machine):
         first, second = wrapped(sharding_strategy=HYBRID), wrapped(sharding_strategy=HYBRID)
     rank = dist.get_rank()
@@ -231,11 +207,8 @@ def _split(machine: int) -> None:
         assert replicas == list(range(rank % machine, 4, machine))
 
 
-def test_a_part_of_the_ranks_is_split_by_machines_too(ranks: RankPool) -> None:
-    ranks(4).run(_split_a_part)
-
-
-def _split_a_part() -> None:
+@on_ranks(4)
+def test_a_part_of_the_ranks_is_split_by_machines_too() -> None:
     with machines_of(2):
         model = wrapped(sharding_strategy=HYBRID, process_group=every_nth(2))  # one rank of each machine
     assert model.world_size == 1
@@ -259,20 +232,14 @@ def test_in_a_world_of_one_all_are_the_same(strategy: ShardingStrategy) -> None:
         (0, "is 0: that does not split"),
     ],
 )
-def test_machines_that_nobody_knows(ranks: RankPool, machine: int | None, message: str) -> None:
-    ranks(4).run(_refuse_machines, machine, message)
-
-
-def _refuse_machines(machine: int | None, message: str) -> None:
+@on_ranks(4)
+def test_machines_that_nobody_knows(machine: int | None, message: str) -> None:
     with machines_of(machine), pytest.raises(ValueError, match=message):
         wrapped(sharding_strategy=HYBRID)
 
 
-def test_ranks_that_disagree_about_machines(ranks: RankPool) -> None:
-    ranks(2).run(_disagree)
-
-
-def _disagree() -> None:
+@on_ranks(2)
+def test_ranks_that_disagree_about_machines() -> None:
     group = dist.new_group()  # that was not split before
     with (
         machines_of(1 + dist.get_rank()),
@@ -281,11 +248,8 @@ def _disagree() -> None:
         wrapped(sharding_strategy=HYBRID_2, process_group=group)
 
 
-def test_machines_are_found_by_ranks_that_are_in_different_numbers_of_groups(ranks: RankPool) -> None:
-    ranks(4).run(_split_after_odd_groups)
-
-
-def _split_after_odd_groups() -> None:
+@on_ranks(4)
+def test_machines_are_found_by_ranks_that_are_in_different_numbers_of_groups() -> None:
     dist.new_group([0, 3])  # which the others are not in
     with machines_of(2):
         model = wrapped(sharding_strategy=HYBRID)
@@ -313,11 +277,8 @@ def test_a_strategy_that_reshards_after_forward_cannot_keep_parameters(strategy:
 
 
 @pytest.mark.parametrize("strategy", [FULL, GRAD, NONE], ids=lambda strategy: strategy.name)
-def test_two_groups_are_for_hybrid_sharding(ranks: RankPool, strategy: ShardingStrategy) -> None:
-    ranks(2).run(_refuse_two_groups, strategy)
-
-
-def _refuse_two_groups(strategy: ShardingStrategy) -> None:
+@on_ranks(2)
+def test_two_groups_are_for_hybrid_sharding(strategy: ShardingStrategy) -> None:
     for groups, kind in ((mesh_of(1, 2), "2-D DeviceMesh"), ((neighbours(2), neighbours(1)), "pair of groups")):
         with pytest.raises(ValueError, match=rf"process_group is a {kind}, .*sharding_strategy is {strategy.name}"):
             wrapped(process_group=groups, sharding_strategy=strategy)
@@ -326,11 +287,8 @@ def _refuse_two_groups(strategy: ShardingStrategy) -> None:
 # Groups
 
 
-def test_a_mesh_of_one_dimension_is_its_group(ranks: RankPool) -> None:
-    ranks(2).run(_use_line)
-
-
-def _use_line() -> None:
+@on_ranks(2)
+def test_a_mesh_of_one_dimension_is_its_group() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for strategy in (None, FULL, NONE):
         model = wrapped(process_group=mesh, sharding_strategy=strategy)
@@ -338,11 +296,8 @@ def _use_line() -> None:
         assert chosen is mesh.get_group()
 
 
-def test_a_mesh_replicates_over_its_first_dimension(ranks: RankPool) -> None:
-    ranks(4).run(_use_plane)
-
-
-def _use_plane() -> None:
+@on_ranks(4)
+def test_a_mesh_replicates_over_its_first_dimension() -> None:
     mesh = mesh_of(2, 2)
     model = wrapped(process_group=mesh)
     assert model.replicate_group is mesh.get_group("replicate")
@@ -350,11 +305,8 @@ def _use_plane() -> None:
     assert model.process_group_reduce_scatter is model.process_group
 
 
-def test_a_part_of_a_mesh(ranks: RankPool) -> None:
-    ranks(4).run(_use_part_of_cube)
-
-
-def _use_part_of_cube() -> None:
+@on_ranks(4)
+def test_a_part_of_a_mesh() -> None:
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "tp", "shard"))
     with pytest.raises(ValueError, match=r'3-D DeviceMesh.*at most two.*mesh\["replicate", "tp"\]'):
         wrapped(process_group=cube)
@@ -390,11 +342,8 @@ def _refuse_pair(pair: str) -> str:
     return str(caught.value)
 
 
-def test_groups_that_this_rank_is_not_in(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_strange_groups)
-
-
-def _refuse_strange_groups() -> None:
+@on_ranks(2)
+def test_groups_that_this_rank_is_not_in() -> None:
     rank = dist.get_rank()
     others = [dist.new_group([number]) for number in range(2)]
     meshes = [torch.distributed.device_mesh.DeviceMesh("cpu", [[number]]) for number in range(2)]

@@ -23,6 +23,7 @@ from fsdp import (
     fully_shard,
 )
 from fsdp.engine.placeholder import Placeholder
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
@@ -56,13 +57,8 @@ FORMS = [flat, orig, rows]
 
 
 @parametrize_pairs(world_size=[2, 3], shard=FORMS)
-def test_a_model_gives_its_handles_which_unshard_by_hand(
-    ranks: RankPool, world_size: int, shard: Callable[[nn.Module], nn.Module]
-) -> None:
-    ranks(world_size).run(_take_handles, shard)
-
-
-def _take_handles(shard: Callable[[nn.Module], nn.Module]) -> None:
+@on_ranks("world_size")
+def test_a_model_gives_its_handles_which_unshard_by_hand(shard: Callable[[nn.Module], nn.Module]) -> None:
     plain, model = layers(), layers()
     model[2] = shard(model[2])
     model = shard(model)
@@ -125,11 +121,8 @@ def _describe_shard(shard: Callable[[nn.Module], nn.Module]) -> FlatParamShardMe
 
 
 @parametrize_pairs(world_size=[2, 3], use_orig_params=[True, False])
-def test_the_metadata_is_that_of_fsdp1(ranks: RankPool, world_size: int, use_orig_params: bool) -> None:
-    ranks(world_size).run(_compare_metadata, use_orig_params)
-
-
-def _compare_metadata(use_orig_params: bool) -> None:
+@on_ranks("world_size")
+def test_the_metadata_is_that_of_fsdp1(use_orig_params: bool) -> None:
     theirs = TorchFSDP(layers().double(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     model = FullyShardedDataParallel(layers().double(), use_orig_params=use_orig_params)
     found, expected = flat_param_handles(model)[0].shard_metadata(), theirs._handle.shard_metadata()
@@ -142,11 +135,8 @@ def _compare_metadata(use_orig_params: bool) -> None:
 
 
 @parametrize_pairs(world_size=[1, 2, 3], use_orig_params=[True, False])
-def test_a_module_trains_by_hand_like_unsharded(ranks: RankPool, world_size: int, use_orig_params: bool) -> None:
-    ranks(world_size).run(_train_by_hand, use_orig_params)
-
-
-def _train_by_hand(use_orig_params: bool) -> None:
+@on_ranks("world_size")
+def test_a_module_trains_by_hand_like_unsharded(use_orig_params: bool) -> None:
     torch.set_default_dtype(torch.float64)
     plain, module = layers(), layers()
     handle = StandaloneHandle(module.parameters(), module, use_orig_params=use_orig_params)
@@ -180,11 +170,8 @@ def _train_by_hand(use_orig_params: bool) -> None:
         assert isinstance(module[0].weight, Placeholder)
 
 
-def test_two_handles_of_a_module_and_what_they_leave_out(ranks: RankPool) -> None:
-    ranks(2).run(_make_two)
-
-
-def _make_two() -> None:
+@on_ranks(2)
+def test_two_handles_of_a_module_and_what_they_leave_out() -> None:
     module = layers().double()
     module[0].bias.requires_grad_(False)
     weights = StandaloneHandle([module[2].weight, module[0].weight], module, dist.group.WORLD)
@@ -204,11 +191,8 @@ def _make_two() -> None:
     assert flat_param_handles(module) == []
 
 
-def test_a_rank_without_gradients_counts_with_zeros(ranks: RankPool) -> None:
-    ranks(2).run(_leave_one_out)
-
-
-def _leave_one_out() -> None:
+@on_ranks(2)
+def test_a_rank_without_gradients_counts_with_zeros() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     with torch.no_grad():
         module.weight.fill_(1.0)
@@ -223,11 +207,8 @@ def _leave_one_out() -> None:
         handle.zero_grad()
 
 
-def test_a_handle_by_hand_computes_in_the_dtype_that_was_asked_for(ranks: RankPool) -> None:
-    ranks(2).run(_compute_in_bfloat16)
-
-
-def _compute_in_bfloat16() -> None:
+@on_ranks(2)
+def test_a_handle_by_hand_computes_in_the_dtype_that_was_asked_for() -> None:
     module = layers()
     handle = StandaloneHandle(
         module.parameters(), module, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, device="cpu"
@@ -241,11 +222,8 @@ def _compute_in_bfloat16() -> None:
     assert handle.flat_param.grad.dtype is torch.float32
 
 
-def test_a_step_before_the_reduction_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_step_too_early)
-
-
-def _step_too_early() -> None:
+@on_ranks(2)
+def test_a_step_before_the_reduction_is_an_error() -> None:
     module = layers()
     handle = StandaloneHandle(module.parameters(), module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -263,11 +241,8 @@ def _step_too_early() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_torch_does_not_clip_by_one_ranks_shard(ranks: RankPool, use_orig_params: bool) -> None:
-    ranks(2).run(_clip, use_orig_params)
-
-
-def _clip(use_orig_params: bool) -> None:
+@on_ranks(2)
+def test_torch_does_not_clip_by_one_ranks_shard(use_orig_params: bool) -> None:
     module = layers()
     handle = StandaloneHandle(module.parameters(), module, use_orig_params=use_orig_params)
     handle.wait_for_unshard()
@@ -280,11 +255,8 @@ def _clip(use_orig_params: bool) -> None:
     assert max(param.grad.abs().max() for param in module.parameters() if param.numel()) <= 1e-3
 
 
-def test_user_hooks_are_called_with_the_reduced_gradient(ranks: RankPool) -> None:
-    ranks(2).run(_call_hooks)
-
-
-def _call_hooks() -> None:
+@on_ranks(2)
+def test_user_hooks_are_called_with_the_reduced_gradient() -> None:
     module, seen = layers(), []
     handle = StandaloneHandle(module.parameters(), module)
     handle.flat_param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
@@ -321,11 +293,8 @@ def test_parameters_that_cannot_be_sharded_together_are_named() -> None:
 
 
 @pytest.mark.parametrize("shard", [partial(flat, process_group=Alone()), partial(fully_shard)], ids=["flat", "rows"])
-def test_no_unit_takes_what_a_handle_has(shard: Callable[[nn.Module], Any], ranks: RankPool) -> None:
-    ranks(1).run(_shard_twice, shard)
-
-
-def _shard_twice(shard: Callable[[nn.Module], Any]) -> None:
+@on_ranks(1)
+def test_no_unit_takes_what_a_handle_has(shard: Callable[[nn.Module], Any]) -> None:
     module = layers()
     handle = alone(module[0].parameters(), module[0], use_orig_params=True)
     with pytest.raises(ValueError, match=r"0\.weight is sharded by a StandaloneHandle, which no unit would unshard"):
@@ -342,11 +311,8 @@ def test_a_handle_by_hand_is_not_copied() -> None:
             travel(handle)
 
 
-def test_ranks_with_different_parameters_or_values_are_told(ranks: RankPool) -> None:
-    ranks(2).run(_differ)
-
-
-def _differ() -> None:
+@on_ranks(2)
+def test_ranks_with_different_parameters_or_values_are_told() -> None:
     module = nn.Linear(2 + dist.get_rank(), 2)
     with pytest.raises(RuntimeError, match=r"different parameters of a StandaloneHandle: .*\[2, 2\].*\[2, 3\]"):
         StandaloneHandle(module.parameters(), module)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import fsdp
 from fsdp import FullyShardedDataParallel
 from tests.helpers.forms import inside
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "flat": FullyShardedDataParallel,
@@ -90,11 +90,8 @@ def _swapping() -> Iterator[None]:
 
 @every_size
 @every_form
-def test_a_weight_can_be_read_by_numpy_in_a_forward(ranks: RankPool, world_size: int, form: str) -> None:
-    ranks(world_size).run(_read_by_numpy, form)
-
-
-def _read_by_numpy(form: str) -> None:
+@on_ranks("world_size")
+def test_a_weight_can_be_read_by_numpy_in_a_forward(form: str) -> None:
     sharded, plain = _twins(form, Looking)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -104,11 +101,8 @@ def _read_by_numpy(form: str) -> None:
 
 @every_size
 @every_form
-def test_a_model_can_be_sharded_in_inference_mode(ranks: RankPool, world_size: int, form: str) -> None:
-    ranks(world_size).run(_shard_in_inference_mode, form)
-
-
-def _shard_in_inference_mode(form: str) -> None:
+@on_ranks("world_size")
+def test_a_model_can_be_sharded_in_inference_mode(form: str) -> None:
     with torch.inference_mode():
         sharded, _ = _twins(form)
     _, plain = _twins(form)
@@ -117,12 +111,9 @@ def _shard_in_inference_mode(form: str) -> None:
 
 @every_size
 @every_form
-def test_parameters_are_not_swapped(ranks: RankPool, world_size: int, form: str) -> None:
+@on_ranks("world_size")
+def test_parameters_are_not_swapped(form: str) -> None:
     """By a cast and by a load, if torch is set to do so."""
-    ranks(world_size).run(_cast_and_load, form)
-
-
-def _cast_and_load(form: str) -> None:
     sharded, plain = _twins(form)
     before = sharded.state_dict()
     with _swapping():
@@ -137,11 +128,8 @@ def _cast_and_load(form: str) -> None:
 
 @every_size
 @every_form
-def test_a_state_dict_can_be_taken_in_inference_mode(ranks: RankPool, world_size: int, form: str) -> None:
-    ranks(world_size).run(_state_in_inference_mode, form)
-
-
-def _state_in_inference_mode(form: str) -> None:
+@on_ranks("world_size")
+def test_a_state_dict_can_be_taken_in_inference_mode(form: str) -> None:
     sharded, plain = _twins(form)
     with torch.inference_mode():
         state = sharded.state_dict()
@@ -151,11 +139,8 @@ def _state_in_inference_mode(form: str) -> None:
 
 @every_size
 @every_form
-def test_weights_can_be_tied_again(ranks: RankPool, world_size: int, form: str) -> None:
-    ranks(world_size).run(_tie_again, form)
-
-
-def _tie_again(form: str) -> None:
+@on_ranks("world_size")
+def test_weights_can_be_tied_again(form: str) -> None:
     sharded, plain = _twins(form)
     for _ in range(2):
         inside(sharded).tie_weights()
@@ -163,11 +148,8 @@ def _tie_again(form: str) -> None:
 
 
 @every_form
-def test_a_sharded_weight_is_found_as_a_parameter(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_look_up, form)
-
-
-def _look_up(form: str) -> None:
+@on_ranks(2)
+def test_a_sharded_weight_is_found_as_a_parameter(form: str) -> None:
     sharded, _ = _twins(form)
     name = next(name for name, _ in Tied().named_parameters())
     found = inside(sharded).get_parameter(name)

@@ -19,6 +19,7 @@ from fsdp.engine.ignored import Ignored
 from fsdp.engine.module_states import take_states_of_first
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -34,13 +35,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @parametrize_pairs(at_most=7, world_size=[3, 1, 2], options=OPTIONS, nested=[True, False])
-def test_pain_point_19_ranks_begin_with_the_values_of_rank_0(
-    ranks: RankPool, world_size: int, options: dict[str, Any], nested: bool
-) -> None:
-    ranks(world_size).run(_begin, options, nested)
-
-
-def _begin(options: dict[str, Any], nested: bool) -> None:
+@on_ranks("world_size")
+def test_pain_point_19_ranks_begin_with_the_values_of_rank_0(options: dict[str, Any], nested: bool) -> None:
     model = nested_mlp(fully_sharded(sync_module_states=True, **options), nested=nested, seed=dist.get_rank())
     model(torch.ones(2, 5))
     assert_same_state(model.state_dict(), nested_mlp(seed=0).state_dict())
@@ -67,11 +63,8 @@ def test_tied_parameters_are_sent_once_and_stay_tied(ranks: RankPool) -> None:
     ranks(2).run(assert_parity, _tied, sgd_with_momentum, wrap=fully_sharded(sync_module_states=True), task=TOKENS)
 
 
-def test_auto_wrap_passes_it_on(ranks: RankPool) -> None:
-    ranks(2).run(_auto_wrap)
-
-
-def _auto_wrap() -> None:
+@on_ranks(2)
+def test_auto_wrap_passes_it_on() -> None:
     model = nested_mlp(seed=dist.get_rank())
     policy = module_wrap_policy({nn.Linear})
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, sync_module_states=True):
@@ -109,11 +102,8 @@ def values(module: nn.Module) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}], ids=str)
-def test_buffers_and_frozen_parameters_are_sent_too(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_send_parts, options)
-
-
-def _send_parts(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_buffers_and_frozen_parameters_are_sent_too(options: dict[str, Any]) -> None:
     module = Parts()
     model = FullyShardedDataParallel(module, sync_module_states=True, **options)
     with model.summon_full_params():
@@ -122,11 +112,8 @@ def _send_parts(options: dict[str, Any]) -> None:
         assert module.again is module.table
 
 
-def test_what_is_ignored_is_left_alone(ranks: RankPool) -> None:
-    ranks(2).run(_ignore)
-
-
-def _ignore() -> None:
+@on_ranks(2)
+def test_what_is_ignored_is_left_alone() -> None:
     module = Parts()
     model = FullyShardedDataParallel(
         module, sync_module_states=True, ignored_modules=[module.apart], ignored_parameters=[module.norm.weight]
@@ -137,11 +124,8 @@ def _ignore() -> None:
         assert {value for name, value in values(module).items() if name not in own} == {1.0}
 
 
-def test_inner_wrappers_have_an_argument_of_their_own(ranks: RankPool) -> None:
-    ranks(2).run(_inner)
-
-
-def _inner() -> None:
+@on_ranks(2)
+def test_inner_wrappers_have_an_argument_of_their_own() -> None:
     module = Parts()
     module.inner = FullyShardedDataParallel(module.inner, Alone())  # of a group of one, so values may differ
     model = FullyShardedDataParallel(module, sync_module_states=True)
@@ -151,11 +135,8 @@ def _inner() -> None:
         assert {value for name, value in values(module).items() if name not in own} == {1.0}
 
 
-def test_without_it_nothing_is_sent(ranks: RankPool) -> None:
-    ranks(2).run(_keep)
-
-
-def _keep() -> None:
+@on_ranks(2)
+def test_without_it_nothing_is_sent() -> None:
     module = Parts()
     FullyShardedDataParallel(module)
     assert module.norm.running_mean[0].item() == dist.get_rank() + 1
@@ -164,11 +145,8 @@ def _keep() -> None:
 # Groups
 
 
-def test_values_are_those_of_the_groups_rank_0(ranks: RankPool) -> None:
-    ranks(4).run(_group)
-
-
-def _group() -> None:
+@on_ranks(4)
+def test_values_are_those_of_the_groups_rank_0() -> None:
     groups = [dist.new_group([1, 3]), dist.new_group([2, 0])]
     mine = dist.get_rank() % 2 == 0
     model = nested_mlp(fully_sharded(process_group=groups[mine], sync_module_states=True), seed=dist.get_rank())
@@ -176,11 +154,8 @@ def _group() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
-def test_parts_of_dtensors_come_from_ranks_that_have_the_same_parts(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(4).run(_dtensors, options)
-
-
-def _dtensors(options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_parts_of_dtensors_come_from_ranks_that_have_the_same_parts(options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     first = mesh["dp"].get_local_rank() == 0
     model = gpt(over_data(mesh, sync_module_states=True, **options), mesh=mesh, seed=0 if first else 1)
@@ -190,11 +165,8 @@ def _dtensors(options: dict[str, Any]) -> None:
 # Memory, and what goes wrong
 
 
-def test_a_rank_needs_no_more_than_it_has(ranks: RankPool) -> None:
-    ranks(2).run(_allocate)
-
-
-def _allocate() -> None:
+@on_ranks(2)
+def test_a_rank_needs_no_more_than_it_has() -> None:
     sent: list[int] = []
 
     def broadcast(comm: DirectExchange, tensor: Tensor, do: Any = DirectExchange.broadcast) -> Any:
@@ -208,11 +180,8 @@ def _allocate() -> None:
     assert sorted(sent) == sorted(places)
 
 
-def test_what_has_no_memory_on_other_ranks_gets_some(ranks: RankPool) -> None:
-    ranks(2).run(_send_to_meta)
-
-
-def _send_to_meta() -> None:
+@on_ranks(2)
+def test_what_has_no_memory_on_other_ranks_gets_some() -> None:
     module = nn.BatchNorm1d(3, device="cpu" if dist.get_rank() == 0 else "meta")
     module.running_mean = torch.full((3,), 5.0, device=module.weight.device)
     found = {param: [ParamInfo(module, name, name)] for name, param in module.named_parameters()}
@@ -223,11 +192,8 @@ def _send_to_meta() -> None:
     assert {name: value.unique().item() for name, value in module.state_dict().items()} == expected
 
 
-def test_rank_0_needs_values(ranks: RankPool) -> None:
-    ranks(2).run(_send_nothing)
-
-
-def _send_nothing() -> None:
+@on_ranks(2)
+def test_rank_0_needs_values() -> None:
     module = nn.BatchNorm1d(3)
     if dist.get_rank() == 0:
         module.running_mean = torch.empty(3, device="meta")
@@ -235,11 +201,8 @@ def _send_nothing() -> None:
         FullyShardedDataParallel(module, sync_module_states=True)
 
 
-def test_a_rank_that_has_built_another_model_is_named(ranks: RankPool) -> None:
-    ranks(3).run(_another_model)
-
-
-def _another_model() -> None:
+@on_ranks(3)
+def test_a_rank_that_has_built_another_model_is_named() -> None:
     module = nn.Linear(5, 4 if dist.get_rank() == 2 else 3)
     with pytest.raises(
         RuntimeError, match=r"Unit 'Linear' has .*weight\[3, 5\].* on rank 0 and .*weight\[4, 5\].*rank 2"

@@ -28,6 +28,7 @@ from fsdp.engine.report import BACKWARD, FORWARD, STEP, WAIT, Record, Span
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.steps import Steps
 from fsdp.engine.unit import Unit
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 SLEEP = 0.05  # seconds
@@ -186,11 +187,9 @@ def _drawn(path: Path) -> None:
         trace.save_picture(path)
 
 
-def test_a_number_of_steps_is_recorded_without_a_block(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_trace_two_of_four, tmp_path / "trace.json")
-
-
-def _trace_two_of_four(path: Path) -> None:
+@on_ranks(2)
+def test_a_number_of_steps_is_recorded_without_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
     before = vars(Unit).copy()
     model, other = flat(), flat()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
@@ -243,11 +242,8 @@ def _reported() -> tuple[Any, Any]:
     return model.report(), trace.report()
 
 
-def test_a_trace_that_has_ended_keeps_no_model_alive(ranks: RankPool) -> None:
-    ranks(1).run(_trace_and_drop)
-
-
-def _trace_and_drop() -> None:
+@on_ranks(1)
+def test_a_trace_that_has_ended_keeps_no_model_alive() -> None:
     model = flat()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fsdp.trace(model) as trace:
@@ -262,11 +258,8 @@ def _trace_and_drop() -> None:
 # --- what it leaves alone
 
 
-def test_nothing_is_recorded_outside_and_nothing_changes_inside(ranks: RankPool) -> None:
-    ranks(2).run(_trace_and_compare)
-
-
-def _trace_and_compare() -> None:
+@on_ranks(2)
+def test_nothing_is_recorded_outside_and_nothing_changes_inside() -> None:
     before = {owner: dict(vars(owner)) for owner in (Runtime, Unit, Pending, Steps)}
     model, plain = flat(), flat()
     optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
@@ -288,11 +281,8 @@ def _fail_in(trace: fsdp.engine.trace.Trace, step: Callable[[], Any]) -> None:
         raise ZeroDivisionError("a bad batch")
 
 
-def test_misuse_is_told(ranks: RankPool) -> None:
-    ranks(1).run(_misuse)
-
-
-def _misuse() -> None:
+@on_ranks(1)
+def test_misuse_is_told() -> None:
     with pytest.raises(TypeError, match=r"fsdp.trace\(\) needs the outermost FullyShardedDataParallel.*got a Linear"):
         fsdp.trace(nn.Linear(1, 1))
     model = flat()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -108,12 +109,8 @@ def test_a_unit_without_parameters(ranks: RankPool, world_size: int, options: di
     ranks(world_size).run(assert_trains_like_plain, around_nothing, once, eval_first, options=options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_root_without_parameters(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_use_root_without_parameters)
-
-
-def _use_root_without_parameters() -> None:
+@on_ranks(1, 2, 3)
+def test_a_root_without_parameters() -> None:
     model, inputs = FullyShardedDataParallel(nn.ReLU()), torch.tensor([-1.0, 2.0], requires_grad=True)
     for _ in range(2):
         model(inputs).sum().backward()
@@ -127,11 +124,8 @@ def _use_root_without_parameters() -> None:
     assert model.clip_grad_norm_(1.0) == 0.0
 
 
-def test_a_unit_of_which_everything_is_ignored(ranks: RankPool) -> None:
-    ranks(2).run(_ignore_everything)
-
-
-def _ignore_everything() -> None:
+@on_ranks(2)
+def test_a_unit_of_which_everything_is_ignored() -> None:
     module = nn.Linear(5, 5)
     model = FullyShardedDataParallel(module, ignored_modules=[module])
     assert list(model.parameters()) == [module.weight, module.bias]
@@ -238,11 +232,8 @@ def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options
 
 
 @pytest.mark.parametrize("tool", GROUPED, ids=lambda tool: tool.__name__)
-def test_flat_parameters_keep_to_one_dtype_and_to_frozen_or_not(ranks: RankPool, tool: Callable[[], nn.Module]) -> None:
-    ranks(2).run(_check_groups, tool)
-
-
-def _check_groups(tool: Callable[[], nn.Module]) -> None:
+@on_ranks(2)
+def test_flat_parameters_keep_to_one_dtype_and_to_frozen_or_not(tool: Callable[[], nn.Module]) -> None:
     torch.set_default_dtype(torch.float64)
     plain = tool()
     groups = {(param.dtype, param.requires_grad) for param in plain.parameters()}
@@ -319,13 +310,8 @@ def test_a_frozen_unit_may_change_its_inputs_in_place(ranks: RankPool) -> None:
 
 
 @every_option
-def test_partly_frozen_units_are_freed_one_by_one_in_a_recomputing_backward(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_watch_frozen_units, options)
-
-
-def _watch_frozen_units(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_partly_frozen_units_are_freed_one_by_one_in_a_recomputing_backward(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     model = toolbox(fully_sharded(**options), tool=adapted_layers, recompute=False)
     handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
@@ -352,11 +338,8 @@ def _watch_frozen_units(options: dict[str, Any]) -> None:
 
 
 @every_option
-def test_a_unit_may_be_frozen_in_the_middle_of_a_training(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_freeze_half_way, options)
-
-
-def _freeze_half_way(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_unit_may_be_frozen_in_the_middle_of_a_training(options: dict[str, Any]) -> None:
     twins = Twins.of(toolbox, **options)
     for number in range(6):
         for model in (twins.sharded, twins.plain):
@@ -376,11 +359,8 @@ class Whole(nn.Module):
         return inputs[:, 0].abs().long().clamp_max(6)
 
 
-def test_sparse_gradients_are_refused_by_name(ranks: RankPool) -> None:
-    ranks(2).run(_train_sparsely)
-
-
-def _train_sparsely() -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_refused_by_name() -> None:
     model = toolbox(fully_sharded(), tool=sparse_table)
     with pytest.raises(RuntimeError, match=r"1\.weight has a gradient of layout torch\.sparse_coo.*sparse=False"):
         once(model, torch.randn(4, 5))
@@ -611,11 +591,8 @@ def test_a_unit_may_return_its_parameter(ranks: RankPool, whole: bool, options: 
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_a_parameter_that_the_root_returned_is_still_there(ranks: RankPool, mode: Callable[[], Any]) -> None:
-    ranks(2).run(_return_a_parameter, mode)
-
-
-def _return_a_parameter(mode: Callable[[], Any]) -> None:
+@on_ranks(2)
+def test_a_parameter_that_the_root_returned_is_still_there(mode: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = Position(whole=True)
     expected = model.table.detach().clone()
@@ -625,9 +602,13 @@ def _return_a_parameter(mode: Callable[[], Any]) -> None:
         assert torch.equal(output.detach(), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_that_is_only_used_outside_of_its_units_forward(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_use_outside)
+@on_ranks(1, 2)
+def test_a_parameter_that_is_only_used_outside_of_its_units_forward() -> None:
+    model: Any = fully_sharded()(Beside())
+    loss = model(torch.ones(1, 3)).sum()  # the root's parameters stay whole after it
+    (loss + 2 * model.module.module.outside.sum()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert model.state_dict()["outside"].tolist() == [0.0] * 4
 
 
 class Beside(nn.Module):
@@ -638,11 +619,3 @@ class Beside(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.inner(inputs)
-
-
-def _use_outside() -> None:
-    model: Any = fully_sharded()(Beside())
-    loss = model(torch.ones(1, 3)).sum()  # the root's parameters stay whole after it
-    (loss + 2 * model.module.module.outside.sum()).backward()
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    assert model.state_dict()["outside"].tolist() == [0.0] * 4

@@ -24,7 +24,7 @@ import fsdp.engine.sharded_methods
 import fsdp.engine.state_dict.full
 import fsdp.engine.torch_functions  # what the first wrap loads: to load a file is not to enter it
 from tests.helpers.forms import FORMS, sharded
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 PACKAGE = str(Path(fsdp.__file__).parent)
 # Of a unit's construction, a forward and backward of a root with three units, and an optimizer's step.
@@ -51,13 +51,10 @@ def files_entered(function: Callable[[], Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_enters_few_files(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2, backend=None).run(_count_files, tmp_path, form)  # in processes where nothing else has run
-
-
-def _count_files(folder: Path, form: str) -> None:
+@on_ranks(2, backend=None)  # in processes where nothing else has run
+def test_a_step_enters_few_files(tmp_path: Path, form: str) -> None:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(tmp_path / "store"), 2))
     fsdp.set_watchdog(None)  # a wait that takes long, on a busy machine, would enter its files
     constructed = files_entered(lambda: sharded(nn.Linear(8, 8), form))
     model = sharded(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), form, (nn.Linear,))

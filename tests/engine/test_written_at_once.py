@@ -19,8 +19,8 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.custom_collectives import CustomAllGather
 from fsdp.distributed.dtensor import local_part
 from tests.helpers.late_messages import late_messages, under_way
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.own_collectives import OwnAllGather
-from tests.helpers.ranks import RankPool
 
 BATCH = torch.linspace(-1.0, 1.0, 10).view(2, 5)
 Values = list[Tensor]
@@ -276,11 +276,8 @@ CALLS: list[Callable[[], Values]] = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=[call.__name__ for call in CALLS])
-def test_what_was_sent_may_be_written_when_a_call_has_returned(ranks: RankPool, call: Callable[[], Values]) -> None:
-    ranks(2).run(_late_as_in_time, call)
-
-
-def _late_as_in_time(call: Callable[[], Values]) -> None:
+@on_ranks(2)
+def test_what_was_sent_may_be_written_when_a_call_has_returned(call: Callable[[], Values]) -> None:
     expected = call()
     for late in range(2):
         with late_messages(0.02 if dist.get_rank() == late else 0.0):
@@ -290,11 +287,8 @@ def _late_as_in_time(call: Callable[[], Values]) -> None:
         assert not left
 
 
-def test_what_was_sent_behind_a_collective_of_the_users_own_is_settled(ranks: RankPool) -> None:
-    ranks(2).run(_send_behind)
-
-
-def _send_behind() -> None:
+@on_ranks(2)
+def test_what_was_sent_behind_a_collective_of_the_users_own_is_settled() -> None:
     with late_messages(0.02):
         way = CustomAllGather(communicator(dist.group.WORLD, torch.device("cpu")), OwnAllGather())
         way.exchange({}, {1: [torch.ones(3)]} if dist.get_rank() == 0 else {}, "values", 1).wait()

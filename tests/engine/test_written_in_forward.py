@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,11 +98,8 @@ def _train(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "replicated", "cast"])
-def test_what_ranks_write_differently_is_an_error_on_all_of_them(ranks: RankPool, kind: str) -> None:
-    ranks(2).run(_clash, kind)
-
-
-def _clash(kind: str) -> None:
+@on_ranks(2)
+def test_what_ranks_write_differently_is_an_error_on_all_of_them(kind: str) -> None:
     torch.manual_seed(0)
     options: dict[str, dict[str, Any]] = {
         "flat": {},
@@ -134,11 +132,8 @@ class Shrinking(nn.Linear):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_is_written_again_in_a_recomputation_is_not_kept(ranks: RankPool, kept: bool) -> None:
-    ranks(2).run(_recompute, kept)
-
-
-def _recompute(kept: bool) -> None:
+@on_ranks(2)
+def test_what_is_written_again_in_a_recomputation_is_not_kept(kept: bool) -> None:
     layer = Shrinking(3, 5)
     before = layer.weight.detach().clone()
     inner = FullyShardedDataParallel(layer, reshard_after_forward=not kept)
@@ -149,11 +144,8 @@ def _recompute(kept: bool) -> None:
     torch.testing.assert_close(inner.state_dict()["weight"], before * 0.25)
 
 
-def test_weights_written_between_forward_and_backward_are_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_write_between)
-
-
-def _write_between() -> None:
+@on_ranks(2)
+def test_weights_written_between_forward_and_backward_are_an_error() -> None:
     model = FullyShardedDataParallel(nn.Linear(3, 2), reshard_after_forward=False)
     loss = model(torch.ones(1, 3)).sum()
     with torch.no_grad():

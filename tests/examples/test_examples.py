@@ -26,6 +26,7 @@ import fsdp
 from benchmarks._machines import NotAllowedError, two_machines
 from tests.conftest import LitRanks
 from tests.helpers.hugging_face import PATIENCE, needs
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
@@ -104,22 +105,16 @@ def _train_gan(folder: Path, steps: int) -> list[float]:
     return distances
 
 
-def test_on_disk_a_model_trains_as_in_memory(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_on_disk, tmp_path)
-
-
-def _train_on_disk(folder: Path) -> None:
+@on_ranks(2)
+def test_on_disk_a_model_trains_as_in_memory(tmp_path: Path) -> None:
     example = program("larger_than_memory")
-    on_disk = example.train(example.build(16, 3, offload="disk", offload_folder=folder), 16, steps=3)
+    on_disk = example.train(example.build(16, 3, offload="disk", offload_folder=tmp_path), 16, steps=3)
     assert on_disk == example.train(example.build(16, 3), 16, steps=3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory of a process")
-def test_memory_can_be_limited(ranks: RankPool) -> None:
-    ranks(1).run(_limit_memory)
-
-
-def _limit_memory() -> None:
+@on_ranks(1)
+def test_memory_can_be_limited() -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         program("larger_than_memory").limit_memory(2**20)
@@ -303,16 +298,12 @@ def _train(name: str, folder: Path, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_trains_as_with_ddp(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    ranks(world_size).run(_train_as_ddp, tmp_path)
-
-
-def _train_as_ddp(folder: Path) -> None:
+@on_ranks(2, 3)
+def test_it_trains_as_with_ddp(tmp_path: Path) -> None:
     before, after = program("from_ddp/before.py"), program("from_ddp/after.py")
     for max_norm in (float("inf"), 0.5):
-        theirs = before.train(CPU, folder / f"theirs {max_norm}", steps=5, max_norm=max_norm)
-        ours = after.train(CPU, folder / f"ours {max_norm}", steps=5, max_norm=max_norm)
+        theirs = before.train(CPU, tmp_path / f"theirs {max_norm}", steps=5, max_norm=max_norm)
+        ours = after.train(CPU, tmp_path / f"ours {max_norm}", steps=5, max_norm=max_norm)
         if dist.get_world_size() == 2 and max_norm == float("inf"):
             assert ours == theirs  # to the bit, as docs/from_ddp.md says
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -342,27 +333,21 @@ def _train_and_print(name: str, folder: Path, steps: int) -> str:
     return printed.getvalue()
 
 
-def test_the_import_of_fairscale_may_stay(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_as_fairscales, tmp_path)
-
-
-def _train_as_fairscales(folder: Path) -> None:
+@on_ranks(2)
+def test_the_import_of_fairscale_may_stay(tmp_path: Path) -> None:
     compat = importlib.import_module("fsdp.compat.fairscale")
-    ours = _train("from_fairscale", folder / "ours", 2)
+    ours = _train("from_fairscale", tmp_path / "ours", 2)
     compat.install()
     try:
         theirs = program("from_fairscale", before="from fsdp import", after="from fairscale.nn import")
-        assert theirs.train(CPU, folder / "theirs", 2) == ours
+        assert theirs.train(CPU, tmp_path / "theirs", 2) == ours
     finally:
         compat.uninstall()
 
 
-def test_it_trains_as_with_torchs_fsdp1(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_as_fsdp1, tmp_path)
-
-
-def _train_as_fsdp1(folder: Path) -> None:
-    ours = _train("from_fsdp1", folder / "ours", 3)
+@on_ranks(2)
+def test_it_trains_as_with_torchs_fsdp1(tmp_path: Path) -> None:
+    ours = _train("from_fsdp1", tmp_path / "ours", 3)
     known: dict[str, Any] = {}
     readme = (ROOT / "examples" / "from_fsdp1" / "README.md").read_text(encoding="utf-8")
     exec(readme.split("```python\n")[1].split("```")[0], known)
@@ -370,16 +355,13 @@ def _train_as_fsdp1(folder: Path) -> None:
     example.shard = known["shard"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "save", lambda *args, **options: None)  # its own was another
-        assert example.train(CPU, folder / "theirs", 3) == pytest.approx(ours, rel=1e-3)
+        assert example.train(CPU, tmp_path / "theirs", 3) == pytest.approx(ours, rel=1e-3)
 
 
-def test_it_trains_as_with_torchs_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_as_fsdp2, tmp_path)
-
-
-def _train_as_fsdp2(folder: Path) -> None:
+@on_ranks(2)
+def test_it_trains_as_with_torchs_fsdp2(tmp_path: Path) -> None:
     theirs = program("from_fsdp2", before="from fsdp import", after="from torch.distributed.fsdp import")
-    through = theirs.train(CPU, folder / "theirs", 4)
-    first = _train("from_fsdp2", folder / "ours", 2)
+    through = theirs.train(CPU, tmp_path / "theirs", 4)
+    first = _train("from_fsdp2", tmp_path / "ours", 2)
     assert first == pytest.approx(through[:2], rel=1e-3)
-    assert theirs.train(CPU, folder / "ours", 4) == pytest.approx(through[2:], rel=1e-3)  # reads what ours has saved
+    assert theirs.train(CPU, tmp_path / "ours", 4) == pytest.approx(through[2:], rel=1e-3)  # reads what ours has saved

@@ -13,6 +13,7 @@ from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.engine.test_accelerator import global_batches
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
 
 pytestmark = pytest.mark.accelerator
@@ -67,11 +68,8 @@ def test_bfloat16_on_an_accelerator_is_near_the_unsharded_model(accelerator_rank
     accelerator_ranks(2).run(_train_and_compare, {"mp_policy": policy}, 2e-2)
 
 
-def test_collectives_of_the_users_own_keep_what_they_read(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_train_by_own_collectives)
-
-
-def _train_by_own_collectives() -> None:
+@on_accelerators(2)
+def test_collectives_of_the_users_own_keep_what_they_read() -> None:
     found = []
     for is_own in (False, True):
         torch.manual_seed(0)
@@ -85,13 +83,8 @@ def _train_by_own_collectives() -> None:
         torch.testing.assert_close(found[1][name], value)
 
 
-def test_a_hook_runs_on_a_stream_of_its_own_between_what_is_queued_before_and_after(
-    accelerator_ranks: AcceleratorRanks,
-) -> None:
-    accelerator_ranks(2).run(_change_beside)
-
-
-def _change_beside() -> None:
+@on_accelerators(2)
+def test_a_hook_runs_on_a_stream_of_its_own_between_what_is_queued_before_and_after() -> None:
     stream, streams = device_module().Stream(), []
     found = []
     for is_beside in (False, True):

@@ -33,6 +33,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -54,12 +55,8 @@ class TiedUnits(nn.Module):
         return self.second(torch.tanh(self.first(inputs)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_tied_across_units_stays_tied(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_train_tied)
-
-
-def _train_tied() -> None:
+@on_ranks(1, 2)
+def test_a_parameter_tied_across_units_stays_tied() -> None:
     assert_trains_as_plain(partial(seeded, TiedUnits))
     model: Any = seeded(TiedUnits, ours())
     assert model.first.weight is model.second.weight
@@ -67,11 +64,8 @@ def _train_tied() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not refuse it")
-def test_a_parameter_tied_across_units_is_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_tie_torchs)
-
-
-def _tie_torchs() -> None:
+@on_ranks(2)
+def test_a_parameter_tied_across_units_is_refused_by_torchs() -> None:
     with pytest.raises(ValueError, match=r"'second.weight' is shared"):
         once(seeded(TiedUnits, torchs()), INPUTS)
 
@@ -85,11 +79,8 @@ class TwoDtypes(nn.Module):
         return self.second(self.first(inputs.to(torch.float32)).to(torch.float64))
 
 
-def test_one_unit_may_have_parameters_of_two_dtypes(ranks: RankPool) -> None:
-    ranks(2).run(_train_two_dtypes)
-
-
-def _train_two_dtypes() -> None:
+@on_ranks(2)
+def test_one_unit_may_have_parameters_of_two_dtypes() -> None:
     model, plain = seeded(TwoDtypes, ours()), seeded(TwoDtypes)
     for each in (model, plain):
         optimizer = sgd_with_momentum(each.parameters())
@@ -99,11 +90,8 @@ def _train_two_dtypes() -> None:
         assert_within(name, wholes(model)[name], value, 1e-6)
 
 
-def test_two_dtypes_in_one_unit_are_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_two_dtypes_torchs)
-
-
-def _two_dtypes_torchs() -> None:
+@on_ranks(2)
+def test_two_dtypes_in_one_unit_are_refused_by_torchs() -> None:
     with pytest.raises(AssertionError, match=r"uniform original parameter dtype"):
         once(seeded(TwoDtypes, torchs()), INPUTS)
 
@@ -122,11 +110,8 @@ def test_a_parameter_may_have_no_dimensions(ranks: RankPool, world_size: int) ->
     ranks(world_size).run(assert_trains_as_plain, partial(seeded, Scaled))
 
 
-def test_a_parameter_without_dimensions_is_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(1).run(_scalar_torchs)
-
-
-def _scalar_torchs() -> None:
+@on_ranks(1)
+def test_a_parameter_without_dimensions_is_refused_by_torchs() -> None:
     with pytest.raises(ValueError, match=r"doesn't support scalar parameters"):
         seeded(Scaled, torchs())
 
@@ -144,11 +129,8 @@ def test_a_parameter_may_be_non_contiguous(ranks: RankPool) -> None:
     ranks(2).run(assert_trains_as_plain, partial(seeded, Transposed))
 
 
-def test_a_non_contiguous_parameter_is_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(1).run(_transposed_torchs)
-
-
-def _transposed_torchs() -> None:
+@on_ranks(1)
+def test_a_non_contiguous_parameter_is_refused_by_torchs() -> None:
     with pytest.raises(NotImplementedError, match=r"non-contiguous"):
         seeded(Transposed, torchs())
 
@@ -183,40 +165,28 @@ def test_convolutions_may_be_cut_along_the_dimensions_of_their_kernels(ranks: Ra
     ranks(world_size).run(assert_trains_as_plain, make, shard_placement_fn=third_dim_of_convolutions)
 
 
-def test_uneven_cuts_along_another_dimension_are_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_cut_torchs)
-
-
-def _cut_torchs() -> None:
+@on_ranks(2)
+def test_uneven_cuts_along_another_dimension_are_refused_by_torchs() -> None:
     with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1"):
         uneven(torchs(shard_placement_fn=last_dim))
 
 
-def test_load_state_dict_takes_whole_tensors(ranks: RankPool) -> None:
-    ranks(2).run(_load_whole)
-
-
-def _load_whole() -> None:
+@on_ranks(2)
+def test_load_state_dict_takes_whole_tensors() -> None:
     model, other = uneven(ours()), uneven(seed=1).state_dict()
     model.load_state_dict(other)
     for name, value in other.items():
         assert_same(wholes(model)[name], value, name)
 
 
-def test_whole_tensors_are_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_load_whole_torchs)
-
-
-def _load_whole_torchs() -> None:
+@on_ranks(2)
+def test_whole_tensors_are_refused_by_torchs() -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         uneven(torchs()).load_state_dict(uneven(seed=1).state_dict())
 
 
-def test_deepcopy_gives_a_sharded_copy(ranks: RankPool) -> None:
-    ranks(2).run(_deepcopy)
-
-
-def _deepcopy() -> None:
+@on_ranks(2)
+def test_deepcopy_gives_a_sharded_copy() -> None:
     model = uneven(ours())
     once(model, INPUTS)
     copied, before = copy.deepcopy(model), wholes(model)
@@ -228,11 +198,8 @@ def _deepcopy() -> None:
     assert any(not torch.equal(value, before[name]) for name, value in wholes(copied).items())
 
 
-def test_deepcopy_is_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(1).run(_deepcopy_torchs)
-
-
-def _deepcopy_torchs() -> None:
+@on_ranks(1)
+def test_deepcopy_is_refused_by_torchs() -> None:
     with pytest.raises(AssertionError, match=r"deepcopy"):
         copy.deepcopy(uneven(torchs()))
 
@@ -242,11 +209,8 @@ def test_cpu_offload_needs_no_accelerator(ranks: RankPool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
-def test_cpu_offload_without_accelerator_is_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(1).run(_offload_torchs)
-
-
-def _offload_torchs() -> None:
+@on_ranks(1)
+def test_cpu_offload_without_accelerator_is_refused_by_torchs() -> None:
     with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA"):
         once(torchs_fully_shard(nn.Linear(5, 5), offload_policy=TorchsOffload()), INPUTS)
 
@@ -256,8 +220,10 @@ def test_frozen_parameters_may_be_thawed_under_mixed_precision(ranks: RankPool) 
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="torch trains them from 2.14 on")
-def test_frozen_parameters_thawed_under_mixed_precision_are_refused_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_thaw_torchs)
+@on_ranks(2)
+def test_frozen_parameters_thawed_under_mixed_precision_are_refused_by_torchs() -> None:
+    with pytest.raises(RuntimeError, match=r"grad_dtype"):
+        _thaw(torchs)
 
 
 def _thaw(contestant: Callable[..., Wrap]) -> None:
@@ -272,11 +238,6 @@ def _thaw(contestant: Callable[..., Wrap]) -> None:
     once(expected, INPUTS)
     for name, param in expected.named_parameters():
         assert_same(local(model.get_parameter(name).grad), local(param.grad), name)
-
-
-def _thaw_torchs() -> None:
-    with pytest.raises(RuntimeError, match=r"grad_dtype"):
-        _thaw(torchs)
 
 
 # What torch's does wrong in silence
@@ -297,11 +258,8 @@ class Ordered(nn.Module):
 
 
 @pytest.mark.waiting
-def test_ranks_that_run_units_in_different_orders_hear_of_it(ranks: RankPool) -> None:
-    ranks(2).run(_disorder)
-
-
-def _disorder() -> None:
+@on_ranks(2)
+def test_ranks_that_run_units_in_different_orders_hear_of_it() -> None:
     # A timeout of its own: that is when they hear of it. And a name: of meshes that are equal torch 2.11 takes one for
     # the other, also in the tests that come after this one.
     group = dist.new_group(timeout=timedelta(seconds=5))
@@ -314,32 +272,23 @@ def _disorder() -> None:
         model(INPUTS)
 
 
-def test_units_in_different_orders_compute_with_wrong_weights_under_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_disorder_torchs)
-
-
-def _disorder_torchs() -> None:
+@on_ranks(2)
+def test_units_in_different_orders_compute_with_wrong_weights_under_torchs() -> None:
     model: Any = seeded(Ordered, torchs())
     plain: Any = seeded(Ordered)
     model.order = plain.order = "ab" if dist.get_rank() == 0 else "ba"
     assert not torch.equal(model(INPUTS), plain(INPUTS))
 
 
-def test_ranks_with_different_seeds_hear_of_it(ranks: RankPool) -> None:
-    ranks(3).run(_seed_apart)
-
-
-def _seed_apart() -> None:
+@on_ranks(3)
+def test_ranks_with_different_seeds_hear_of_it() -> None:
     model = uneven(ours(), seed=dist.get_rank() == 2)
     with pytest.raises(RuntimeError, match=r"Rank 2 has other values than rank 0 of entry.weight of unit"):
         model(INPUTS)
 
 
-def test_different_seeds_are_glued_together_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_seed_apart_torchs)
-
-
-def _seed_apart_torchs() -> None:
+@on_ranks(2)
+def test_different_seeds_are_glued_together_by_torchs() -> None:
     model = uneven(torchs(), seed=dist.get_rank())
     model(INPUTS)
     weight = wholes(model)["entry.weight"]
@@ -347,11 +296,8 @@ def _seed_apart_torchs() -> None:
         assert torch.equal(weight[row], uneven(seed=seed).get_parameter("entry.weight")[row])
 
 
-def test_ranks_that_built_different_models_hear_of_it(ranks: RankPool) -> None:
-    ranks(2).run(_build_apart)
-
-
-def _build_apart() -> None:
+@on_ranks(2)
+def test_ranks_that_built_different_models_hear_of_it() -> None:
     layer = nn.Linear(5, 4 if dist.get_rank() == 1 else 3)
     model = ours()(nn.Sequential(ours()(layer)))
     with pytest.raises(RuntimeError, match=r"different models.*rank 1"):
@@ -370,11 +316,8 @@ class Sometimes(nn.Module):
         return self.extra(hidden) if uses_extra else hidden
 
 
-def test_a_parameter_may_get_a_gradient_on_one_rank_only(ranks: RankPool) -> None:
-    ranks(3).run(_use_on_one_rank)
-
-
-def _use_on_one_rank() -> None:
+@on_ranks(3)
+def test_a_parameter_may_get_a_gradient_on_one_rank_only() -> None:
     model: Any = seeded(Sometimes, ours())
     plain: Any = seeded(Sometimes)
     model(INPUTS, dist.get_rank() == 1).sum().backward()
@@ -386,11 +329,8 @@ def _use_on_one_rank() -> None:
 # Mistakes that torch's leaves to be found
 
 
-def test_an_optimizer_made_before_sharding_says_so_at_its_step(ranks: RankPool) -> None:
-    ranks(2).run(_step_stale)
-
-
-def _step_stale() -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_says_so_at_its_step() -> None:
     module = nn.Linear(5, 3)
     optimizer = adamw(module.parameters())
     once(ours()(module), INPUTS)
@@ -398,11 +338,8 @@ def _step_stale() -> None:
         optimizer.step()
 
 
-def test_an_optimizer_made_before_sharding_steps_nothing_under_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_step_stale_torchs)
-
-
-def _step_stale_torchs() -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_steps_nothing_under_torchs() -> None:
     module = nn.Linear(5, 3)
     optimizer = adamw(module.parameters())
     model = torchs()(module)
@@ -413,11 +350,8 @@ def _step_stale_torchs() -> None:
         assert_same(wholes(model)[name], value, name)
 
 
-def test_a_step_with_unreduced_gradients_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_step_unreduced)
-
-
-def _step_unreduced() -> None:
+@on_ranks(2)
+def test_a_step_with_unreduced_gradients_is_an_error() -> None:
     model: Any = uneven(ours())
     optimizer = adamw(model.parameters())
     model.set_requires_gradient_sync(False)
@@ -426,11 +360,8 @@ def _step_unreduced() -> None:
         optimizer.step()
 
 
-def test_unreduced_gradients_are_left_out_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_step_unreduced_torchs)
-
-
-def _step_unreduced_torchs() -> None:
+@on_ranks(2)
+def test_unreduced_gradients_are_left_out_by_torchs() -> None:
     model: Any = uneven(torchs())
     optimizer, before = adamw(model.parameters()), wholes(model)
     model.set_requires_gradient_sync(False)
@@ -446,25 +377,23 @@ def without_values(wrap: Wrap) -> Any:
     return model.to_empty(device="cpu")
 
 
-def test_parameters_without_values_are_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_use_empty)
-
-
-def _use_empty() -> None:
+@on_ranks(2)
+def test_parameters_without_values_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"weight, bias"):
         without_values(ours())(INPUTS)
 
 
-def test_parameters_without_values_are_computed_with_by_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_use_empty_torchs)
-
-
-def _use_empty_torchs() -> None:
+@on_ranks(2)
+def test_parameters_without_values_are_computed_with_by_torchs() -> None:
     without_values(torchs())(INPUTS)
 
 
-def test_a_parameter_added_after_sharding_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_add)
+@on_ranks(2)
+def test_a_parameter_added_after_sharding_is_an_error() -> None:
+    model: Any = ours()(Growing(5, 3))
+    model.shift = nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"shift"):
+        once(model, INPUTS)
 
 
 class Growing(nn.Linear):
@@ -472,18 +401,8 @@ class Growing(nn.Linear):
         return super().forward(inputs) + getattr(self, "shift", 0.0)
 
 
-def _add() -> None:
-    model: Any = ours()(Growing(5, 3))
-    model.shift = nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match=r"shift"):
-        once(model, INPUTS)
-
-
-def test_a_parameter_added_after_sharding_is_trained_by_each_rank_alone_under_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_add_torchs)
-
-
-def _add_torchs() -> None:
+@on_ranks(2)
+def test_a_parameter_added_after_sharding_is_trained_by_each_rank_alone_under_torchs() -> None:
     model: Any = torchs()(Growing(5, 3))
     model.shift = nn.Parameter(torch.ones(3))
     once(model, INPUTS + dist.get_rank())
@@ -504,19 +423,13 @@ def outputs_after_a_look(model: Any) -> tuple[Tensor, Tensor]:
         return found, model(INPUTS)
 
 
-def test_a_forward_between_backward_and_step_leaves_no_old_weights(ranks: RankPool) -> None:
-    ranks(2).run(_look)
-
-
-def _look() -> None:
+@on_ranks(2)
+def test_a_forward_between_backward_and_step_leaves_no_old_weights() -> None:
     assert torch.equal(*outputs_after_a_look(uneven(ours())))
 
 
-def test_a_forward_between_backward_and_step_leaves_old_weights_under_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_look_under_torchs)
-
-
-def _look_under_torchs() -> None:
+@on_ranks(2)
+def test_a_forward_between_backward_and_step_leaves_old_weights_under_torchs() -> None:
     assert not torch.equal(*outputs_after_a_look(uneven(torchs())))
 
 
@@ -536,17 +449,11 @@ def keeps_local_tensors(model: Any) -> bool:
     return all(bool((local(value) == 2).all()) for value in model.state_dict().values())
 
 
-def test_local_tensors_that_were_taken_before_the_first_forward_stay_the_models(ranks: RankPool) -> None:
-    ranks(2).run(_take_local_tensors)
-
-
-def _take_local_tensors() -> None:
+@on_ranks(2)
+def test_local_tensors_that_were_taken_before_the_first_forward_stay_the_models() -> None:
     assert keeps_local_tensors(ours()(nn.Linear(4, 3)))
 
 
-def test_uneven_local_tensors_move_in_the_first_forward_under_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_take_local_tensors_under_torchs)
-
-
-def _take_local_tensors_under_torchs() -> None:
+@on_ranks(2)
+def test_uneven_local_tensors_move_in_the_first_forward_under_torchs() -> None:
     assert keeps_local_tensors(torchs()(nn.Linear(4, 3))) is (dist.get_rank() == 0)  # the other one's is padded

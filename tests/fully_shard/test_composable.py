@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp
 from tests.helpers.offload import Far
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -45,11 +45,8 @@ def _whole(param: Tensor) -> Tensor:
 
 
 @parametrize_pairs(where=["replicate", "replicate_with_fsdp"], is_inside=[True, False])
-def test_replicated_and_sharded_modules_train_as_one_model(ranks: RankPool, where: str, is_inside: bool) -> None:
-    ranks(2).run(_train_both, where, is_inside)
-
-
-def _train_both(where: str, is_inside: bool) -> None:
+@on_ranks(2)
+def test_replicated_and_sharded_modules_train_as_one_model(where: str, is_inside: bool) -> None:
     model, plain = _model(), _model()
     if is_inside:
         fsdp.fully_shard(model[1])
@@ -71,20 +68,14 @@ def _train_both(where: str, is_inside: bool) -> None:
 
 
 @every_replicate
-def test_a_sharded_module_cannot_be_replicated(ranks: RankPool, where: str) -> None:
-    ranks(1).run(_replicate_sharded, where)
-
-
-def _replicate_sharded(where: str) -> None:
+@on_ranks(1)
+def test_a_sharded_module_cannot_be_replicated(where: str) -> None:
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         _replicate(where)(fsdp.fully_shard(nn.Linear(4, 3)))
 
 
-def test_an_optimizer_for_each_parameter_steps_in_backward_as_with_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_step_in_backward)
-
-
-def _step_in_backward() -> None:
+@on_ranks(2)
+def test_an_optimizer_for_each_parameter_steps_in_backward_as_with_torchs() -> None:
     trained, received = [], []
     for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
         model = _model()
@@ -112,17 +103,8 @@ def _step_in_backward() -> None:
         torch.testing.assert_close(own, expected, **TOLERANCE)
 
 
-def test_inputs_of_the_outermost_module_come_to_its_device(ranks: RankPool) -> None:
-    ranks(1).run(_compute_with_inputs_from_elsewhere)
-
-
-class Scaled(nn.Linear):
-    def forward(self, inputs: dict[str, list[Tensor]], *, scale: Tensor) -> Tensor:  # type: ignore[override]
-        (rows,) = inputs["rows"]
-        return super().forward(rows) * scale
-
-
-def _compute_with_inputs_from_elsewhere() -> None:
+@on_ranks(1)
+def test_inputs_of_the_outermost_module_come_to_its_device() -> None:
     model = fsdp.fully_shard(Scaled(4, 3))
     rows, scale = torch.ones(2, 4), torch.tensor(2.0)
     expected = model({"rows": [rows]}, scale=scale)
@@ -136,18 +118,21 @@ def _compute_with_inputs_from_elsewhere() -> None:
     assert seen[0] is rows
 
 
-def test_the_wrapper_leaves_inputs_where_they_are(ranks: RankPool) -> None:
-    ranks(1).run(_pass_on_through_a_wrapper)
+class Scaled(nn.Linear):
+    def forward(self, inputs: dict[str, list[Tensor]], *, scale: Tensor) -> Tensor:  # type: ignore[override]
+        (rows,) = inputs["rows"]
+        return super().forward(rows) * scale
+
+
+@on_ranks(1)
+def test_the_wrapper_leaves_inputs_where_they_are() -> None:
+    """As FairScale's does: lengths of sequences, say, have to be on the host."""
+    module, lengths = Keeping(4, 3), Far(torch.ones(2))
+    fsdp.FullyShardedDataParallel(module)(torch.ones(2, 4), lengths)
+    assert module.lengths is lengths
 
 
 class Keeping(nn.Linear):
     def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         self.lengths = lengths
         return super().forward(inputs)
-
-
-def _pass_on_through_a_wrapper() -> None:
-    """As FairScale's does: lengths of sequences, say, have to be on the host."""
-    module, lengths = Keeping(4, 3), Far(torch.ones(2))
-    fsdp.FullyShardedDataParallel(module)(torch.ones(2, 4), lengths)
-    assert module.lengths is lengths

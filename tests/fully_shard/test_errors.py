@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp
 from fsdp import FSDPModule, FullyShardedDataParallel
 from tests.helpers.dtensor_twins import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -108,11 +109,8 @@ def _refuse(make: Callable[[], Any], error: type[Exception], message: str, optio
         fsdp.fully_shard(model, **options)
 
 
-def test_what_was_refused_is_left_as_it_was(ranks: RankPool) -> None:
-    ranks(1).run(_refuse_and_repair)
-
-
-def _refuse_and_repair() -> None:
+@on_ranks(1)
+def test_what_was_refused_is_left_as_it_was() -> None:
     model: Any = of_torch_quantisation()
     with pytest.raises(TypeError, match=r"steps.*qint8"):
         fsdp.fully_shard(model)
@@ -122,21 +120,15 @@ def _refuse_and_repair() -> None:
     assert isinstance(fsdp.fully_shard(model), FSDPModule)
 
 
-def test_a_module_without_parameters_of_its_own_can_be_the_root(ranks: RankPool) -> None:
-    ranks(2).run(_shard_empty_root)
-
-
-def _shard_empty_root() -> None:
+@on_ranks(2)
+def test_a_module_without_parameters_of_its_own_can_be_the_root() -> None:
     model: Any = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(nn.Linear(5, 5)), nn.Tanh()))
     once(model, INPUTS)
     assert model[0].weight.grad is not None
 
 
-def test_ignored_parameters_stay_plain_and_apart(ranks: RankPool) -> None:
-    ranks(2).run(_ignore)
-
-
-def _ignore() -> None:
+@on_ranks(2)
+def test_ignored_parameters_stay_plain_and_apart() -> None:
     model: Any = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
     ignored = [model[1].weight]
     fsdp.fully_shard(model, ignored_params=set(ignored))
@@ -173,29 +165,25 @@ def test_an_option_that_cannot_be(
     ranks(1).run(_refuse, linear, error, message, options)
 
 
-def test_a_number_must_divide_the_ranks(ranks: RankPool) -> None:
-    ranks(4).run(_divide)
-
-
-def _divide() -> None:
+@on_ranks(4)
+def test_a_number_must_divide_the_ranks() -> None:
     with pytest.raises(ValueError, match=r"reshard_after_forward.*3"):
         fsdp.fully_shard(linear(), reshard_after_forward=3)
     fsdp.fully_shard(linear(), reshard_after_forward=4)
 
 
-def test_a_mesh_has_one_or_two_dimensions(ranks: RankPool) -> None:
-    ranks(1).run(_cube)
-
-
-def _cube() -> None:
+@on_ranks(1)
+def test_a_mesh_has_one_or_two_dimensions() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     with pytest.raises(ValueError, match="got a 3-D DeviceMesh, and sharding uses at most two dimensions"):
         fsdp.fully_shard(linear(), mesh=init_device_mesh("cpu", (1, 1, 1)))
 
 
-def test_no_dimensions_on_a_mesh_of_two(ranks: RankPool) -> None:
-    ranks(2).run(_scalar_on_two)
+@on_ranks(2)
+def test_no_dimensions_on_a_mesh_of_two() -> None:
+    with pytest.raises(NotImplementedError, match=r"scale has no dimensions.*shape \[1\]"):
+        fsdp.fully_shard(Scaled(), mesh=mesh_of(2, 1))
 
 
 class Scaled(nn.Linear):
@@ -204,36 +192,22 @@ class Scaled(nn.Linear):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
-def _scalar_on_two() -> None:
-    with pytest.raises(NotImplementedError, match=r"scale has no dimensions.*shape \[1\]"):
-        fsdp.fully_shard(Scaled(), mesh=mesh_of(2, 1))
-
-
-def test_torchs_policies_are_taken(ranks: RankPool) -> None:
-    ranks(1).run(_take_torchs)
-
-
-def _take_torchs() -> None:
+@on_ranks(1)
+def test_torchs_policies_are_taken() -> None:
     policy = TorchsPolicy(param_dtype=torch.bfloat16)
     model = fsdp.fully_shard(linear(), mp_policy=policy, offload_policy=TorchsOffload())
     assert model(INPUTS).dtype == torch.bfloat16
 
 
-def test_a_dtype_that_cannot_hold_what_is_computed(ranks: RankPool) -> None:
-    ranks(1).run(_narrow)
-
-
-def _narrow() -> None:
+@on_ranks(1)
+def test_a_dtype_that_cannot_hold_what_is_computed() -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
     with pytest.raises(ValueError, match=r"weight is torch\.bfloat16, which cannot hold"):
         fsdp.fully_shard(linear().bfloat16(), mp_policy=policy)
 
 
-def test_without_a_process_group(ranks: RankPool) -> None:
-    ranks(1, backend=None).run(_without_group)
-
-
-def _without_group() -> None:
+@on_ranks(1, backend=None)
+def test_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"call fsdp\.init_distributed\(\) first"):
         fsdp.fully_shard(linear())
 
@@ -241,18 +215,18 @@ def _without_group() -> None:
 # Afterwards
 
 
-def test_a_wrapper_around_what_is_sharded(ranks: RankPool) -> None:
-    ranks(1).run(_wrap_sharded)
-
-
-def _wrap_sharded() -> None:
+@on_ranks(1)
+def test_a_wrapper_around_what_is_sharded() -> None:
     for model in (twice(), nn.Sequential(twice())):
         with pytest.raises(ValueError, match=r"is wrapped already|fully_shard"):
             fully_sharded()(model)
 
 
-def test_reshard_in_the_middle_of_a_forward(ranks: RankPool) -> None:
-    ranks(1).run(_reshard_inside)
+@on_ranks(1)
+def test_reshard_in_the_middle_of_a_forward() -> None:
+    model = fsdp.fully_shard(Resharding(5, 3))
+    with pytest.raises(RuntimeError, match=r"cannot reshard .* in the middle of its forward"):
+        model(INPUTS)
 
 
 class Resharding(nn.Linear):
@@ -261,27 +235,15 @@ class Resharding(nn.Linear):
         return super().forward(inputs)
 
 
-def _reshard_inside() -> None:
-    model = fsdp.fully_shard(Resharding(5, 3))
-    with pytest.raises(RuntimeError, match=r"cannot reshard .* in the middle of its forward"):
-        model(INPUTS)
-
-
-def test_ranks_that_cut_along_other_dimensions_are_told_which(ranks: RankPool) -> None:
-    ranks(2).run(_cut_along_other_dimensions)
-
-
-def _cut_along_other_dimensions() -> None:
+@on_ranks(2)
+def test_ranks_that_cut_along_other_dimensions_are_told_which() -> None:
     model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), shard_placement_fn=lambda _: Shard(dist.get_rank()))
     with pytest.raises(RuntimeError, match=r"weight\[4, 4\] along 1"):
         model(torch.ones(2, 4))
 
 
-def test_a_tie_that_comes_too_late_leaves_the_module_as_it_was(ranks: RankPool) -> None:
-    ranks(1).run(_tie_after_first_use)
-
-
-def _tie_after_first_use() -> None:
+@on_ranks(1)
+def test_a_tie_that_comes_too_late_leaves_the_module_as_it_was() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     fsdp.fully_shard(first)(torch.ones(2, 4))
@@ -291,14 +253,8 @@ def _tie_after_first_use() -> None:
     assert type(second.bias) is nn.Parameter
 
 
-def test_errors_of_the_engine_do_not_speak_of_the_wrapper(ranks: RankPool) -> None:
-    ranks(2).run(_go_wrong)
-
-
-WORDS_OF_THE_WRAPPER = re.compile(r"[Ww]rap|process_group|compute_device|flatten_parameters|use_orig_params")
-
-
-def _go_wrong() -> None:
+@on_ranks(2)
+def test_errors_of_the_engine_do_not_speak_of_the_wrapper() -> None:
     def lends_a_shard() -> None:
         model = fsdp.fully_shard(linear())
         torch.func.functional_call(model, {"weight": torch.ones(1, 5)}, (INPUTS,))
@@ -340,6 +296,9 @@ def _go_wrong() -> None:
         message = _message(mistake)
         assert message, mistake.__name__
         assert not WORDS_OF_THE_WRAPPER.search(message), f"{mistake.__name__}: {message}"
+
+
+WORDS_OF_THE_WRAPPER = re.compile(r"[Ww]rap|process_group|compute_device|flatten_parameters|use_orig_params")
 
 
 def _message(mistake: Callable[[], None]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 import fsdp
 from tests.helpers.dtensor_twins import FullyShard, assert_within, local, mesh_of, spread_of
 from tests.helpers.equality import assert_same
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 INPUTS = torch.linspace(-1, 1, 36).view(4, 9)
 
@@ -56,13 +56,8 @@ def step(model: nn.Module) -> Tensor:
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's own refuses integers")
 @pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize(("dtype", "world_size"), [(torch.uint8, 2), (torch.int32, 3)], ids=str)
-def test_integers_are_sharded_and_computed_with_as_by_torchs(
-    ranks: RankPool, dtype: torch.dtype, world_size: int, is_mixed: bool
-) -> None:
-    ranks(world_size).run(_train, dtype, is_mixed)
-
-
-def _train(dtype: torch.dtype, is_mixed: bool) -> None:
+@on_ranks("world_size")
+def test_integers_are_sharded_and_computed_with_as_by_torchs(dtype: torch.dtype, is_mixed: bool) -> None:
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if is_mixed else {}
     expected, model = quantised(dtype, torchs_fully_shard, **options), quantised(dtype, fsdp.fully_shard, **options)
     for _ in range(3):
@@ -72,19 +67,16 @@ def _train(dtype: torch.dtype, is_mixed: bool) -> None:
         assert_within(name, local(ours), local(theirs))
 
 
-def test_integers_are_saved_loaded_and_copied(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save, tmp_path)
-
-
-def _save(folder: Path) -> None:
+@on_ranks(2)
+def test_integers_are_saved_loaded_and_copied(tmp_path: Path) -> None:
     model = quantised(torch.uint8, fsdp.fully_shard)
     step(model)
-    fsdp.save(folder / "saved", model)
+    fsdp.save(tmp_path / "saved", model)
     copied = copy.deepcopy(model)
     other = quantised(torch.uint8, fsdp.fully_shard)
     with torch.no_grad():
         other[0].weight.fill_(0)  # type: ignore[index, operator]
-    fsdp.load(folder / "saved", other)
+    fsdp.load(tmp_path / "saved", other)
     full = quantised(torch.uint8, fsdp.fully_shard)
     full.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
     for one in (copied, other, full):

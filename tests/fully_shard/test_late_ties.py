@@ -17,7 +17,7 @@ import fsdp
 from fsdp.engine.unit import unit_of
 from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest, whole
 from tests.helpers.equality import assert_close_state
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 VOCABULARY = 13  # which two ranks do not divide
 
@@ -76,11 +76,9 @@ UNITS = {"one unit": [], "units of their own": ["embedding", "body", "head"], "t
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_it_is_trained_as_one(ranks: RankPool, units: str) -> None:
-    ranks(2).run(_train_tied, UNITS[units])
-
-
-def _train_tied(names: list[str]) -> None:
+@on_ranks(2)
+def test_it_is_trained_as_one(units: str) -> None:
+    names = UNITS[units]
     model = _sharded(names).tie()
     assert [name for name, _ in model.named_parameters()] == ["embedding.weight", "body.weight", "body.bias"]
     _train(model, _own())
@@ -89,11 +87,8 @@ def _train_tied(names: list[str]) -> None:
     assert_close_state(_full(model), _trained_plain(), 1e-10)
 
 
-def test_both_may_be_given_a_new_value(ranks: RankPool) -> None:
-    ranks(2).run(_train_new_value)
-
-
-def _train_new_value() -> None:
+@on_ranks(2)
+def test_both_may_be_given_a_new_value() -> None:
     model = _sharded(UNITS["units of their own"])
     listed = model.embedding.weight
     placed = distribute_tensor(Language().embedding.weight.detach(), listed.device_mesh, listed.placements)
@@ -105,11 +100,9 @@ def _train_new_value() -> None:
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_values_may_come_after_the_tie(ranks: RankPool, tmp_path: Path, units: str) -> None:
-    ranks(2).run(_load_tied, UNITS[units], tmp_path)
-
-
-def _load_tied(names: list[str], folder: Path) -> None:
+@on_ranks(2)
+def test_values_may_come_after_the_tie(tmp_path: Path, units: str) -> None:
+    names = UNITS[units]
     start, expected = Language().tie().state_dict(), _trained_plain()
     with torch.device("meta"):
         empty = _sharded(names).tie()
@@ -117,49 +110,37 @@ def _load_tied(names: list[str], folder: Path) -> None:
     empty.load_state_dict(start)
     _train(empty, _own())
     assert_close_state(_full(empty), expected, 1e-10)
-    fsdp.save(folder, empty)
+    fsdp.save(tmp_path, empty)
     again = _sharded(names).tie()
-    fsdp.load(folder, again)
+    fsdp.load(tmp_path, again)
     assert_close_state(_full(again), expected, 1e-10)
 
 
-def test_torchs_trains_them_wrongly(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_torchs_trains_them_wrongly() -> None:
     """Remove the row from docs/fully_shard.md when it does not any more."""
-    ranks(2).run(_train_torchs)
-
-
-def _train_torchs() -> None:
     model = _sharded([], torchs_fully_shard).tie()
     _train(model, _own())
     assert max((_full(model)[name] - value).abs().max() for name, value in _trained_plain().items()) > 1e-5
 
 
-def test_an_unlike_one_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_tie_unlike)
-
-
-def _tie_unlike() -> None:
+@on_ranks(2)
+def test_an_unlike_one_is_refused() -> None:
     model = _sharded(["head"], vocabulary=VOCABULARY + 1).tie()
     with pytest.raises(RuntimeError, match=r"weight was tied to embedding.weight after sharding.*shape"):
         _train(model, _own())
 
 
-def test_it_is_too_late_after_the_first_use(ranks: RankPool) -> None:
-    ranks(2).run(_tie_used)
-
-
-def _tie_used() -> None:
+@on_ranks(2)
+def test_it_is_too_late_after_the_first_use() -> None:
     model = _sharded(["head"])
     _train(model, _own())
     with pytest.raises(RuntimeError, match=r"weight.*before the first use"):
         _train(model.tie(), _own())
 
 
-def test_an_optimizer_from_before_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_step_before)
-
-
-def _step_before() -> None:
+@on_ranks(2)
+def test_an_optimizer_from_before_is_an_error() -> None:
     model = _sharded(["head"])
     optimizer = adamw_one_by_one(model.parameters())
     model.tie()(torch.arange(VOCABULARY)).sum().backward()
@@ -167,11 +148,8 @@ def _step_before() -> None:
         optimizer.step()
 
 
-def test_what_it_is_split_from_goes_on_being_kept_by_some_ranks(ranks: RankPool) -> None:
-    ranks(4).run(_train_kept_by_two)
-
-
-def _train_kept_by_two() -> None:
+@on_ranks(4)
+def test_what_it_is_split_from_goes_on_being_kept_by_some_ranks() -> None:
     model = Language()
     inside = [model.embedding, model.body, model.head]
     fsdp.fully_shard(inside, reshard_after_forward=2)

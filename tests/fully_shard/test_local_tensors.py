@@ -30,6 +30,7 @@ from tests.helpers.dtensor_twins import (
     whole,
 )
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -42,11 +43,8 @@ def nth_dim(dim: int, param: nn.Parameter) -> Shard:
 
 
 @parametrize_pairs(world_size=[1, 2], dim=[1, 2])
-def test_along_any_dimension_everything_is_contiguous(ranks: RankPool, dim: int, world_size: int) -> None:
-    ranks(world_size).run(_look_at_strides, dim)
-
-
-def _look_at_strides(dim: int) -> None:
+@on_ranks("world_size")
+def test_along_any_dimension_everything_is_contiguous(dim: int) -> None:
     seen: list[Tensor] = []
 
     def look(module: nn.Module, *_: Any) -> None:
@@ -64,19 +62,13 @@ def _look_at_strides(dim: int) -> None:
         assert local(param.grad).is_contiguous()
 
 
-def test_along_any_dimension_it_trains_as_unsharded(ranks: RankPool) -> None:
-    ranks(2).run(_train_along_dim)
-
-
-def _train_along_dim() -> None:
+@on_ranks(2)
+def test_along_any_dimension_it_trains_as_unsharded() -> None:
     trained_twins(uneven, shard_placement_fn=partial(nth_dim, 1))
 
 
-def test_the_memory_of_gradients_goes_with_them(ranks: RankPool) -> None:
-    ranks(2).run(_zero_gradients)
-
-
-def _zero_gradients() -> None:
+@on_ranks(2)
+def test_the_memory_of_gradients_goes_with_them() -> None:
     model = uneven(ours())
     once(model, INPUTS)
     listed: list[Any] = list(model.parameters())
@@ -87,11 +79,8 @@ def _zero_gradients() -> None:
     assert all(each() is None for each in memory)
 
 
-def test_a_gradient_that_was_transposed_where_it_lies_is_added_to(ranks: RankPool) -> None:
-    ranks(1).run(_transpose_gradient)
-
-
-def _transpose_gradient() -> None:
+@on_ranks(1)
+def test_a_gradient_that_was_transposed_where_it_lies_is_added_to() -> None:
     plain: Any = nn.Linear(5, 5, bias=False)
     model: Any = ours()(copy.deepcopy(plain))
     for each in (model, plain):
@@ -101,11 +90,8 @@ def _transpose_gradient() -> None:
     torch.testing.assert_close(local(model.weight.grad), plain.weight.grad)
 
 
-def test_gradients_that_users_keep_stay_as_they_are(ranks: RankPool) -> None:
-    ranks(2).run(_keep_gradients)
-
-
-def _keep_gradients() -> None:
+@on_ranks(2)
+def test_gradients_that_users_keep_stay_as_they_are() -> None:
     model = uneven(ours())
     once(model, INPUTS)
     kept = {name: param.grad for name, param in model.named_parameters()}
@@ -117,11 +103,8 @@ def _keep_gradients() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
-def test_parameters_are_listed_unsharded_as_by_torchs(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_list_parameters, options)
-
-
-def _list_parameters(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_parameters_are_listed_unsharded_as_by_torchs(options: dict[str, Any]) -> None:
     mine, theirs = (_kinds_listed(wrap(**options)) for wrap in (ours, torchs))
     assert mine == theirs
 
@@ -153,11 +136,8 @@ def _kinds_listed(wrap: Wrap) -> list[tuple[str, list[bool]]]:
     return found
 
 
-def test_an_optimizer_of_unsharded_parameters_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_step_unsharded)
-
-
-def _step_unsharded() -> None:
+@on_ranks(2)
+def test_an_optimizer_of_unsharded_parameters_is_refused() -> None:
     model: Any = uneven(ours())
     model.unshard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,11 +147,8 @@ def _step_unsharded() -> None:
         optimizer.step()
 
 
-def test_a_module_that_is_unsharded_saves_dtensors(ranks: RankPool) -> None:
-    ranks(2).run(_save_unsharded)
-
-
-def _save_unsharded() -> None:
+@on_ranks(2)
+def test_a_module_that_is_unsharded_saves_dtensors() -> None:
     model: Any = uneven(ours())
     model.unshard()
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
@@ -209,13 +186,8 @@ def _freeze_and_thaw(model: Any, step: int) -> None:
     ],
     ids=["frozen", "frozen and thawed", "accumulated", "hybrid"],
 )
-def test_parameters_that_are_frozen_later_are_not_reduced(
-    ranks: RankPool, world_size: int, plan: dict[str, Any], mesh: tuple[int, ...]
-) -> None:
-    ranks(world_size).run(_train_frozen, plan, mesh)
-
-
-def _train_frozen(plan: dict[str, Any], mesh: tuple[int, ...]) -> None:
+@on_ranks("world_size")
+def test_parameters_that_are_frozen_later_are_not_reduced(plan: dict[str, Any], mesh: tuple[int, ...]) -> None:
     options = {"mesh": mesh_of(*mesh)} if mesh else {}
     assert_side_by_side(Plan(make_model=uneven, steps=4, **plan), **options)
 
@@ -255,11 +227,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["one memory", "copies"])
-def test_ties_outlast_a_load_that_assigns(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_assign_tied, form)
-
-
-def _assign_tied(form: str) -> None:
+@on_ranks(2)
+def test_ties_outlast_a_load_that_assigns(form: str) -> None:
     model, source = seeded(Tied, ours()), seeded(Tied, ours(), seed=5)
     state = source.state_dict()
     if form == "copies":
@@ -276,11 +245,8 @@ def _assign_tied(form: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_transforms_of_torch_func(ranks: RankPool, is_fresh: bool) -> None:
-    ranks(2).run(_transform, is_fresh)
-
-
-def _transform(is_fresh: bool) -> None:
+@on_ranks(2)
+def test_transforms_of_torch_func(is_fresh: bool) -> None:
     plain = seeded(_three_layers)
     for transform in (
         lambda model: torch.func.jvp(model, (INPUTS,), (torch.ones_like(INPUTS),))[1],

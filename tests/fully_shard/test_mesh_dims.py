@@ -30,6 +30,7 @@ from tests.helpers.dtensor_twins import (
     wholes,
 )
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import REGRESSION
 from tests.helpers.ranks import RankPool
 
@@ -119,19 +120,13 @@ def test_options(ranks: RankPool, options: dict[str, Any]) -> None:
     ranks(4).run(partial(_train, **options), ("fsdp", "tp"), Dims("fsdp"))
 
 
-def test_sizes_that_divide_by_nothing(ranks: RankPool) -> None:
-    ranks(4).run(_train_uneven)
-
-
-def _train_uneven() -> None:
+@on_ranks(4)
+def test_sizes_that_divide_by_nothing() -> None:
     _train(("fsdp", "tp"), Dims("fsdp"), hidden=7)
 
 
-def test_modules_compute_with_parameters_on_all_of_the_mesh(ranks: RankPool) -> None:
-    ranks(4).run(_look_inside)
-
-
-def _look_inside() -> None:
+@on_ranks(4)
+def test_modules_compute_with_parameters_on_all_of_the_mesh() -> None:
     mesh, dims = mesh_with("fsdp", "tp"), Dims("fsdp")
     model = on_all(mesh, dims, ours(mesh=mesh, dp_mesh_dims=dims))
     seen = []
@@ -141,11 +136,8 @@ def _look_inside() -> None:
     assert isinstance(model.layers[0].weight.grad, DTensor)
 
 
-def test_states(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_exchange_states, tmp_path)
-
-
-def _exchange_states(folder: Path) -> None:
+@on_ranks(4)
+def test_states(tmp_path: Path) -> None:
     for (case, (names, dims)), way in zip(CASES.items(), cycle(["dcp", "whole", "fsdp"]), strict=False):
         mesh = mesh_with(*names)
         make = partial(on_all, mesh, dims)
@@ -156,15 +148,15 @@ def _exchange_states(folder: Path) -> None:
             assert_within(name, local(mine.state_dict()[name]), local(value))
         target = make(ours(mesh=mesh, dp_mesh_dims=dims))
         if way == "dcp":
-            dcp.save(mine.state_dict(), checkpoint_id=folder / case)
+            dcp.save(mine.state_dict(), checkpoint_id=tmp_path / case)
             state = target.state_dict()
-            dcp.load(state, checkpoint_id=folder / case)
+            dcp.load(state, checkpoint_id=tmp_path / case)
             target.load_state_dict(state)
         elif way == "whole":
             target.load_state_dict(expected)
         else:
-            fsdp.save(folder / case, mine)
-            fsdp.load(folder / case, target)
+            fsdp.save(tmp_path / case, mine)
+            fsdp.load(tmp_path / case, target)
         for name, value in wholes(target).items():
             assert_within(f"{name} by {way}", value, expected[name])
         copied = copy.deepcopy(mine)
@@ -174,11 +166,8 @@ def _exchange_states(folder: Path) -> None:
             assert_within("gradient of a copy", local(other.grad), local(param.grad))
 
 
-def test_norms(ranks: RankPool) -> None:
-    ranks(4).run(_clip)
-
-
-def _clip() -> None:
+@on_ranks(4)
+def test_norms() -> None:
     torch.set_default_dtype(torch.float64)
     for names, dims in CASES.values():
         mesh = mesh_with(*names)
@@ -192,11 +181,8 @@ def _clip() -> None:
             assert_within(f"norm {norm_type} on {names}", whole(found), expected, 1e-10)
 
 
-def test_ranks_that_have_built_different_models_are_told(ranks: RankPool) -> None:
-    ranks(4).run(_build_differently)
-
-
-def _build_differently() -> None:
+@on_ranks(4)
+def test_ranks_that_have_built_different_models_are_told() -> None:
     mesh, dims = mesh_with("fsdp", "tp"), Dims("fsdp")
 
     def wrap(module: nn.Module) -> nn.Module:

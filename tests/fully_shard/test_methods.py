@@ -37,7 +37,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.twins import once
 
 INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
@@ -46,11 +46,8 @@ INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
 # The class
 
 
-def test_the_class_is_a_subclass_of_its_own(ranks: RankPool) -> None:
-    ranks(1).run(_look_at_class)
-
-
-def _look_at_class() -> None:
+@on_ranks(1)
+def test_the_class_is_a_subclass_of_its_own() -> None:
     model = uneven(ours())
     assert type(model).__name__ == "FSDPUneven"
     assert isinstance(model, Uneven)
@@ -59,11 +56,8 @@ def _look_at_class() -> None:
     assert not isinstance(uneven(), FSDPModule)
 
 
-def test_calling_the_class_makes_a_plain_module(ranks: RankPool) -> None:
-    ranks(1).run(_call_class)
-
-
-def _call_class() -> None:
+@on_ranks(1)
+def test_calling_the_class_makes_a_plain_module() -> None:
     layer = fsdp.fully_shard(nn.Linear(5, 3))
     made = type(layer)(5, 3, bias=False)
     assert type(made) is nn.Linear
@@ -73,11 +67,8 @@ def _call_class() -> None:
 # unshard and reshard
 
 
-def test_unshard_and_reshard(ranks: RankPool) -> None:
-    ranks(2).run(_unshard)
-
-
-def _unshard() -> None:
+@on_ranks(2)
+def test_unshard_and_reshard() -> None:
     model: Any = uneven(ours())
     plain = uneven()
     assert model.unshard() is None
@@ -90,11 +81,8 @@ def _unshard() -> None:
     assert isinstance(model.entry.weight, DTensor)
 
 
-def test_unshard_without_waiting(ranks: RankPool) -> None:
-    ranks(2).run(_unshard_later)
-
-
-def _unshard_later() -> None:
+@on_ranks(2)
+def test_unshard_without_waiting() -> None:
     model: Any = uneven(ours())
     once(model, INPUTS)
     for wait in (lambda handle: handle.wait(), lambda handle: model.gate.wait_for_unshard()):
@@ -110,21 +98,15 @@ def _unshard_later() -> None:
     assert "gate" not in seen
 
 
-def test_wait_for_unshard_without_an_unshard_does_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_wait_for_nothing)
-
-
-def _wait_for_nothing() -> None:
+@on_ranks(2)
+def test_wait_for_unshard_without_an_unshard_does_nothing() -> None:
     model: Any = uneven(ours())
     model.wait_for_unshard()
     assert_at_rest(model)
 
 
-def test_an_inner_module_may_be_unsharded_before_the_first_forward(ranks: RankPool) -> None:
-    ranks(2).run(_unshard_inner_first)
-
-
-def _unshard_inner_first() -> None:
+@on_ranks(2)
+def test_an_inner_module_may_be_unsharded_before_the_first_forward() -> None:
     model: Any = uneven(ours())
     model.trunk.unshard()
     model.trunk.reshard()
@@ -155,13 +137,8 @@ OUTER_FIRST = ["gate", "trunk", "trunk.2"]  # in backward, where an outer module
 @pytest.mark.parametrize(
     ("reshards", "expected"), [(True, ["FSDPUneven", *OUTER_FIRST]), (False, [])], ids=["resharded", "kept"]
 )
-def test_reshard_after_forward_decides_what_backward_gathers(
-    ranks: RankPool, reshards: bool, expected: list[str]
-) -> None:
-    ranks(2).run(_count_gathers, reshards, expected)
-
-
-def _count_gathers(reshards: bool, expected: list[str]) -> None:
+@on_ranks(2)
+def test_reshard_after_forward_decides_what_backward_gathers(reshards: bool, expected: list[str]) -> None:
     model: Any = uneven(ours(reshard_after_forward=not reshards))
     model.set_reshard_after_forward(reshards)
     once(model, INPUTS)
@@ -175,11 +152,8 @@ def _count_gathers(reshards: bool, expected: list[str]) -> None:
     assert_at_rest(model)
 
 
-def test_set_reshard_after_forward_of_one_module_only(ranks: RankPool) -> None:
-    ranks(2).run(_keep_one)
-
-
-def _keep_one() -> None:
+@on_ranks(2)
+def test_set_reshard_after_forward_of_one_module_only() -> None:
     model: Any = uneven(ours())
     model.trunk.set_reshard_after_forward(False, recurse=False)
     model(INPUTS)
@@ -187,11 +161,8 @@ def _keep_one() -> None:
     assert not is_whole(model.trunk[2])
 
 
-def test_what_a_used_module_was_told_holds_for_its_copies(ranks: RankPool) -> None:
-    ranks(2).run(_copy_what_keeps)
-
-
-def _copy_what_keeps() -> None:
+@on_ranks(2)
+def test_what_a_used_module_was_told_holds_for_its_copies() -> None:
     inner: Any = fsdp.fully_shard(nn.Linear(4, 4))
     once(inner, torch.ones(2, 4))
     inner.set_reshard_after_forward(False)
@@ -200,11 +171,8 @@ def _copy_what_keeps() -> None:
     assert is_whole(outer[0])
 
 
-def test_set_reshard_after_backward_keeps_parameters_for_the_next_forward(ranks: RankPool) -> None:
-    ranks(2).run(_keep_after_backward)
-
-
-def _keep_after_backward() -> None:
+@on_ranks(2)
+def test_set_reshard_after_backward_keeps_parameters_for_the_next_forward() -> None:
     model: Any = uneven(ours())
     optimizer = adamw_at_once(model.parameters())
     model.set_reshard_after_backward(False)
@@ -218,12 +186,8 @@ def _keep_after_backward() -> None:
     assert sorted(seen) == sorted(FORWARD)  # what is stale is not used
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_number_gathers_among_the_neighbours_in_backward(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_spy_on_neighbours)
-
-
-def _spy_on_neighbours() -> None:
+@on_ranks(2, 4)
+def test_a_number_gathers_among_the_neighbours_in_backward() -> None:
     model = uneven(ours(reshard_after_forward=2))
     once(model, INPUTS)
     near: list[tuple[str, int]] = []
@@ -271,11 +235,8 @@ class Chain(nn.Module):
         return inputs
 
 
-def test_modules_to_prefetch_in_forward(ranks: RankPool) -> None:
-    ranks(2).run(_prefetch_forward)
-
-
-def _prefetch_forward() -> None:
+@on_ranks(2)
+def test_modules_to_prefetch_in_forward() -> None:
     model: Any = seeded(lambda wrap: Chain(wrap), ours())
     model.a.set_modules_to_forward_prefetch([model.c, model.b])
     model.b.set_modules_to_forward_prefetch([])
@@ -286,11 +247,8 @@ def _prefetch_forward() -> None:
     assert seen == ["a", "c", "b", "d"]
 
 
-def test_modules_to_prefetch_in_backward(ranks: RankPool) -> None:
-    ranks(2).run(_prefetch_backward)
-
-
-def _prefetch_backward() -> None:
+@on_ranks(2)
+def test_modules_to_prefetch_in_backward() -> None:
     model: Any = seeded(lambda wrap: Chain(wrap), ours())
     model.d.set_modules_to_backward_prefetch([model.b, model.c])
     loss = model(INPUTS).sum()
@@ -303,11 +261,8 @@ def _prefetch_backward() -> None:
 # Gradients
 
 
-def test_gradients_are_divided_by_the_factor_that_was_set(ranks: RankPool) -> None:
-    ranks(3).run(_divide)
-
-
-def _divide() -> None:
+@on_ranks(3)
+def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
     model: Any = uneven(ours())
     once(model, INPUTS)
     expected = {name: local(param.grad) * 3 / 5 for name, param in model.named_parameters()}
@@ -321,11 +276,8 @@ def _divide() -> None:
         model.set_gradient_divide_factor(0)
 
 
-def test_set_is_last_backward_changes_no_gradient(ranks: RankPool) -> None:
-    ranks(2).run(_last_backward)
-
-
-def _last_backward() -> None:
+@on_ranks(2)
+def test_set_is_last_backward_changes_no_gradient() -> None:
     one, other = uneven(ours()), uneven(ours())
     for turn in range(2):
         other.set_is_last_backward(turn == 1)  # type: ignore[operator]
@@ -350,11 +302,8 @@ class Coder(nn.Module):
         return self.encode(inputs)
 
 
-def test_other_methods_can_gather_too(ranks: RankPool) -> None:
-    ranks(2).run(_register)
-
-
-def _register() -> None:
+@on_ranks(2)
+def test_other_methods_can_gather_too() -> None:
     model: Any = fsdp.fully_shard(Coder())
     fsdp.register_fsdp_forward_method(model, "encode")
     model.encode(INPUTS).sum().backward()
@@ -369,11 +318,8 @@ def _register() -> None:
 # What others see
 
 
-def test_a_profiler_shows_what_is_done_for_which_module(ranks: RankPool) -> None:
-    ranks(2).run(_profile)
-
-
-def _profile() -> None:
+@on_ranks(2)
+def test_a_profiler_shows_what_is_done_for_which_module() -> None:
     model = uneven(ours())
     once(model, INPUTS)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -390,11 +336,8 @@ def _profile() -> None:
     [{}, {"reshard_after_forward": False}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"mesh": (2, 1)}],
     ids=["plain", "kept after forward", "mixed", "replicated"],
 )
-def test_between_steps_there_is_as_much_memory_as_with_torchs(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_weigh_beside_torchs, options)
-
-
-def _weigh_beside_torchs(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_between_steps_there_is_as_much_memory_as_with_torchs(options: dict[str, Any]) -> None:
     once(_even(torchs(**options)), EVEN_INPUTS)  # what is made once for all models
     once(_even(ours(**options)), EVEN_INPUTS)
     expected, found = (_weigh_steps(wrap(**options)) for wrap in (torchs, ours))
@@ -430,22 +373,8 @@ def _weigh_steps(wrap: Wrap) -> dict[str, int]:
     return found
 
 
-def test_between_steps_there_are_shards_and_nothing_else(ranks: RankPool) -> None:
-    ranks(2).run(_weigh)
-
-
-def live_bytes() -> int:
-    """Of all tensors with memory."""
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not item.is_meta:
-            storage = (local(item) if isinstance(item, DTensor) else item).untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _weigh() -> None:
+@on_ranks(2)
+def test_between_steps_there_are_shards_and_nothing_else() -> None:
     once(uneven(ours()), INPUTS)  # what is made once for all models
     before = live_bytes()
     model: Any = uneven(ours())
@@ -464,11 +393,19 @@ def _weigh() -> None:
     assert live_bytes() - before == shards
 
 
-def test_an_inner_module_may_be_unsharded_before_the_outermost_one_is_used(ranks: RankPool) -> None:
-    ranks(2).run(_unshard_an_inner_one)
+def live_bytes() -> int:
+    """Of all tensors with memory."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not item.is_meta:
+            storage = (local(item) if isinstance(item, DTensor) else item).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
 
 
-def _unshard_an_inner_one() -> None:
+@on_ranks(2)
+def test_an_inner_module_may_be_unsharded_before_the_outermost_one_is_used() -> None:
     inner = fsdp.fully_shard(nn.Linear(4, 4))
     model = fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 2)))
     inner.unshard()  # type: ignore[operator]
@@ -485,11 +422,8 @@ class WithNamesOfItsOwn(nn.Linear):
         self._unit, self._units = "metres", ["metres"]
 
 
-def test_a_module_keeps_attributes_that_are_called_as_ours_are(ranks: RankPool) -> None:
-    ranks(1).run(_shard_one_with_names)
-
-
-def _shard_one_with_names() -> None:
+@on_ranks(1)
+def test_a_module_keeps_attributes_that_are_called_as_ours_are() -> None:
     module: Any = fsdp.fully_shard(WithNamesOfItsOwn())
     fsdp.register_fsdp_forward_method(module, "forward")
     module.set_reshard_after_backward(False)

@@ -21,6 +21,7 @@ from tests.helpers.dtensor_twins import (
     whole,
 )
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 Gives = tuple[bool, bool]  # a gradient for the weight, and one for the bias
@@ -76,21 +77,15 @@ def _train(turns: list[Gives], mesh: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=["sharded", "replicated"])
-def test_none_now_and_then(ranks: RankPool, mesh: tuple[int, ...]) -> None:
-    ranks(2).run(_train_now_and_then, mesh)
-
-
-def _train_now_and_then(mesh: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_none_now_and_then(mesh: tuple[int, ...]) -> None:
     turns = [(True, True), (False, True), (True, False), (True, True), (False, False), (False, True), (True, True)]
     # What comes again after a None is not known before it comes, nor that it does not come this time.
     assert_side_by_side(plan_of(turns, steps=len(turns), is_counted=False), mesh=mesh)
 
 
-def test_none_on_one_rank(ranks: RankPool) -> None:
-    ranks(2).run(_train_on_one_rank)
-
-
-def _train_on_one_rank() -> None:
+@on_ranks(2)
+def test_none_on_one_rank() -> None:
     torch.set_default_dtype(torch.float64)
     rank = dist.get_rank()
     turns = [(rank == 0, True), (rank == 0, rank == 1), (True, rank == 0), (rank == 1, False)]

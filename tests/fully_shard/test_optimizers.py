@@ -13,7 +13,7 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from tests.helpers.dtensor_twins import whole
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 INPUTS = torch.linspace(-1, 1, 12).view(2, 6)
@@ -78,14 +78,8 @@ def lbfgs(params: Any) -> torch.optim.Optimizer:
         (lbfgs, "LBFGS joins parameters in one vector.*0.weight"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_dtensors_do_not_support_is_an_error_before_the_step(
-    ranks: RankPool, make: MakeOptimizer, message: str, world_size: int
-) -> None:
-    ranks(world_size).run(_refuse, make, message)
-
-
-def _refuse(make: MakeOptimizer, message: str) -> None:
+@on_ranks(2, 3)
+def test_what_dtensors_do_not_support_is_an_error_before_the_step(make: MakeOptimizer, message: str) -> None:
     model = net(7, 5)
     fsdp.fully_shard(model)
     optimizer = make(model.parameters())
@@ -109,12 +103,8 @@ ELEMENTWISE: dict[str, MakeOptimizer] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_optimizers_that_work_element_by_element_are_as_without_sharding(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_compare_all)
-
-
-def _compare_all() -> None:
+@on_ranks(2, 3)
+def test_optimizers_that_work_element_by_element_are_as_without_sharding() -> None:
     for kind, make in ELEMENTWISE.items():
         plain = net(7, 5)
         steps(plain, make(plain.parameters()))
@@ -125,12 +115,8 @@ def _compare_all() -> None:
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6, msg=kind)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_rows_are_stepped_by_the_owned_optimizer_that_the_error_names(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_step_rows)
-
-
-def _step_rows() -> None:
+@on_ranks(2, 3)
+def test_rows_are_stepped_by_the_owned_optimizer_that_the_error_names() -> None:
     plain = net(7, 5)
     steps(plain, rprop(plain.parameters()))
     model = net(7, 5)
@@ -141,14 +127,8 @@ def _step_rows() -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_adafactor_leaves_original_parameters_out_that_are_empty_on_a_rank(
-    ranks: RankPool, foreach: bool, world_size: int
-) -> None:
-    ranks(world_size).run(_step_empty, foreach)
-
-
-def _step_empty(foreach: bool) -> None:
+@on_ranks(2, 3)
+def test_adafactor_leaves_original_parameters_out_that_are_empty_on_a_rank(foreach: bool) -> None:
     model = FullyShardedDataParallel(net(7, 5), use_orig_params=True)
     before = model.state_dict()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01, foreach=foreach)

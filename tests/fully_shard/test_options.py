@@ -26,6 +26,7 @@ from tests.helpers.dtensor_twins import (
     uneven,
 )
 from tests.helpers.models import Block, Wrap, keep, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, MakeModel
 from tests.helpers.ranks import RankPool
@@ -100,33 +101,22 @@ def test_mixed_precision(
     ],
     ids=["bfloat16", "float64", "float64_in_float32"],
 )
-def test_a_model_in_another_dtype(
-    ranks: RankPool, dtype: torch.dtype, policy: dict[str, Any], tolerance: float | None
-) -> None:
-    ranks(2).run(_compare_in, dtype, policy, tolerance)
-
-
-def _compare_in(dtype: torch.dtype, policy: dict[str, Any], tolerance: float | None) -> None:
+@on_ranks(2)
+def test_a_model_in_another_dtype(dtype: torch.dtype, policy: dict[str, Any], tolerance: float | None) -> None:
     torch.set_default_dtype(dtype)
     assert_side_by_side(Plan(make_model=uneven), mp_policy=policy, tolerance=tolerance)
 
 
-def test_outputs_are_cast(ranks: RankPool) -> None:
-    ranks(2).run(_cast_outputs)
-
-
-def _cast_outputs() -> None:
+@on_ranks(2)
+def test_outputs_are_cast() -> None:
     wrap = ours(mp_policy={"output_dtype": torch.float64})
     output = wrap(nn.Linear(5, 3))(torch.ones(2, 5))
     assert output.dtype == torch.float64
     output.sum().backward()
 
 
-def test_inputs_are_cast_only_where_asked(ranks: RankPool) -> None:
-    ranks(2).run(_cast_inputs)
-
-
-def _cast_inputs() -> None:
+@on_ranks(2)
+def test_inputs_are_cast_only_where_asked() -> None:
     for casts in (True, False):
         model = uneven(ours(mp_policy={"param_dtype": BF16, "cast_forward_inputs": casts}))
         if casts:
@@ -136,11 +126,8 @@ def _cast_inputs() -> None:
                 model(torch.ones(2, 5))
 
 
-def test_gradients_are_of_the_dtype_of_the_shard(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_gradients)
-
-
-def _look_at_gradients() -> None:
+@on_ranks(2)
+def test_gradients_are_of_the_dtype_of_the_shard() -> None:
     model = uneven(ours(mp_policy={"param_dtype": BF16}))
     model(torch.ones(2, 5)).sum().backward()
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FLOAT}
@@ -157,9 +144,13 @@ def test_meshes(ranks: RankPool, shape: tuple[int, ...], reshard_after_forward: 
     ranks(world_size).run(compare, {"make_model": uneven}, options, clip=0.1, accumulate=2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_placements_along_an_even_dimension(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_compare_placements)
+@on_ranks(2, 3)
+def test_placements_along_an_even_dimension() -> None:
+    plan = Plan(make_model=partial(seeded, Even), clip=0.1, make_optimizer=adamw_at_once)
+    # What is cut along another dimension lies transposed with us, and products of matrices round otherwise.
+    assert_side_by_side(plan, tolerance=IN_FLOAT, shard_placement_fn=last_dim_if_even)
+    model = plan.make_model(ours(shard_placement_fn=last_dim_if_even))
+    assert [placement.dim for placement in model.get_parameter("exit.weight").placements] == [1]
 
 
 class Even(nn.Module):
@@ -172,14 +163,6 @@ class Even(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.exit(self.inner(inputs))
-
-
-def _compare_placements() -> None:
-    plan = Plan(make_model=partial(seeded, Even), clip=0.1, make_optimizer=adamw_at_once)
-    # What is cut along another dimension lies transposed with us, and products of matrices round otherwise.
-    assert_side_by_side(plan, tolerance=IN_FLOAT, shard_placement_fn=last_dim_if_even)
-    model = plan.make_model(ours(shard_placement_fn=last_dim_if_even))
-    assert [placement.dim for placement in model.get_parameter("exit.weight").placements] == [1]
 
 
 # Activation checkpointing
@@ -202,11 +185,8 @@ def test_activation_checkpointing(
     frozen=[("entry",), ("trunk.2.0", "gate"), ("trunk.0", "exit")],
     options=[{}, {"reshard_after_forward": False}],
 )
-def test_frozen_parameters_thawed_later(ranks: RankPool, frozen: tuple[str, ...], options: dict[str, Any]) -> None:
-    ranks(2).run(_compare_frozen, frozen, options)
-
-
-def _compare_frozen(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_frozen_parameters_thawed_later(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
     compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=3, before_step=partial(_thaw, frozen))
 
 
@@ -241,20 +221,8 @@ def _freeze(model: Any, step: int) -> None:
 # Meshes of modules inside
 
 
-def test_parameters_of_modules_inside_may_be_on_another_mesh_as_with_torchs(ranks: RankPool) -> None:
-    ranks(4).run(_train_on_two_meshes)
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(6))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.first.T + self.second
-
-
-def _train_on_two_meshes() -> None:
+@on_ranks(4)
+def test_parameters_of_modules_inside_may_be_on_another_mesh_as_with_torchs() -> None:
     common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     if not hasattr(common, "ShardPlacementResult"):
         pytest.skip("torch before 2.13 has one mesh for each module")
@@ -282,11 +250,17 @@ def _train_on_two_meshes() -> None:
     assert 0 < received[0].values <= received[1].values
 
 
-def test_a_module_has_its_own_parameters_on_one_mesh(ranks: RankPool) -> None:
-    ranks(2).run(_put_own_parameters_elsewhere)
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.first.T + self.second
 
 
-def _put_own_parameters_elsewhere() -> None:
+@on_ranks(2)
+def test_a_module_has_its_own_parameters_on_one_mesh() -> None:
     placed = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=mesh_of(2, 1)))
     with pytest.raises(ValueError, match=r"parameters of the Linear itself on .*a module inside"):
         fsdp.fully_shard(nn.Linear(3, 3), mesh=mesh_of(2), shard_placement_fn=lambda _: placed)

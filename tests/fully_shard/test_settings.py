@@ -31,6 +31,7 @@ from tests.helpers.dtensor_twins import (
     uneven,
 )
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -113,11 +114,8 @@ def _accumulate_in_root(model: Any) -> Found:
     return found | gradients(model)
 
 
-def test_what_accumulates_in_one_module_cannot_be_stepped(ranks: RankPool) -> None:
-    ranks(2).run(_step_too_early)
-
-
-def _step_too_early() -> None:
+@on_ranks(2)
+def test_what_accumulates_in_one_module_cannot_be_stepped() -> None:
     model: Any = uneven(ours())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.trunk.set_requires_gradient_sync(False)
@@ -127,11 +125,8 @@ def _step_too_early() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_gradients_accumulate_scattered_before_replicas_are_added(ranks: RankPool, replicas: int) -> None:
-    ranks(4).run(_accumulate_scattered, replicas)
-
-
-def _accumulate_scattered(replicas: int) -> None:
+@on_ranks(4)
+def test_gradients_accumulate_scattered_before_replicas_are_added(replicas: int) -> None:
     assert_alike(uneven, _all_reduce_last, mesh=(replicas, 4 // replicas))
 
 
@@ -153,11 +148,8 @@ def _all_reduce_last(model: Any) -> Found:
     return found | gradients(model)
 
 
-def test_gradients_that_replicas_are_missing_from_cannot_be_stepped(ranks: RankPool) -> None:
-    ranks(4).run(_step_without_replicas)
-
-
-def _step_without_replicas() -> None:
+@on_ranks(4)
+def test_gradients_that_replicas_are_missing_from_cannot_be_stepped() -> None:
     model: Any = uneven(ours(mesh=(2, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_requires_all_reduce(False)
@@ -221,11 +213,8 @@ def _more_in_flight(model: Any) -> Found:
     return gradients(model)
 
 
-def test_settings_that_are_out_of_range(ranks: RankPool) -> None:
-    ranks(1).run(_set_wrongly)
-
-
-def _set_wrongly() -> None:
+@on_ranks(1)
+def test_settings_that_are_out_of_range() -> None:
     model: Any = uneven(ours())
     for wrong, error in ((True, TypeError), (1.0, TypeError), (0, ValueError)):
         with pytest.raises(error, match="max_input_buffers"):
@@ -251,13 +240,8 @@ def _set_wrongly() -> None:
 
 
 @pytest.mark.parametrize(("asked", "keeps"), [(None, True), (True, False), (False, True)])
-def test_the_outermost_module_reshards_after_forward_if_told_to(
-    ranks: RankPool, asked: bool | None, keeps: bool
-) -> None:
-    ranks(2).run(_reshard_root, asked, keeps)
-
-
-def _reshard_root(asked: bool | None, keeps: bool) -> None:
+@on_ranks(2)
+def test_the_outermost_module_reshards_after_forward_if_told_to(asked: bool | None, keeps: bool) -> None:
     for make in (uneven, lambda wrap: wrap(nn.Linear(5, 2))):
         model: Any = make(ours(reshard_after_forward=asked))
         for number in range(2):
@@ -277,11 +261,8 @@ class Embedded(nn.Module):
         return self.exit(self.table((inputs.abs() * 3).long() % 9).sum(1))
 
 
-def test_backward_unshards_nothing_where_it_needs_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_leave_sharded)
-
-
-def _leave_sharded() -> None:
+@on_ranks(2)
+def test_backward_unshards_nothing_where_it_needs_nothing() -> None:
     assert_alike(lambda wrap: seeded(Embedded, wrap), _sharded_in_backward)
     model: Any = seeded(Embedded, ours())
     model.table.set_unshard_in_backward(False)
@@ -309,11 +290,8 @@ def _sharded_in_backward(model: Any) -> Found:
     return found
 
 
-def test_weights_that_backward_needs_after_all_are_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_need_sharded)
-
-
-def _need_sharded() -> None:
+@on_ranks(2)
+def test_weights_that_backward_needs_after_all_are_an_error() -> None:
     model: Any = uneven(ours())
     model.trunk.set_unshard_in_backward(False)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|needed for gradient"):
@@ -352,11 +330,8 @@ def _fail_and_reset(model: Any) -> Found:
     return gradients(model)
 
 
-def test_what_has_accumulated_is_forgotten_with_a_failed_step(ranks: RankPool) -> None:
-    ranks(2).run(_fail_while_accumulating)
-
-
-def _fail_while_accumulating() -> None:
+@on_ranks(2)
+def test_what_has_accumulated_is_forgotten_with_a_failed_step() -> None:
     found = []
     for fails in (True, False):
         model: Any = failing(ours())
@@ -402,19 +377,13 @@ def _use_own(model: Any) -> Found:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=["sharded", "replicated"])
-def test_a_hook_sees_each_reduced_gradient(ranks: RankPool, mesh: tuple[int, ...]) -> None:
-    ranks(2).run(_hook, mesh)
-
-
-def _hook(mesh: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_a_hook_sees_each_reduced_gradient(mesh: tuple[int, ...]) -> None:
     assert_alike(even, _see_and_double, mesh=mesh)
 
 
-def test_a_hook_runs_on_a_stream_of_any_device(ranks: RankPool) -> None:
-    ranks(2).run(_hook_on_a_stream)
-
-
-def _hook_on_a_stream() -> None:
+@on_ranks(2)
+def test_a_hook_runs_on_a_stream_of_any_device() -> None:
     assert_alike(even, partial(_see_and_double, stream=torch.cpu.Stream()), mesh=(2,))
 
 
@@ -506,11 +475,8 @@ def _train_group(model: Any) -> Found:
     return found | {name: local(value) for name, value in model.state_dict().items()}
 
 
-def test_modules_of_a_list_are_unsharded_together(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_group)
-
-
-def _look_at_group() -> None:
+@on_ranks(2)
+def test_modules_of_a_list_are_unsharded_together() -> None:
     model: Any = tailed(ours())
     assert type(model.norm).__name__ == "FSDPLayerNorm"
     assert fsdp.fully_shard.state(model.norm) == fsdp.fully_shard.state(model.head)  # type: ignore[attr-defined]
@@ -530,11 +496,8 @@ def _look_at_group() -> None:
     assert list(model.state_dict()) == list(tailed(lambda module: module).state_dict())
 
 
-def test_modules_of_a_list_may_be_run_at_different_times(ranks: RankPool) -> None:
-    ranks(2).run(_run_by_chunks)
-
-
-def _run_by_chunks() -> None:
+@on_ranks(2)
+def test_modules_of_a_list_may_be_run_at_different_times() -> None:
     model: Any = tailed(ours())
     plain: Any = tailed(lambda module: module)
     for number in range(3):
@@ -552,11 +515,8 @@ def _run_by_chunks() -> None:
     assert_at_rest(model)
 
 
-def test_a_module_without_parameters_can_be_sharded(ranks: RankPool) -> None:
-    ranks(2).run(_shard_nothing)
-
-
-def _shard_nothing() -> None:
+@on_ranks(2)
+def test_a_module_without_parameters_can_be_sharded() -> None:
     module: Any = fsdp.fully_shard(nn.Tanh())
     assert isinstance(module, FSDPModule)
     assert module(torch.ones(2)).equal(torch.ones(2).tanh())
@@ -571,11 +531,8 @@ def _shard_nothing() -> None:
 # A mesh with dimensions for other things
 
 
-def test_dimensions_of_a_mesh_are_chosen_by_name(ranks: RankPool) -> None:
-    ranks(4).run(_choose_dimensions)
-
-
-def _choose_dimensions() -> None:
+@on_ranks(4)
+def test_dimensions_of_a_mesh_are_chosen_by_name() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -602,11 +559,8 @@ def _choose_dimensions() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="torch 2.11 has none")
-def test_parameters_on_all_of_a_mesh_are_sharded_over_dimensions_of_it(ranks: RankPool) -> None:
-    ranks(4).run(_shard_on_all)
-
-
-def _shard_on_all() -> None:
+@on_ranks(4)
+def test_parameters_on_all_of_a_mesh_are_sharded_over_dimensions_of_it() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.fsdp import fully_shard as torchs_fully_shard
@@ -630,11 +584,8 @@ def _shard_on_all() -> None:
         fsdp.fully_shard(made(Shard(0), Shard(1)), mesh=mesh, dp_mesh_dims=dims)
 
 
-def test_a_list_of_modules_gets_memory_and_dtype_with_the_model_around_it(ranks: RankPool) -> None:
-    ranks(2).run(_convert_group)
-
-
-def _convert_group() -> None:
+@on_ranks(2)
+def test_a_list_of_modules_gets_memory_and_dtype_with_the_model_around_it() -> None:
     with torch.device("meta"):
         model: Any = tailed(ours())
     assert model.head.weight.is_meta
@@ -650,11 +601,8 @@ def _convert_group() -> None:
         model.norm.float()
 
 
-def test_modules_whose_parameters_are_all_in_sharded_ones_get_memory(ranks: RankPool) -> None:
-    ranks(1).run(_fill_inner)
-
-
-def _fill_inner() -> None:
+@on_ranks(1)
+def test_modules_whose_parameters_are_all_in_sharded_ones_get_memory() -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(fsdp.fully_shard(nn.Linear(5, 4)), fsdp.fully_shard(nn.Linear(4, 2)))
     fsdp.fully_shard(model)

@@ -17,6 +17,7 @@ import fsdp
 from tests.helpers.dtensor_twins import assert_within, local, ours, seeded, uneven, wholes
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
@@ -68,21 +69,15 @@ def unshard(model: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [forward, save, unshard])
-def test_parameters_without_values_cannot_be_used(ranks: RankPool, use: Callable[[Any], None]) -> None:
-    ranks(2).run(_use_without_values, use)
-
-
-def _use_without_values(use: Callable[[Any], None]) -> None:
+@on_ranks(2)
+def test_parameters_without_values_cannot_be_used(use: Callable[[Any], None]) -> None:
     model = on_meta()
     with pytest.raises(RuntimeError, match=r"entry.weight|inner.0.weight"):
         use(model)
 
 
-def test_memory_without_values_is_not_taken_for_values(ranks: RankPool) -> None:
-    ranks(2).run(_use_only_memory)
-
-
-def _use_only_memory() -> None:
+@on_ranks(2)
+def test_memory_without_values_is_not_taken_for_values() -> None:
     model = on_meta()
     model.to_empty(device="cpu")
     for module in model.modules():
@@ -104,21 +99,18 @@ class Buffered(nn.Linear):
 
 
 @pytest.mark.parametrize("to_fill", ["shift", "steps", "mask"])
-def test_buffers_without_values_are_an_error_too(ranks: RankPool, to_fill: str) -> None:
-    ranks(2).run(_fill_buffers, to_fill)
-
-
-def _fill_buffers(last: str) -> None:
+@on_ranks(2)
+def test_buffers_without_values_are_an_error_too(to_fill: str) -> None:
     with torch.device("meta"):
         model: Any = Buffered()
     ours()(model).to_empty(device="cpu")
     model.reset_parameters()
-    others = [buffer for name, buffer in model.named_buffers() if name != last]
+    others = [buffer for name, buffer in model.named_buffers() if name != to_fill]
     for buffer in others:
         buffer.zero_()
-    with pytest.raises(RuntimeError, match=f"1 of its .*: {last}\\."):
+    with pytest.raises(RuntimeError, match=f"1 of its .*: {to_fill}\\."):
         model(INPUTS)
-    model.get_buffer(last).zero_()
+    model.get_buffer(to_fill).zero_()
     assert model(INPUTS).isfinite().all()
 
 
@@ -170,13 +162,10 @@ def by_checkpoint(model: Any, folder: Path) -> None:
         by_checkpoint,
     ],
 )
-def test_values_come_after_sharding(ranks: RankPool, start: Any, world_size: int, tmp_path: Path) -> None:
-    ranks(world_size).run(_start, start, tmp_path)
-
-
-def _start(start: Any, folder: Path) -> None:
+@on_ranks("world_size")
+def test_values_come_after_sharding(start: Any, tmp_path: Path) -> None:
     model = on_meta()
-    start(model, folder)
+    start(model, tmp_path)
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     if start in (by_whole_state, by_assigned_state, by_assigned_dtensors, by_checkpoint):
         for name, value in seeded(Net).state_dict().items():
@@ -203,11 +192,8 @@ def _materialized() -> dict[str, Tensor]:
     world_size=[1, 2],
     options=[{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}],
 )
-def test_a_deep_copy_is_independent(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_copy, options)
-
-
-def _copy(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_a_deep_copy_is_independent(options: dict[str, Any]) -> None:
     model = uneven(ours(**options))
     once(model, INPUTS)
     copied: Any = copy.deepcopy(model)
@@ -227,11 +213,8 @@ def _copy(options: dict[str, Any]) -> None:
         assert_same(wholes(copied)[name], value, name)
 
 
-def test_a_part_can_be_copied(ranks: RankPool) -> None:
-    ranks(2).run(_copy_part)
-
-
-def _copy_part() -> None:
+@on_ranks(2)
+def test_a_part_can_be_copied() -> None:
     model: Any = seeded(Net, ours())
     once(model, INPUTS)
     part = copy.deepcopy(model.inner)
@@ -239,11 +222,8 @@ def _copy_part() -> None:
     assert_same(part(hidden), model.inner(hidden), "output")
 
 
-def test_pickling_says_what_to_do(ranks: RankPool) -> None:
-    ranks(1).run(_pickle)
-
-
-def _pickle() -> None:
+@on_ranks(1)
+def test_pickling_says_what_to_do() -> None:
     model = seeded(Net, ours())
     with pytest.raises(NotImplementedError, match=r"FSDPNet cannot be pickled.*fsdp.save"):
         pickle.dumps(model)
@@ -255,11 +235,8 @@ def _pickle() -> None:
 
 
 @parametrize_pairs(cast=[nn.Module.double, nn.Module.bfloat16], is_used=[False, True])
-def test_a_model_can_be_cast(ranks: RankPool, cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
-    ranks(2).run(_cast, cast, is_used)
-
-
-def _cast(cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
+@on_ranks(2)
+def test_a_model_can_be_cast(cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
     model, plain = seeded(Net, ours()), seeded(Net)
     if is_used:
         with torch.no_grad():
@@ -279,11 +256,8 @@ def _cast(cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
         assert_within(name, wholes(model)[name], value, 1e-2 if dtype is torch.bfloat16 else 1e-12)
 
 
-def test_parts_can_be_frozen_through_their_modules(ranks: RankPool) -> None:
-    ranks(2).run(_freeze)
-
-
-def _freeze() -> None:
+@on_ranks(2)
+def test_parts_can_be_frozen_through_their_modules() -> None:
     model: Any = seeded(Net, ours())
     model.inner.requires_grad_(False)
     once(model, INPUTS)
@@ -294,11 +268,8 @@ def _freeze() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_gradients_can_be_zeroed_in_place(ranks: RankPool) -> None:
-    ranks(2).run(_zero)
-
-
-def _zero() -> None:
+@on_ranks(2)
+def test_gradients_can_be_zeroed_in_place() -> None:
     model: Any = seeded(Net, ours())
     once(model, INPUTS)
     expected = {name: local(param.grad).clone() for name, param in model.named_parameters()}

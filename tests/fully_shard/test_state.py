@@ -24,6 +24,7 @@ import fsdp
 from tests.helpers.dtensor_twins import assert_within, conv_net, local, ours, torchs, uneven, whole, wholes
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -69,11 +70,8 @@ def assert_goes_on_alike(one: tuple[Any, Any], other: tuple[Any, Any], tolerance
 # state_dict
 
 
-def test_state_dicts_have_plain_names_and_dtensors(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_state)
-
-
-def _look_at_state() -> None:
+@on_ranks(2)
+def test_state_dicts_have_plain_names_and_dtensors() -> None:
     model, plain = conv_net(ours()), conv_net()
     state, expected = model.state_dict(), plain.state_dict()
     assert list(state) == list(expected)
@@ -111,12 +109,9 @@ def _load(form: str, assign: bool) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_optimizers_find_what_was_assigned(ranks: RankPool, device: str) -> None:
+@on_ranks(2)
+def test_optimizers_find_what_was_assigned(device: str) -> None:
     # As by `transformers`, which shards a model and assigns each parameter as it reads it.
-    ranks(2).run(_assign, device)
-
-
-def _assign(device: str) -> None:
     values = {name: value.detach() for name, value in uneven(ours(), seed=9).state_dict().items()}
     found: list[dict[str, Tensor]] = []
     for wrap in (torchs, ours):
@@ -132,11 +127,8 @@ def _assign(device: str) -> None:
     assert any(not torch.equal(value, local(values[name])) for name, value in found[1].items())
 
 
-def test_loading_with_keys_that_are_missing_or_too_many(ranks: RankPool) -> None:
-    ranks(2).run(_load_other_keys)
-
-
-def _load_other_keys() -> None:
+@on_ranks(2)
+def test_loading_with_keys_that_are_missing_or_too_many() -> None:
     model, other = uneven(ours()), wholes(uneven(ours(), seed=9))
     before = wholes(model)
     state = {name: value for name, value in other.items() if name != "gate.weight"} | {"more": torch.ones(1)}
@@ -148,11 +140,8 @@ def _load_other_keys() -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_loading_other_shapes(ranks: RankPool, assign: bool) -> None:
-    ranks(2).run(_load_other_shape, assign)
-
-
-def _load_other_shape(assign: bool) -> None:
+@on_ranks(2)
+def test_loading_other_shapes(assign: bool) -> None:
     model = uneven(ours())
     state = {**wholes(model), "gate.weight": torch.ones(4, 3)}
     with pytest.raises(RuntimeError, match=r"gate.weight"):
@@ -163,34 +152,30 @@ def _load_other_shape(assign: bool) -> None:
 # Cut along another dimension
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_states_of_what_is_cut_along_another_dimension(ranks: RankPool, world_size: int, tmp_path: Path) -> None:
-    ranks(world_size).run(_exchange_with_other_cuts, tmp_path)
-
-
-def last_dim(param: nn.Parameter) -> Shard:
-    return Shard(param.dim() - 1)
-
-
-def _exchange_with_other_cuts(folder: Path) -> None:
+@on_ranks(2, 3)
+def test_states_of_what_is_cut_along_another_dimension(tmp_path: Path) -> None:
     source, optimizer = trained(ours(shard_placement_fn=last_dim))
     for state in (wholes(source), source.state_dict(), uneven(ours()).state_dict()):
         model, _ = fresh(ours(shard_placement_fn=last_dim))
         model.load_state_dict(state)
         assert_same_state(wholes(model), {name: whole(value) for name, value in state.items()})
     assert_same_state(wholes(copy.deepcopy(source)), wholes(source))
-    dcp.save(_states(source, optimizer), checkpoint_id=folder)
+    dcp.save(_states(source, optimizer), checkpoint_id=tmp_path)
     other, other_optimizer = fresh(ours())
     states = _states(other, other_optimizer)
-    dcp.load(states, checkpoint_id=folder)
+    dcp.load(states, checkpoint_id=tmp_path)
     set_model_state_dict(other, states["model"])
     set_optimizer_state_dict(other, other_optimizer, states["optimizer"])
     assert_goes_on_alike((other, other_optimizer), (source, optimizer), 1e-5)
-    fsdp.save(folder / "saved", source, optimizer)
+    fsdp.save(tmp_path / "saved", source, optimizer)
     for wrap in (ours(), ours(shard_placement_fn=last_dim)):
         other, other_optimizer = fresh(wrap)
-        fsdp.load(folder / "saved", other, other_optimizer)
+        fsdp.load(tmp_path / "saved", other, other_optimizer)
         assert_same_state(wholes(other), wholes(source))
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
 
 
 # torch.distributed.checkpoint
@@ -229,11 +214,8 @@ def _load_distributed(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> N
 
 # Whole states on the host are only on rank 0, so that the others need a broadcast.
 @pytest.mark.parametrize(("cpu_offload", "broadcast"), [(False, False), (False, True), (True, True)])
-def test_full_states_by_torchs_functions(ranks: RankPool, cpu_offload: bool, broadcast: bool) -> None:
-    ranks(2).run(_exchange_full_states, cpu_offload, broadcast)
-
-
-def _exchange_full_states(cpu_offload: bool, broadcast: bool) -> None:
+@on_ranks(2)
+def test_full_states_by_torchs_functions(cpu_offload: bool, broadcast: bool) -> None:
     source, optimizer = trained(ours())
     asked = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
     state = get_model_state_dict(source, options=asked)
@@ -298,11 +280,8 @@ def _load_safetensors(path: Path) -> None:
         assert torch.equal(model(INPUTS), plain(INPUTS))
 
 
-def test_a_state_dict_can_be_copied(ranks: RankPool) -> None:
-    ranks(2).run(_copy_state)
-
-
-def _copy_state() -> None:
+@on_ranks(2)
+def test_a_state_dict_can_be_copied() -> None:
     model, _ = trained(ours())
     kept = copy.deepcopy(model.state_dict())
     expected = {name: local(value).clone() for name, value in kept.items()}
@@ -342,14 +321,8 @@ def _make_nadam(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("from_first", [False, True])
 @pytest.mark.parametrize("make", [_make_adam, _make_momentum, _make_nadam])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_full_state_of_a_parameter_without_dimensions(
-    ranks: RankPool, from_first: bool, make: Any, world_size: int
-) -> None:
-    ranks(world_size).run(_load_full_of_no_dimensions, from_first, make)
-
-
-def _load_full_of_no_dimensions(from_first: bool, make: Any) -> None:
+@on_ranks(2, 3)
+def test_a_full_state_of_a_parameter_without_dimensions(from_first: bool, make: Any) -> None:
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Scaled()

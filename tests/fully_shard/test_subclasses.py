@@ -33,6 +33,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.extended_tensors import InEight, InHalf, Scaled, Values, extended, padded
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import mesh_of as mesh_beside
@@ -122,11 +123,8 @@ class Counting:
 
 
 @pytest.mark.parametrize("make_model", [HALF, EIGHT], ids=["half", "eight"])
-def test_no_more_bytes_are_sent_than_by_torchs(ranks: RankPool, make_model: Any) -> None:
-    ranks(2).run(_count, make_model)
-
-
-def _count(make_model: Any) -> None:
+@on_ranks(2)
+def test_no_more_bytes_are_sent_than_by_torchs(make_model: Any) -> None:
     sent = []
     for wrap in (torchs(), ours()):
         model, counting = make_model(wrap), Counting()
@@ -200,12 +198,8 @@ class PaddedColumns(InHalf):
         return out, (come, scales, out)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_columns_that_do_not_divide_evenly(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_train_uneven_columns)
-
-
-def _train_uneven_columns() -> None:
+@on_ranks(1, 2, 3)
+def test_columns_that_do_not_divide_evenly() -> None:
     found = []
     for kind, options in ((PaddedColumns, {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}), (None, {})):
         model: Any = extended(ours(**options), kind=kind or (lambda values: values))
@@ -240,11 +234,8 @@ TWO_DIMENSIONS = [{}, {"mp_policy": IN_HALF, "reshard_after_forward": False}, {"
 
 
 @pytest.mark.parametrize("options", TWO_DIMENSIONS, ids=str)
-def test_training_beside_tensor_parallelism(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(4).run(_compare_parallel, options)
-
-
-def _compare_parallel(options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_training_beside_tensor_parallelism(options: dict[str, Any]) -> None:
     mesh = mesh_beside(2, 2)
     seen = []
     for wrap in (torchs, ours):
@@ -257,20 +248,17 @@ def _compare_parallel(options: dict[str, Any]) -> None:
     _compare(plan, {"mesh": mesh["dp"], **options})
 
 
-def test_states_beside_tensor_parallelism(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_exchange_parallel_states, tmp_path)
-
-
-def _exchange_parallel_states(folder: Path) -> None:
+@on_ranks(4)
+def test_states_beside_tensor_parallelism(tmp_path: Path) -> None:
     mesh = mesh_beside(2, 2)
     make = partial(_parallel, mesh=mesh["tp"])
     source: Any = make(ours(mesh=mesh["dp"]))
     source(INPUTS).sum().backward()
     optimizer = adamw(source.parameters())
     optimizer.step()
-    fsdp.save(folder / "saved", source, optimizer)
+    fsdp.save(tmp_path / "saved", source, optimizer)
     loaded, copied = make(ours(mesh=mesh["dp"])), copy.deepcopy(source)
-    fsdp.load(folder / "saved", loaded, adamw(loaded.parameters()))
+    fsdp.load(tmp_path / "saved", loaded, adamw(loaded.parameters()))
     assigned = make(ours(mesh=mesh["dp"]))
     assigned.load_state_dict(source.state_dict(), assign=True)
     for model in (loaded, copied, assigned):
@@ -282,11 +270,8 @@ def _exchange_parallel_states(folder: Path) -> None:
 # Beside one process
 
 
-def test_tensors_of_several_dtypes_in_a_world_of_one(ranks: RankPool) -> None:
-    ranks(1).run(_train_alone)
-
-
-def _train_alone() -> None:
+@on_ranks(1)
+def test_tensors_of_several_dtypes_in_a_world_of_one() -> None:
     model, plain = EIGHT(ours()), EIGHT()
     for layer in plain.inner:  # as if each weight had been sent
         layer.register_forward_pre_hook(_quantise)
@@ -316,11 +301,8 @@ class PaddedEight(InEight):
         return (padded(numbers, mesh, outer_size), scales), metadata
 
 
-def test_scales_beside_rows_that_do_not_divide_evenly(ranks: RankPool) -> None:
-    ranks(3).run(_train_uneven)
-
-
-def _train_uneven() -> None:
+@on_ranks(3)
+def test_scales_beside_rows_that_do_not_divide_evenly() -> None:
     model, plain = extended(ours(), kind=PaddedEight), extended(kind=PaddedEight)
     found = model(INPUTS)
     found.sum().backward()
@@ -335,11 +317,8 @@ def _train_uneven() -> None:
     assert_within("gradient", mine, plain.inner[0][0].weight.grad, 1e-6)
 
 
-def test_a_copy_of_what_is_unsharded_is_not_read_where_it_was_freed(ranks: RankPool) -> None:
-    ranks(1).run(_copy_leaf)
-
-
-def _copy_leaf() -> None:
+@on_ranks(1)
+def test_a_copy_of_what_is_unsharded_is_not_read_where_it_was_freed() -> None:
     model: Any = EIGHT(ours())
     layer = model.inner[0]
     layer.unshard()
@@ -349,11 +328,8 @@ def _copy_leaf() -> None:
         copy.deepcopy(weight) + 1
 
 
-def test_memory_is_freed_and_autograd_does_not_read_what_was_freed(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_memory)
-
-
-def _look_at_memory() -> None:
+@on_ranks(2)
+def test_memory_is_freed_and_autograd_does_not_read_what_was_freed() -> None:
     model: Any = EIGHT(ours())
     layer = model.inner[0]
     layer.unshard()
@@ -370,11 +346,8 @@ def _look_at_memory() -> None:
     assert_at_rest(model)
 
 
-def test_forwards_without_gradients_first(ranks: RankPool) -> None:
-    ranks(2).run(_infer_first)
-
-
-def _infer_first() -> None:
+@on_ranks(2)
+def test_forwards_without_gradients_first() -> None:
     model, other = HALF(ours()), HALF(ours())
     with torch.inference_mode():
         before = model(INPUTS)
@@ -391,11 +364,8 @@ def _assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
         assert_within("gradient", local(mine.grad), local(theirs.grad))
 
 
-def test_a_frozen_parameter_is_gathered_and_not_reduced(ranks: RankPool) -> None:
-    ranks(2).run(_freeze)
-
-
-def _freeze() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_is_gathered_and_not_reduced() -> None:
     model: Any = HALF()
     model.inner[0][0].weight.requires_grad_(False)
     model = fsdp.fully_shard(model)
@@ -426,11 +396,8 @@ def _assert_values(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert torch.equal(found[name], value), name
 
 
-def test_modules_list_the_class_and_states_hold_it_as_torchs_do(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_state)
-
-
-def _look_at_state() -> None:
+@on_ranks(2)
+def test_modules_list_the_class_and_states_hold_it_as_torchs_do() -> None:
     states = [HALF(wrap).state_dict() for wrap in (ours(), torchs())]
     for (name, mine), (theirs_name, theirs) in zip(*(state.items() for state in states), strict=True):
         assert name == theirs_name
@@ -440,11 +407,8 @@ def _look_at_state() -> None:
     assert isinstance(local(states[0]["inner.0.0.weight"]), InHalf)
 
 
-def test_copies_train_by_themselves(ranks: RankPool) -> None:
-    ranks(2).run(_copy)
-
-
-def _copy() -> None:
+@on_ranks(2)
+def test_copies_train_by_themselves() -> None:
     model = HALF(ours())
     _steps(model, adamw(model.parameters()))
     copied = copy.deepcopy(model)
@@ -457,11 +421,8 @@ def _copy() -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_are_loaded(ranks: RankPool, assign: bool) -> None:
-    ranks(2).run(_load, assign)
-
-
-def _load(assign: bool) -> None:
+@on_ranks(2)
+def test_state_dicts_are_loaded(assign: bool) -> None:
     source, model = HALF(ours()), HALF(ours(), seed=9)
     model.load_state_dict(source.state_dict(), assign=assign)
     _assert_values(_values(model), _values(source))
@@ -523,11 +484,8 @@ def _save_and_load_distributed(before: Any, after: Any, folder: Path) -> None:
     _assert_values(_values(model), _values(source))
 
 
-def test_models_of_the_meta_device(ranks: RankPool) -> None:
-    ranks(2).run(_start_on_meta)
-
-
-def _start_on_meta() -> None:
+@on_ranks(2)
+def test_models_of_the_meta_device() -> None:
     with torch.device("meta"):
         model = HALF()
     for layer in model.inner:
@@ -571,11 +529,8 @@ class Quantised(InHalf):
         (Quantised, r"inner.0.0.weight is a Quantised, whose values are not one plain tensor"),
     ],
 )
-def test_classes_that_cannot_be_sharded(ranks: RankPool, kind: Any, message: str) -> None:
-    ranks(1).run(_refuse, kind, message)
-
-
-def _refuse(kind: Any, message: str) -> None:
+@on_ranks(1)
+def test_classes_that_cannot_be_sharded(kind: Any, message: str) -> None:
     model = extended(kind=kind)
     with pytest.raises(TypeError, match=message):
         fsdp.fully_shard(model)
@@ -606,31 +561,22 @@ class OfOddSignature(InHalf):
         return (self.values,), None
 
 
-def test_methods_that_return_or_take_the_wrong_things(ranks: RankPool) -> None:
-    ranks(1).run(_call_wrong)
-
-
-def _call_wrong() -> None:
+@on_ranks(1)
+def test_methods_that_return_or_take_the_wrong_things() -> None:
     with pytest.raises(TypeError, match=r"fsdp_pre_all_gather of a OfOddSignature \(.*weight\) takes 2 arguments"):
         extended(ours(), kind=OfOddSignature)(INPUTS)
 
 
-def test_rows_that_are_not_padded(ranks: RankPool) -> None:
-    ranks(2).run(_send_unpadded)
-
-
-def _send_unpadded() -> None:
+@on_ranks(2)
+def test_rows_that_are_not_padded() -> None:
     handle = next(each for each in handles(extended(ours(), kind=Unpadded)) if each.flat_param.example is not None)
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match=r"returned \[3, 7\], this rank's rows.*Pad it to \[4, 7\]"):
             handle.unshard()
 
 
-def test_writing_to_the_unsharded_parameter_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_write)
-
-
-def _write() -> None:
+@on_ranks(2)
+def test_writing_to_the_unsharded_parameter_is_an_error() -> None:
     model: Any = HALF(ours())
     layer = model.inner[0]
     layer.unshard()

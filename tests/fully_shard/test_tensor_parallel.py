@@ -34,6 +34,7 @@ from tests.helpers.dtensor_twins import (
     wholes,
 )
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import REGRESSION
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, gpt, mesh_of, perceptron
@@ -68,11 +69,9 @@ PLACEMENTS: dict[str, Sequence[tuple[Placement, ...]]] = {
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
-def test_sizes_that_divide_by_nothing(ranks: RankPool, placements: str) -> None:
-    ranks(4).run(_train_uneven, PLACEMENTS[placements])
-
-
-def _train_uneven(placements: Sequence[tuple[Placement, ...]]) -> None:
+@on_ranks(4)
+def test_sizes_that_divide_by_nothing(placements: str) -> None:
+    placements = PLACEMENTS[placements]
     mesh = mesh_of(2, 2)
     model = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=placements, each=True)
     plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["dp"])
@@ -92,11 +91,8 @@ def _train_in_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
     assert_side_by_side(plan, mesh=mesh["a"])
 
 
-def test_hybrid_sharding_besides(ranks: RankPool) -> None:
-    ranks(8).run(_train_hybrid)
-
-
-def _train_hybrid() -> None:
+@on_ranks(8)
+def test_hybrid_sharding_besides() -> None:
     mesh = cube_of(2, 2, 2)
     model = partial(perceptron, mesh=mesh["c"], hidden=6, placements=[(Shard(0),), (Shard(1),)], each=True)
     plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["a", "b"])
@@ -107,11 +103,8 @@ def _second_dim(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() > 1 and local(param).shape[1] % 2 == 0 else None
 
 
-def test_along_another_dimension(ranks: RankPool) -> None:
-    ranks(4).run(_train_along_another_dimension)
-
-
-def _train_along_another_dimension() -> None:
+@on_ranks(4)
+def test_along_another_dimension() -> None:
     mesh = mesh_of(2, 2)
     model = partial(perceptron, mesh=mesh["tp"], hidden=8, placements=[(Shard(0),), (Shard(1),)])
     plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["dp"])
@@ -121,11 +114,8 @@ def _train_along_another_dimension() -> None:
 # Clipping
 
 
-def test_clipping(ranks: RankPool) -> None:
-    ranks(4).run(_clip)
-
-
-def _clip() -> None:
+@on_ranks(4)
+def test_clipping() -> None:
     torch.set_default_dtype(torch.float64)
     mesh = mesh_of(2, 2)
     # Parameters on one mesh, where torch has a norm, and on two, where it has none.
@@ -179,23 +169,20 @@ def _assert_equal(found: nn.Module, expected: nn.Module) -> None:
         assert_within(name, local(own), local(value))
 
 
-def test_states_go_to_torchs_and_come_from_there(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_exchange_states, tmp_path)
-
-
-def _exchange_states(folder: Path) -> None:
+@on_ranks(4)
+def test_states_go_to_torchs_and_come_from_there(tmp_path: Path) -> None:
     mesh = mesh_of(2, 2)
     (mine, optimizer), (theirs, _) = (_trained(wrap(mesh=mesh["dp"]), mesh) for wrap in (ours, torchs))
     plain = gpt()
     assert {name: value.shape for name, value in mine.state_dict().items()} == {
         name: value.shape for name, value in plain.state_dict().items()
     }
-    dcp.save({"model": mine.state_dict()}, checkpoint_id=folder / "ours")
-    dcp.save({"model": theirs.state_dict()}, checkpoint_id=folder / "torchs")
+    dcp.save({"model": mine.state_dict()}, checkpoint_id=tmp_path / "ours")
+    dcp.save({"model": theirs.state_dict()}, checkpoint_id=tmp_path / "torchs")
     for source, name, wrap in ((mine, "ours", ours), (mine, "ours", torchs), (theirs, "torchs", ours)):
         target = _model(wrap(mesh=mesh["dp"]), mesh, seed=5)
         state = {"model": target.state_dict()}
-        dcp.load(state, checkpoint_id=folder / name)
+        dcp.load(state, checkpoint_id=tmp_path / name)
         target.load_state_dict(state["model"])
         _assert_equal(target, source)
     target = _model(ours(mesh=mesh["dp"]), mesh, seed=5)
@@ -209,11 +196,8 @@ def _exchange_states(folder: Path) -> None:
     _assert_equal(copied_model, mine)
 
 
-def test_whole_tensors_of_uneven_sizes(ranks: RankPool) -> None:
-    ranks(4).run(_load_uneven)
-
-
-def _load_uneven() -> None:
+@on_ranks(4)
+def test_whole_tensors_of_uneven_sizes() -> None:
     mesh = mesh_of(2, 2)
     make = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=PLACEMENTS["rows_and_columns"])
     expected = make(keep).state_dict()
@@ -227,19 +211,16 @@ def _load_uneven() -> None:
         assert_within(name, value, state[name])
 
 
-def test_final_files_are_read(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_read_final_files, tmp_path)
-
-
-def _read_final_files(folder: Path) -> None:
+@on_ranks(4)
+def test_final_files_are_read(tmp_path: Path) -> None:
     mesh = mesh_of(2, 2)
     expected = _model(ours(mesh=mesh["dp"]), mesh, seed=5)
     state = wholes(expected)
     if dist.get_rank() == 0:
-        save_file(state, folder / "model.safetensors")
+        save_file(state, tmp_path / "model.safetensors")
     dist.barrier()
     model = _model(ours(mesh=mesh["dp"]), mesh)
-    fsdp.load_safetensors(model, folder)
+    fsdp.load_safetensors(model, tmp_path)
     _assert_equal(model, expected)
 
 
@@ -260,11 +241,8 @@ def _save_with_torch(folder: Path) -> dict[str, Tensor]:
     return wholes(model)
 
 
-def test_values_that_come_after_sharding(ranks: RankPool) -> None:
-    ranks(4).run(_materialize)
-
-
-def _materialize() -> None:
+@on_ranks(4)
+def test_values_that_come_after_sharding() -> None:
     mesh = mesh_of(2, 2)
     expected = _model(ours(mesh=mesh["dp"]), mesh)
     for way in ("materialize", "to_empty"):
@@ -281,11 +259,8 @@ def _materialize() -> None:
         assert all(param.grad is not None for param in model.parameters())
 
 
-def test_ties(ranks: RankPool) -> None:
-    ranks(4).run(_train_tied)
-
-
-def _train_tied() -> None:
+@on_ranks(4)
+def test_ties() -> None:
     mesh = mesh_of(2, 2)
     model = partial(gpt, mesh=mesh, vocabulary=True, tied=True)
     plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"])
@@ -295,11 +270,8 @@ def _train_tied() -> None:
 # Errors
 
 
-def test_meshes_that_do_not_fit(ranks: RankPool) -> None:
-    ranks(4).run(_shard_over_other_meshes)
-
-
-def _shard_over_other_meshes() -> None:
+@on_ranks(4)
+def test_meshes_that_do_not_fit() -> None:
     mesh = mesh_of(2, 2)
     elsewhere = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     for data in (None, mesh["tp"], elsewhere):
@@ -311,8 +283,16 @@ def _shard_over_other_meshes() -> None:
 # Expert parallelism: over ranks that are data-parallel for the rest of the model
 
 
-def test_experts_that_data_parallel_ranks_have_divided_among_them(ranks: RankPool) -> None:
-    ranks(4).run(_train_experts)
+@on_ranks(4)
+def test_experts_that_data_parallel_ranks_have_divided_among_them() -> None:
+    trained, received = [], []
+    for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
+        with Counting(traffic := Traffic()):
+            model = _with_experts(fully_shard)
+        trained.append([(local(param), local(param.grad)) for param in model.parameters()])
+        received.append(traffic.values)
+    torch.testing.assert_close(*trained, rtol=ROUNDING, atol=ROUNDING)
+    assert 0 < received[0] <= received[1]
 
 
 class Experts(nn.Module):
@@ -342,23 +322,9 @@ def _with_experts(fully_shard: Any) -> Any:
     return model
 
 
-def _train_experts() -> None:
-    trained, received = [], []
-    for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
-        with Counting(traffic := Traffic()):
-            model = _with_experts(fully_shard)
-        trained.append([(local(param), local(param.grad)) for param in model.parameters()])
-        received.append(traffic.values)
-    torch.testing.assert_close(*trained, rtol=ROUNDING, atol=ROUNDING)
-    assert 0 < received[0] <= received[1]
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_experts_are_clipped_by_the_norm_of_all_parameters(ranks: RankPool, norm_type: float) -> None:
-    ranks(4).run(_clip_experts, norm_type)
-
-
-def _clip_experts(norm_type: float) -> None:
+@on_ranks(4)
+def test_experts_are_clipped_by_the_norm_of_all_parameters(norm_type: float) -> None:
     model = _with_experts(fsdp.fully_shard)
     grads = [whole(param.grad) for param in model.parameters()]
     expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), norm_type)
@@ -368,11 +334,8 @@ def _clip_experts(norm_type: float) -> None:
         assert_within("a clipped gradient", whole(param.grad), grad / 2, 1e-5)
 
 
-def test_a_norm_is_added_up_once(ranks: RankPool) -> None:
-    ranks(2).run(_count_reductions)
-
-
-def _count_reductions() -> None:
+@on_ranks(2)
+def test_a_norm_is_added_up_once() -> None:
     model: Any = fsdp.fully_shard(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     with Counting(traffic := Traffic()):

@@ -30,6 +30,7 @@ from tests.helpers.dtensor_twins import (
     uneven,
 )
 from tests.helpers.models import Wrap, keep, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, gpt
@@ -45,11 +46,8 @@ def tower(wrap: Wrap) -> nn.Module:
     return wrap(nn.Sequential(*layers))
 
 
-def test_what_is_counted_is_by_formula(ranks: RankPool) -> None:
-    ranks(2).run(_count_by_formula)
-
-
-def _count_by_formula() -> None:
+@on_ranks(2)
+def test_what_is_counted_is_by_formula() -> None:
     half, counts = WIDTH * WIDTH * 4 // 2, []
     for options in ({}, {"mesh": mesh_of(2, 1)}):
         for wrap in (torchs, ours):
@@ -181,11 +179,8 @@ def _train_now_and_then(accumulate: int, mesh: tuple[int, ...]) -> None:
         assert_side_by_side(replace(plan, sync_each=True), mesh=mesh)
 
 
-def test_what_is_used_now_and_then_accumulates_in_shards(ranks: RankPool) -> None:
-    ranks(4).run(_accumulate_in_shards)
-
-
-def _accumulate_in_shards() -> None:
+@on_ranks(4)
+def test_what_is_used_now_and_then_accumulates_in_shards() -> None:
     torch.set_default_dtype(torch.float64)
     found = []
     for accumulates in (False, True):  # torch's adds up what is of different parameters
@@ -199,11 +194,8 @@ def _accumulate_in_shards() -> None:
         assert_within("gradient", grad, expected, ROUNDING)
 
 
-def test_tensor_parallel_recipe(ranks: RankPool) -> None:
-    ranks(4).run(_compare_tensor_parallel)
-
-
-def _compare_tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel_recipe() -> None:
     mesh = mesh_beside(2, 2)
     model = partial(gpt, mesh=mesh, kind="heads", vocabulary=True)
     what = {"make_model": model, "task": SENTENCES, "mesh": mesh["dp"], "accumulate": 2}

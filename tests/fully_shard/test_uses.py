@@ -30,6 +30,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
@@ -72,11 +73,8 @@ def _in_order(order: tuple[int, ...], model: Any, inputs: Tensor) -> None:
 
 
 @parametrize_pairs(options=OPTIONS, nested=[True, False])
-def test_parameters_may_be_used_twice_or_not_at_all(ranks: RankPool, nested: bool, options: dict[str, Any]) -> None:
-    ranks(2).run(_train_orders, nested, options)
-
-
-def _train_orders(nested: bool, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_parameters_may_be_used_twice_or_not_at_all(nested: bool, options: dict[str, Any]) -> None:
     steps = [partial(_in_order, order) for order in [(0, 1, 2), (0, 0, 2), (2, 1, 2, 1), (1,)]]
     twins = trained_twins(partial(seeded, partial(Choosing, nested=nested)), *steps, **options)
     assert twins.sharded.get_parameter("spare").grad is None
@@ -165,8 +163,10 @@ def test_outputs_in_containers(ranks: RankPool, pack: Any, unpack: Any) -> None:
     ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Returning, pack=pack, unpack=unpack)))
 
 
-def test_units_whose_outputs_need_no_gradient(ranks: RankPool) -> None:
-    ranks(2).run(_train_masking)
+@on_ranks(2)
+def test_units_whose_outputs_need_no_gradient() -> None:
+    twins = trained_twins(partial(seeded, Masking))
+    assert twins.sharded.get_parameter("mask.weight").grad is None
 
 
 class Masking(nn.Module):
@@ -182,18 +182,19 @@ class Masking(nn.Module):
         return self.exit(torch.tanh(self.inner(inputs)) * self.mask(inputs).sigmoid())
 
 
-def _train_masking() -> None:
-    twins = trained_twins(partial(seeded, Masking))
-    assert twins.sharded.get_parameter("mask.weight").grad is None
-
-
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "one_unit"])
 def test_a_loss_that_leaves_by_an_attribute(ranks: RankPool, nested: bool) -> None:
     ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Aside, nested=nested)), _step_aside)
 
 
-def test_a_loss_that_leaves_by_an_attribute_as_with_torchs(ranks: RankPool) -> None:
-    ranks(2).run(_compare_aside)
+@on_ranks(2)
+def test_a_loss_that_leaves_by_an_attribute_as_with_torchs() -> None:
+    found, expected = seeded(Aside, ours()), seeded(Aside, torchs())
+    for model in (found, expected):
+        _step_aside(model, torch.ones(2, 5))
+    for name, param in expected.named_parameters():
+        assert_same(local(found.get_parameter(name).grad), local(param.grad), name)
+    assert_at_rest(found)
 
 
 class Aside(nn.Module):
@@ -216,15 +217,6 @@ def _step_aside(model: Any, inputs: Tensor) -> None:
     model.loss.pop().backward()
 
 
-def _compare_aside() -> None:
-    found, expected = seeded(Aside, ours()), seeded(Aside, torchs())
-    for model in (found, expected):
-        _step_aside(model, torch.ones(2, 5))
-    for name, param in expected.named_parameters():
-        assert_same(local(found.get_parameter(name).grad), local(param.grad), name)
-    assert_at_rest(found)
-
-
 # What raises in between
 
 
@@ -238,11 +230,8 @@ def _fail_first(model: Any, inputs: Tensor) -> None:
     score(model(inputs)).backward()
 
 
-def test_inner_modules_are_not_left_whole_by_forwards_without_backward(ranks: RankPool) -> None:
-    ranks(2).run(_forward_only)
-
-
-def _forward_only() -> None:
+@on_ranks(2)
+def test_inner_modules_are_not_left_whole_by_forwards_without_backward() -> None:
     model: Any = uneven(ours())
     for with_gradients in (False, True, False):
         with torch.set_grad_enabled(with_gradients):
@@ -324,12 +313,8 @@ def test_any_module_that_can_be_called_is_sharded(
 # As torch's
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_accumulation_keeps_whole_gradients_until_they_are_reduced(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_accumulate)
-
-
-def _accumulate() -> None:
+@on_ranks(2, 3)
+def test_accumulation_keeps_whole_gradients_until_they_are_reduced() -> None:
     model: Any = uneven(ours())
     inputs = torch.ones(2, 5) * (dist.get_rank() + 1)
     model.set_requires_gradient_sync(False)
@@ -342,11 +327,8 @@ def _accumulate() -> None:
 
 
 @pytest.mark.parametrize("step", [two_forwards_then_backwards, backward_twice], ids=lambda step: step.__name__)
-def test_what_backwards_leave_is_freed(ranks: RankPool, step: Step) -> None:
-    ranks(2).run(_step_and_rest, step)
-
-
-def _step_and_rest(step: Step) -> None:
+@on_ranks(2)
+def test_what_backwards_leave_is_freed(step: Step) -> None:
     model = uneven(ours())
     step(model, torch.ones(2, 5))
     assert_at_rest(model)

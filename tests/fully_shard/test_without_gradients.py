@@ -24,6 +24,7 @@ from tests.helpers.dtensor_twins import (
     wholes,
 )
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 from tests.helpers.twins import once
@@ -113,15 +114,9 @@ def _use_alone(model: Any) -> None:
     look(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_changes_in_between_are_seen_by_the_next_forward(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_change_in_between, options)
-
-
-def _change_in_between(options: dict[str, Any]) -> None:
+def test_changes_in_between_are_seen_by_the_next_forward(options: dict[str, Any]) -> None:
     model: Any = uneven(ours(**options))
     for change in (_step, _load, _write, _change_mode, _freeze, _cast, _use_alone, _step):
         before = look(model)
@@ -142,11 +137,8 @@ def _change_in_between(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_training_goes_on_after_inference_mode(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_train_after_inference, options)  # torch's raises an error
-
-
-def _train_after_inference(options: dict[str, Any]) -> None:
+@on_ranks(2)  # torch's raises an error
+def test_training_goes_on_after_inference_mode(options: dict[str, Any]) -> None:
     model, other = (uneven(ours(**options)) for _ in range(2))
     for _ in range(2):
         with torch.inference_mode():
@@ -157,11 +149,8 @@ def _train_after_inference(options: dict[str, Any]) -> None:
         assert torch.equal(local(mine.grad), local(expected.grad))  # type: ignore[arg-type]
 
 
-def test_dtensors_are_listed_after_it(ranks: RankPool) -> None:
-    ranks(2).run(_make_an_optimizer)
-
-
-def _make_an_optimizer() -> None:
+@on_ranks(2)
+def test_dtensors_are_listed_after_it() -> None:
     model: Any = uneven(ours())
     look(model)
     assert is_whole(model)

@@ -22,8 +22,8 @@ from tests.helpers.dtensor_twins import local
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.module_kinds import seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
 ROWS = 5  # of 2 or 3 ranks: never as many for each, and on 4 ranks less than two
@@ -112,13 +112,8 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 @parametrize_pairs(form=FORMS[1:], kept=[True, False], grad=[False, True], world_size=[2, 3])
-def test_written_parameters_are_computed_with(
-    ranks: RankPool, write: Any, form: str, kept: bool, grad: bool, world_size: int
-) -> None:
-    ranks(world_size).run(_write_between_forwards, write, form, kept, grad)
-
-
-def _write_between_forwards(write: Write, form: str, kept: bool, grad: bool) -> None:
+@on_ranks("world_size")
+def test_written_parameters_are_computed_with(write: Write, form: str, kept: bool, grad: bool) -> None:
     plain = _net()
     model = sharded(_net(), form, (nn.Linear,), reshard_after_forward=not kept)
     params = {each: list(each.parameters()) for each in (model, plain)}
@@ -136,11 +131,8 @@ def _write_between_forwards(write: Write, form: str, kept: bool, grad: bool) -> 
     assert_close_state(full_state(model), plain.state_dict())
 
 
-def test_a_value_that_one_rank_has_written_is_gathered_by_all(ranks: RankPool) -> None:
-    ranks(3).run(_write_on_one_rank)
-
-
-def _write_on_one_rank() -> None:
+@on_ranks(3)
+def test_a_value_that_one_rank_has_written_is_gathered_by_all() -> None:
     model = fully_shard(_net())
     weight = model.exit.weight
     with torch.no_grad():
@@ -155,11 +147,8 @@ def _write_on_one_rank() -> None:
     assert_close(after, plain(_inputs()))
 
 
-def test_parameters_that_nobody_has_written_are_not_gathered_again(ranks: RankPool) -> None:
-    ranks(2).run(_compute_twice)
-
-
-def _compute_twice() -> None:
+@on_ranks(2)
+def test_parameters_that_nobody_has_written_are_not_gathered_again() -> None:
     model = fully_shard(_net())
     with torch.no_grad():
         model(_inputs())
@@ -170,11 +159,8 @@ def _compute_twice() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_averages_of_models_compute_with_what_they_save(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_average, form)
-
-
-def _average(form: str) -> None:
+@on_ranks(2)
+def test_averages_of_models_compute_with_what_they_save(form: str) -> None:
     student = sharded(_net(), form)
     teachers: list[Any] = [
         AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
@@ -267,12 +253,8 @@ PARTS = [
 
 @needs_dispatch
 @pytest.mark.parametrize("write", PARTS, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_parts_of_parameters_are_written(ranks: RankPool, write: Any, world_size: int) -> None:
-    ranks(world_size).run(_write_part, write)
-
-
-def _write_part(write: Callable[[Tensor], None]) -> None:
+@on_ranks(2, 4)
+def test_parts_of_parameters_are_written(write: Callable[[Tensor], None]) -> None:
     plain = _net()
     model = fully_shard(_net())
     weight = model.inner.weight  # after the forward, the module has the unsharded parameter here
@@ -286,11 +268,8 @@ def _write_part(write: Callable[[Tensor], None]) -> None:
 
 @needs_dispatch
 @pytest.mark.parametrize("write", [one_row, transposed, row_and_column, column], ids=lambda write: write.__name__)
-def test_parts_of_columns_are_written(ranks: RankPool, write: Any) -> None:
-    ranks(2).run(_write_part_of_columns, write)
-
-
-def _write_part_of_columns(write: Callable[[Tensor], None]) -> None:
+@on_ranks(2)
+def test_parts_of_columns_are_written(write: Callable[[Tensor], None]) -> None:
     plain = _net()
     model = fully_shard(_net(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
     with torch.no_grad():
@@ -302,11 +281,8 @@ def _write_part_of_columns(write: Callable[[Tensor], None]) -> None:
 @needs_dispatch
 @pytest.mark.parametrize("write", [one_row, rows_of_data, diagonal, identity], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("kind", ["replicas", "tensor parallel"])
-def test_parts_are_written_on_two_dimensional_meshes(ranks: RankPool, write: Any, kind: str) -> None:
-    ranks(4).run(_write_part_on_mesh, write, kind)
-
-
-def _write_part_on_mesh(write: Callable[[Tensor], None], kind: str) -> None:
+@on_ranks(4)
+def test_parts_are_written_on_two_dimensional_meshes(write: Callable[[Tensor], None], kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
     plain, model = _net(), _net()
     if kind == "tensor parallel":
@@ -322,11 +298,8 @@ def _write_part_on_mesh(write: Callable[[Tensor], None], kind: str) -> None:
 
 
 @needs_dispatch
-def test_an_embedding_resets_its_padding(ranks: RankPool) -> None:
-    ranks(3).run(_reset_embedding)
-
-
-def _reset_embedding() -> None:
+@on_ranks(3)
+def test_an_embedding_resets_its_padding() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3))
     fully_shard(model)
@@ -337,11 +310,8 @@ def _reset_embedding() -> None:
     assert (weight[[0, 2, 3, 4, 5, 6]] != 0).all()
 
 
-def test_a_part_that_is_only_read_is_an_ordinary_dtensor(ranks: RankPool) -> None:
-    ranks(2).run(_read_part)
-
-
-def _read_part() -> None:
+@on_ranks(2)
+def test_a_part_that_is_only_read_is_an_ordinary_dtensor() -> None:
     model, plain = fully_shard(_net()), _net()
     row = model.inner.weight[1]
     assert torch.equal(row.full_tensor(), plain.inner.weight[1])
@@ -350,11 +320,8 @@ def _read_part() -> None:
     assert_close(model.inner.weight.grad.full_tensor(), plain.inner.weight.grad)
 
 
-def test_other_dtensors_are_left_alone(ranks: RankPool) -> None:
-    ranks(2).run(_leave_others)
-
-
-def _leave_others() -> None:
+@on_ranks(2)
+def test_other_dtensors_are_left_alone() -> None:
     fully_shard(_net())
     mesh = init_device_mesh("cpu", (2,))
     other = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
@@ -365,11 +332,8 @@ def _leave_others() -> None:
 
 
 @pytest.mark.parametrize("change", [Tensor.half, partial(torch.flatten)], ids=["dtype", "shape"])
-def test_data_that_does_not_fit_is_an_error(ranks: RankPool, change: Any) -> None:
-    ranks(2).run(_assign_what_does_not_fit, change)
-
-
-def _assign_what_does_not_fit(change: Callable[[Tensor], Tensor]) -> None:
+@on_ranks(2)
+def test_data_that_does_not_fit_is_an_error(change: Callable[[Tensor], Tensor]) -> None:
     model = fully_shard(nn.Linear(4, 4).double())
     model.weight.data = change(model.weight.data)
     with pytest.raises(RuntimeError, match=r"weight: its \.data was replaced by"):

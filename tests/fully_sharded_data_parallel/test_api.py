@@ -26,6 +26,7 @@ from fsdp import (
 )
 from fsdp.engine.options import Options
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -89,11 +90,8 @@ def test_arguments_have_fairscales_names_order_and_defaults() -> None:
     assert {parameter.kind for parameter in theirs} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def test_arguments_by_position(ranks: RankPool) -> None:
-    ranks(2).run(_construct_by_position)
-
-
-def _construct_by_position() -> None:
+@on_ranks(2)
+def test_arguments_by_position() -> None:
     group = dist.new_group()
     model = FullyShardedDataParallel(nested_mlp(), group, ProcessGroupName.default, False, False, False, False, False)
     assert model.process_group is model.process_group_reduce_scatter is group
@@ -137,11 +135,8 @@ class Tracker:
         return getattr(self._group, name)
 
 
-def test_a_dummy_group_of_one_needs_no_torch_distributed(ranks: RankPool) -> None:
-    ranks(1, backend=None).run(_train_with_a_dummy_group)
-
-
-def _train_with_a_dummy_group() -> None:
+@on_ranks(1, backend=None)
+def test_a_dummy_group_of_one_needs_no_torch_distributed() -> None:
     assert not dist.is_initialized()
     group = Alone()
     model, plain = FullyShardedDataParallel(nested_mlp(), group, None), nested_mlp()
@@ -190,11 +185,8 @@ def test_several_groups_of_parameters_are_numbered() -> None:
     assert names == [f"_fsdp_wrapped_module.flat_param_{number}" for number in range(3)]
 
 
-def test_unflattened_names_are_plain(ranks: RankPool) -> None:
-    ranks(2).run(_read_unflattened_names)
-
-
-def _read_unflattened_names() -> None:
+@on_ranks(2)
+def test_unflattened_names_are_plain() -> None:
     model, plain = nested_mlp(fully_sharded(flatten_parameters=False)), nested_mlp()
     expected = dict(plain.named_parameters())
     found = dict(model.named_parameters())
@@ -205,11 +197,8 @@ def _read_unflattened_names() -> None:
 
 
 @parametrize_pairs(flatten_parameters=[True, False], world_size=[1, 2])
-def test_each_parameter_is_counted_once(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
-    ranks(world_size).run(_count_parameters, flatten_parameters)
-
-
-def _count_parameters(flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_each_parameter_is_counted_once(flatten_parameters: bool) -> None:
     model = nested_mlp(fully_sharded(flatten_parameters=flatten_parameters))
     params = list(model.parameters())
     own = [param for wrapper in get_fsdp_instances(model) for param in wrapper.params]
@@ -257,11 +246,8 @@ class Model(nn.Module):
         return self.layers[index]
 
 
-def test_module_and_its_module(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_modules)
-
-
-def _look_at_modules() -> None:
+@on_ranks(2)
+def test_module_and_its_module() -> None:
     module = Model()
     model = FullyShardedDataParallel(module)
     assert isinstance(model.module, FlattenParamsWrapper)
@@ -349,11 +335,8 @@ def test_attributes_that_are_objects() -> None:
     assert model.params == model.non_shared_params() == [model.module.flat_param]
 
 
-def test_attributes_follow_the_world(ranks: RankPool) -> None:
-    ranks(3).run(_read_attributes)
-
-
-def _read_attributes() -> None:
+@on_ranks(3)
+def test_attributes_follow_the_world() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 2))
     assert (model.rank, model.world_size) == (dist.get_rank(), 3)
     assert model.process_group is dist.group.WORLD
@@ -371,11 +354,8 @@ def _read_attributes() -> None:
         assert not mixed.children_share_process_group
 
 
-def test_states_in_a_step(ranks: RankPool) -> None:
-    ranks(2).run(_assert_states)
-
-
-def _assert_states() -> None:
+@on_ranks(2)
+def test_states_in_a_step() -> None:
     model = FullyShardedDataParallel(Model())
     seen = []
     users(model).layers.register_forward_hook(lambda *_: seen.append(model.training_state))
@@ -407,8 +387,16 @@ def test_repr_tells_how_it_is_wrapped() -> None:
     assert "Linear(in_features=5, out_features=3" in repr(short)
 
 
-def test_params_with_grad(ranks: RankPool) -> None:
-    ranks(2).run(_list_params_with_grad)
+@on_ranks(2)
+def test_params_with_grad() -> None:
+    wrap = fully_sharded()
+    model = wrap(Branches(wrap))
+    assert model.params == []
+    assert model.params_with_grad == []
+    model(inputs()).sum().backward()
+    assert model.params_with_grad == users(model).left.params
+    model.zero_grad()
+    assert model.params_with_grad == []
 
 
 class Branches(nn.Module):
@@ -422,22 +410,8 @@ class Branches(nn.Module):
         return self.left(inputs)
 
 
-def _list_params_with_grad() -> None:
-    wrap = fully_sharded()
-    model = wrap(Branches(wrap))
-    assert model.params == []
-    assert model.params_with_grad == []
-    model(inputs()).sum().backward()
-    assert model.params_with_grad == users(model).left.params
-    model.zero_grad()
-    assert model.params_with_grad == []
-
-
-def test_get_fsdp_instances(ranks: RankPool) -> None:
-    ranks(2).run(_list_instances)
-
-
-def _list_instances() -> None:
+@on_ranks(2)
+def test_get_fsdp_instances() -> None:
     model = nested_mlp(fully_sharded())
     inside = users(model)
     assert get_fsdp_instances(model) == [model, inside.trunk, inside.trunk[2], inside.gate]
@@ -472,9 +446,15 @@ def test_a_factor_of_the_users() -> None:
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (4.0, 0.25)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_are_the_mean_over_the_ranks_whatever_the_factor(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_compare_scales)
+@on_ranks(1, 2, 3)
+def test_gradients_are_the_mean_over_the_ranks_whatever_the_factor() -> None:
+    size = dist.get_world_size()
+    for factor in (None, 1.0, 3.0, float(size)):
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(nn.Linear(5, 2), gradient_predivide_factor=factor)
+        assert model.gradient_predivide_factor * model.gradient_postdivide_factor == pytest.approx(size)
+        model(inputs()).sum().backward()
+        torch.testing.assert_close(sharded_gradients(model)[:12], mean_gradient(size))
 
 
 def sharded_gradients(model: nn.Module) -> Tensor:
@@ -495,21 +475,8 @@ def mean_gradient(divisor: float) -> Tensor:
     return flat / divisor
 
 
-def _compare_scales() -> None:
-    size = dist.get_world_size()
-    for factor in (None, 1.0, 3.0, float(size)):
-        torch.manual_seed(0)
-        model = FullyShardedDataParallel(nn.Linear(5, 2), gradient_predivide_factor=factor)
-        assert model.gradient_predivide_factor * model.gradient_postdivide_factor == pytest.approx(size)
-        model(inputs()).sum().backward()
-        torch.testing.assert_close(sharded_gradients(model)[:12], mean_gradient(size))
-
-
-def test_set_gradient_divide_factors(ranks: RankPool) -> None:
-    ranks(2).run(_set_factors)
-
-
-def _set_factors() -> None:
+@on_ranks(2)
+def test_set_gradient_divide_factors() -> None:
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Linear(5, 2))
     model.set_gradient_divide_factors(1.0, 1.0)
@@ -535,11 +502,8 @@ def _set_factors() -> None:
 # Which wrapper is the root
 
 
-def test_the_root_is_found_at_first_use(ranks: RankPool) -> None:
-    ranks(2).run(_find_the_root)
-
-
-def _find_the_root() -> None:
+@on_ranks(2)
+def test_the_root_is_found_at_first_use() -> None:
     model = nested_mlp(fully_sharded())
     wrappers = get_fsdp_instances(model)
     assert [wrapper._is_root for wrapper in wrappers] == [None] * 4
@@ -562,11 +526,8 @@ def _forget_by_assignment(model: Any) -> None:
     model._is_root = None
 
 
-def test_wrapping_around_a_model_that_was_used(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_around)
-
-
-def _wrap_around() -> None:
+@on_ranks(2)
+def test_wrapping_around_a_model_that_was_used() -> None:
     inner = nested_mlp(fully_sharded())
     step(inner)
     outer = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(1, 2)))
@@ -576,11 +537,8 @@ def _wrap_around() -> None:
     step(outer)
 
 
-def test_a_child_of_two_roots(ranks: RankPool) -> None:
-    ranks(2).run(_share_a_child)
-
-
-def _share_a_child() -> None:
+@on_ranks(2)
+def test_a_child_of_two_roots() -> None:
     wrap = fully_sharded()
     child = wrap(nn.Linear(5, 4))
     first, second = (wrap(nn.Sequential(child, nn.Linear(4, 2))) for _ in range(2))
@@ -634,11 +592,8 @@ def _cast_and_train(name: str) -> None:
             torch.testing.assert_close(found, value)
 
 
-def test_gradients_are_cast_with_the_parameters(ranks: RankPool) -> None:
-    ranks(2).run(_cast_gradients)
-
-
-def _cast_gradients() -> None:
+@on_ranks(2)
+def test_gradients_are_cast_with_the_parameters() -> None:
     model = nested_mlp(fully_sharded())
     model(inputs()).sum().backward()
     before = [param.grad.double() for param in model.parameters()]
@@ -654,12 +609,8 @@ def test_buffers_are_cast_too() -> None:
     step(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_freezing_a_unit_after_wrapping(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_freeze_and_thaw)
-
-
-def _freeze_and_thaw() -> None:
+@on_ranks(1, 2)
+def test_freezing_a_unit_after_wrapping() -> None:
     # As when a discriminator is held still while the generator learns through it.
     model, plain = (wrap(nn.Sequential(*map(wrap, _two_layers()))) for wrap in (fully_sharded(), keep))
     for requires_grad in (True, False, True):
@@ -683,11 +634,8 @@ def _two_layers() -> Iterator[nn.Module]:
 # Models side by side
 
 
-def test_teacher_and_student(ranks: RankPool) -> None:
-    ranks(2).run(_train_a_student)
-
-
-def _train_a_student() -> None:
+@on_ranks(2)
+def test_teacher_and_student() -> None:
     found, expected = _distil(fully_sharded(), inputs), _distil(keep, inputs)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
@@ -713,11 +661,8 @@ def _distil(wrap: Wrap, batch: Callable[[], Tensor]) -> dict[str, Tensor]:
     return {f"teacher.{k}": v for k, v in teacher.state_dict().items()} | student.state_dict()
 
 
-def test_two_models_in_one_backward(ranks: RankPool) -> None:
-    ranks(2).run(_train_two_at_once)
-
-
-def _train_two_at_once() -> None:
+@on_ranks(2)
+def test_two_models_in_one_backward() -> None:
     together, apart = ([nested_mlp(fully_sharded(), seed=seed) for seed in (1, 2)] for _ in range(2))
     for _ in range(2):
         sum(model(inputs()).sum() for model in together).backward()
@@ -731,11 +676,8 @@ def _train_two_at_once() -> None:
 # Training with what the contract calls fine print
 
 
-def test_options_that_clients_combine(ranks: RankPool) -> None:
-    ranks(2).run(_train_with_many_options)
-
-
-def _train_with_many_options() -> None:
+@on_ranks(2)
+def test_options_that_clients_combine() -> None:
     for given in (
         {"bucket_cap_mb": 0},
         {"bucket_cap_mb": 1e-5, "disable_reshard_on_root": False},
@@ -745,11 +687,8 @@ def _train_with_many_options() -> None:
         assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**given))
 
 
-def test_nothing_warns(ranks: RankPool) -> None:
-    ranks(2).run(_use_everything_quietly)
-
-
-def _use_everything_quietly() -> None:
+@on_ranks(2)
+def test_nothing_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = nested_mlp(fully_sharded())

@@ -38,6 +38,7 @@ from tests.helpers.copied_twins import (
 )
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -53,22 +54,11 @@ from tests.helpers.twins import batch, score
     options=[FLAT, ORIGINAL, UNFLATTENED],
     make=[nested, tied_and_frozen, recurrent],
 )
+@on_ranks("world_size")
 def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(
-    ranks: RankPool,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    options: dict[str, Any],
-    make: Callable[[Wrap], nn.Module],
+    make_optimizer: MakeOptimizer, options: dict[str, Any], make: Callable[[Wrap], nn.Module]
 ) -> None:
-    ranks(world_size).run(_train_apart, make, make_optimizer, options)
-
-
-def _train_apart(
-    make: Callable[[Wrap], nn.Module],
-    make_optimizer: MakeOptimizer,
-    options: dict[str, Any],
-    travel: Travel = copy.deepcopy,
-) -> None:
+    travel = copy.deepcopy
     first = Twins.of(make, make_optimizer, **options)
     first.train(0, 1)
     second = first.copied(travel)
@@ -81,11 +71,8 @@ def _train_apart(
 
 
 @every_form
-def test_a_copy_made_before_the_first_use_trains(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_copy_unused, options)
-
-
-def _copy_unused(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_copy_made_before_the_first_use_trains(options: dict[str, Any]) -> None:
     first = Twins.of(nested, sgd_with_momentum, **options)
     second = first.copied()
     for twins in (second, first):
@@ -94,14 +81,9 @@ def _copy_unused(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
-def test_a_copy_made_between_forward_and_backward_trains_and_so_does_the_original(
-    ranks: RankPool, options: dict[str, Any], world_size: int
-) -> None:
+@on_ranks("world_size")
+def test_a_copy_made_between_forward_and_backward_trains_and_so_does_the_original(options: dict[str, Any]) -> None:
     """After a forward the root is still whole."""
-    ranks(world_size).run(_copy_after_forward, options)
-
-
-def _copy_after_forward(options: dict[str, Any]) -> None:
     first = Twins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     loss = score(first.sharded(batch(1, dist.get_rank())))
@@ -119,11 +101,8 @@ def _copy_after_forward(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
-def test_a_copy_made_in_inference_mode_trains(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_copy_in_inference, options)
-
-
-def _copy_in_inference(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_a_copy_made_in_inference_mode_trains(options: dict[str, Any]) -> None:
     first = Twins.of(nested, sgd_with_momentum, **options)
     with torch.inference_mode():
         first.sharded(batch(0, 0))
@@ -135,12 +114,9 @@ def _copy_in_inference(options: dict[str, Any]) -> None:
 
 
 @every_form
-def test_gradients_are_not_copied(ranks: RankPool, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_gradients_are_not_copied(options: dict[str, Any]) -> None:
     """Neither those of a backward nor what is accumulated; the original keeps both."""
-    ranks(2).run(_leave_gradients, options)
-
-
-def _leave_gradients(options: dict[str, Any]) -> None:
     first = Twins.of(nested, sgd_with_momentum, **options)
     first.backward(0)
     with first.sharded.no_sync():
@@ -157,12 +133,9 @@ def _leave_gradients(options: dict[str, Any]) -> None:
 
 
 @every_form
-def test_what_users_put_in_the_place_of_a_parameter_is_copied(ranks: RankPool, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_what_users_put_in_the_place_of_a_parameter_is_copied(options: dict[str, Any]) -> None:
     """It is in no shard before the next gather."""
-    ranks(2).run(_copy_replaced, options)
-
-
-def _copy_replaced(options: dict[str, Any]) -> None:
     first = Twins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     for module in (first.sharded.module.module, first.plain):
@@ -179,24 +152,16 @@ def _copy_replaced(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
-def test_a_parent_is_copied_with_the_wrapped_models_in_it(
-    ranks: RankPool, travel: Travel, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_copy_parent, travel, options)
-
-
-def _copy_parent(travel: Travel, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_parent_is_copied_with_the_wrapped_models_in_it(travel: Travel, options: dict[str, Any]) -> None:
     parent = nn.Sequential(nested(fully_sharded(**options)), nn.Tanh(), FullyShardedDataParallel(nn.Linear(1, 1)))
     copied = assert_goes_on_alike(parent, sgd_with_momentum, travel)
     assert len(get_fsdp_instances(copied)) == len(get_fsdp_instances(parent)) == 5
 
 
 @every_form
-def test_a_wrapper_inside_can_be_copied_and_used_by_itself(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_copy_inner, options)
-
-
-def _copy_inner(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_wrapper_inside_can_be_copied_and_used_by_itself(options: dict[str, Any]) -> None:
     first = Twins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     inner, plain = copy.deepcopy((first.sharded.module.module.trunk, first.plain.trunk))
@@ -235,11 +200,8 @@ def _copy_inside(travel: Travel, options: dict[str, Any]) -> None:
     assert_same_state(state_of(first.sharded), before)
 
 
-def test_a_part_of_a_unit_that_is_copied_still_says_that_it_is_sharded(ranks: RankPool) -> None:
-    ranks(2).run(_copy_part)
-
-
-def _copy_part() -> None:
+@on_ranks(2)
+def test_a_part_of_a_unit_that_is_copied_still_says_that_it_is_sharded() -> None:
     model = nested(fully_sharded())
     entry = copy.deepcopy(model.module.module.entry)
     with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):
@@ -253,11 +215,8 @@ class Labelled(FullyShardedDataParallel):
 
 
 @every_travel
-def test_a_subclass_is_copied_with_its_attributes(ranks: RankPool, travel: Travel) -> None:
-    ranks(2).run(_copy_subclass, travel)
-
-
-def _copy_subclass(travel: Travel) -> None:
+@on_ranks(2)
+def test_a_subclass_is_copied_with_its_attributes(travel: Travel) -> None:
     model = Labelled(nn.Linear(5, 3), ["encoder"])
     copied = travel(model)
     assert type(copied) is Labelled
@@ -265,8 +224,13 @@ def _copy_subclass(travel: Travel) -> None:
     assert copied.label is not model.label
 
 
-def test_hooks_of_users_are_copied_and_ours_still_run_around_them(ranks: RankPool) -> None:
-    ranks(2).run(_copy_hooks)
+@on_ranks(2)
+def test_hooks_of_users_are_copied_and_ours_still_run_around_them() -> None:
+    model, note = nested(fully_sharded()), Note()
+    model.register_forward_hook(note)
+    copied, its_note = copy.deepcopy((model, note))
+    score(copied(batch(0, 0).float())).backward()
+    assert (note.calls, its_note.calls) == (0, 1)
 
 
 class Note:
@@ -279,20 +243,9 @@ class Note:
         self.calls += 1
 
 
-def _copy_hooks() -> None:
-    model, note = nested(fully_sharded()), Note()
-    model.register_forward_hook(note)
-    copied, its_note = copy.deepcopy((model, note))
-    score(copied(batch(0, 0).float())).backward()
-    assert (note.calls, its_note.calls) == (0, 1)
-
-
 @every_form
-def test_a_shallow_copy_shares_everything_as_torchs_does(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_copy_shallowly, options)
-
-
-def _copy_shallowly(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_shallow_copy_shares_everything_as_torchs_does(options: dict[str, Any]) -> None:
     model = nested(fully_sharded(**options))
     shallow = copy.copy(model)
     assert all(one is other for one, other in zip(shallow.parameters(), model.parameters(), strict=True))
@@ -308,12 +261,9 @@ def test_ranks_of_an_own_group_are_shared_and_no_group_is_copied() -> None:
         assert wrapper.process_group is wrapper.process_group_reduce_scatter is group
 
 
-def test_the_copy_of_a_root_may_become_part_of_another_model(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_the_copy_of_a_root_may_become_part_of_another_model() -> None:
     """A root keeps its weights between forward and backward; the copy of one is no root yet."""
-    ranks(2).run(_nest_copy)
-
-
-def _nest_copy() -> None:
     model = nested(fully_sharded())
     train(model, sgd_with_momentum(model.parameters()), 0)
     copied = copy.deepcopy(model)
@@ -329,12 +279,9 @@ class RefusesToLoad(nn.Linear):
 
 
 @every_travel
-def test_a_load_that_was_given_up_does_not_stand_in_the_way(ranks: RankPool, travel: Travel) -> None:
+@on_ranks(2)
+def test_a_load_that_was_given_up_does_not_stand_in_the_way(travel: Travel) -> None:
     """It leaves its unit whole until the next use."""
-    ranks(2).run(_copy_after_failed_load, travel)
-
-
-def _copy_after_failed_load(travel: Travel) -> None:
     parent = nn.Sequential(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), RefusesToLoad(5, 3))))
     with pytest.raises(KeyError, match="it has other plans"):
         parent.load_state_dict({})
@@ -368,13 +315,8 @@ class CopiesItself(nn.Module):
 
 
 @parametrize_pairs(where=["forward", "backward"], world_size=[1, 2])
-def test_a_copy_in_the_middle_of_a_pass_is_refused_and_the_pass_goes_on(
-    ranks: RankPool, where: str, world_size: int
-) -> None:
-    ranks(world_size).run(_copy_in_the_middle, where)
-
-
-def _copy_in_the_middle(where: str) -> None:
+@on_ranks("world_size")
+def test_a_copy_in_the_middle_of_a_pass_is_refused_and_the_pass_goes_on(where: str) -> None:
     module = CopiesItself(where)
     inner = FullyShardedDataParallel(module)
     model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 1)))
@@ -384,11 +326,8 @@ def _copy_in_the_middle(where: str) -> None:
 
 
 @parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
-def test_a_copy_inside_summon_full_params_is_refused(ranks: RankPool, travel: Travel, options: dict[str, Any]) -> None:
-    ranks(2).run(_copy_while_summoned, travel, options)
-
-
-def _copy_while_summoned(travel: Travel, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_copy_inside_summon_full_params_is_refused(travel: Travel, options: dict[str, Any]) -> None:
     model = nested(fully_sharded(**options))
     inner = model.module.module.trunk
     for summoned, copied in ((model, model), (model, inner), (inner, model), (inner, nn.Sequential(model))):

@@ -37,6 +37,7 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -129,12 +130,9 @@ def _go_on_alike(make: Callable[[Wrap], nn.Module], travel: Travel, options: dic
 
 
 @every_travel
-def test_buffers_come_back_as_they_were_before_wrapping(ranks: RankPool, travel: Travel) -> None:
+@on_ranks(2)
+def test_buffers_come_back_as_they_were_before_wrapping(travel: Travel) -> None:
     """What is computed with is rounded to 16 bits; the copy has the originals besides, as the model has."""
-    ranks(2).run(_look_at_buffers, travel)
-
-
-def _look_at_buffers(travel: Travel) -> None:
     table = normed().state_dict()["table"]
     assert not torch.equal(table.bfloat16().float(), table)
     copied = travel(normed(fully_sharded(mixed_precision=BFLOAT16)))
@@ -149,13 +147,8 @@ def _look_at_buffers(travel: Travel) -> None:
 
 @every_travel
 @pytest.mark.parametrize("training", [True, False], ids=["copied in train", "copied in eval"])
-def test_a_copy_evaluates_in_full_precision_if_its_original_does(
-    ranks: RankPool, travel: Travel, training: bool
-) -> None:
-    ranks(2).run(_evaluate_in_full, travel, training)
-
-
-def _evaluate_in_full(travel: Travel, training: bool) -> None:
+@on_ranks(2)
+def test_a_copy_evaluates_in_full_precision_if_its_original_does(travel: Travel, training: bool) -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, full_precision_in_eval=True)
     model, plain = normed(fully_sharded(mixed_precision=policy)), normed()
     inputs = batch(0, 0).float()

@@ -29,9 +29,9 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_same_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
 # Memory
@@ -42,13 +42,8 @@ from tests.helpers.twins import batch, score
     options=[FLAT, ORIGINAL, UNFLATTENED],
     world_size=[1, 2],
 )
-def test_a_copy_costs_its_shards_to_the_byte(
-    ranks: RankPool, world_size: int, options: dict[str, Any], used: str
-) -> None:
-    ranks(world_size).run(_weigh_copy, options, used)
-
-
-def _weigh_copy(options: dict[str, Any], used: str) -> None:
+@on_ranks("world_size")
+def test_a_copy_costs_its_shards_to_the_byte(options: dict[str, Any], used: str) -> None:
     model = nested(fully_sharded(**options))
     if used == "after a forward":
         model(batch(0, 0).float())
@@ -67,14 +62,9 @@ def _weigh_copy(options: dict[str, Any], used: str) -> None:
 
 
 @parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
-def test_a_copy_that_was_trained_is_freed_when_it_is_dropped(
-    ranks: RankPool, travel: Travel, options: dict[str, Any]
-) -> None:
+@on_ranks(2)
+def test_a_copy_that_was_trained_is_freed_when_it_is_dropped(travel: Travel, options: dict[str, Any]) -> None:
     """And its original, when the copy is kept."""
-    ranks(2).run(_drop_copies, travel, options)
-
-
-def _drop_copies(travel: Travel, options: dict[str, Any]) -> None:
     model: Any = nested(fully_sharded(**options))
     train(model, sgd_with_momentum(model.parameters()), 0)
     copied = travel(model)
@@ -97,13 +87,8 @@ def _drop_copies(travel: Travel, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "options"), [(3, FLAT), (3, ORIGINAL), (3, UNFLATTENED), (1, FLAT), (2, UNFLATTENED), (4, ORIGINAL)]
 )
-def test_student_and_teacher_compute_in_turns_in_one_step(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_distill, options)
-
-
-def _distill(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_student_and_teacher_compute_in_turns_in_one_step(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     students = [nested(fully_sharded(**options)), nested()]
     teachers = [copy.deepcopy(student).requires_grad_(False) for student in students]
@@ -124,11 +109,8 @@ def _loss(student: nn.Module, teacher: nn.Module, inputs: Tensor) -> Tensor:
     return ((early - wanted) * (late - teacher(inputs))).square().mean()
 
 
-def test_one_backward_goes_through_both(ranks: RankPool) -> None:
-    ranks(2).run(_train_both)
-
-
-def _train_both() -> None:
+@on_ranks(2)
+def test_one_backward_goes_through_both() -> None:
     torch.set_default_dtype(torch.float64)
     twins = Twins.of(nested, sgd_with_momentum)
     other = twins.copied()
@@ -145,11 +127,8 @@ def _train_both() -> None:
 
 
 @every_travel
-def test_messages_of_a_copy_have_tags_of_their_own(ranks: RankPool, travel: Travel) -> None:
-    ranks(2).run(_compare_tags, travel)
-
-
-def _compare_tags(travel: Travel) -> None:
+@on_ranks(2)
+def test_messages_of_a_copy_have_tags_of_their_own(travel: Travel) -> None:
     model = nested(fully_sharded())
     model(batch(0, 0).float())
     models = [model, travel(model), travel(model), nested(fully_sharded())]

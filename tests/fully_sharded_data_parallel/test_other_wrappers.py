@@ -14,16 +14,13 @@ import fsdp
 from tests.helpers.copied_twins import FLAT, ORIGINAL, UNFLATTENED
 from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch
 
 
-def test_distributed_data_parallel_around_what_is_sharded_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_in_ddp)
-
-
-def _wrap_in_ddp() -> None:
+@on_ranks(2)
+def test_distributed_data_parallel_around_what_is_sharded_is_refused() -> None:
     model = nested_mlp(fully_sharded())
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given NestedMlp.*Leave it out"):
@@ -60,13 +57,8 @@ def ignored_in_ddp(names: list[str], **options: Any) -> DistributedDataParallel:
 
 
 @pytest.mark.parametrize("form", [FLAT, ORIGINAL, UNFLATTENED])
-def test_a_unit_that_distributed_data_parallel_ignores_trains_with_the_rest(
-    ranks: RankPool, form: dict[str, Any]
-) -> None:
-    ranks(2).run(_train_ignored, form)
-
-
-def _train_ignored(form: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_unit_that_distributed_data_parallel_ignores_trains_with_the_rest(form: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     plain = nested_mlp(keep)
     model = ignored_in_ddp([name for name, _ in mixed(**form).named_parameters(remove_duplicate=False)], **form)
@@ -84,11 +76,8 @@ def _train_ignored(form: dict[str, Any]) -> None:
         assert_close(list(model.parameters()), list(plain.parameters()))
 
 
-def test_replicas_of_what_is_sharded_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_replicate)
-
-
-def _replicate() -> None:
+@on_ranks(2)
+def test_replicas_of_what_is_sharded_are_refused() -> None:
     # As torch.nn.parallel.replicate does with every module that it is given.
     for model in (nested_mlp(fully_sharded()), fsdp.fully_shard(nested_mlp(keep))):
         with pytest.raises(RuntimeError, match=r"DataParallel has been given .*NestedMlp.*one process for each device"):

@@ -41,6 +41,7 @@ from tests.helpers.copied_twins import (
 )
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -75,18 +76,13 @@ def connected_through_torch(item: Any) -> Any:
     options=[FLAT, ORIGINAL, UNFLATTENED],
     make=[nested, tied_and_frozen, recurrent],
 )
+@on_ranks("world_size")
 def test_training_goes_on_as_if_nothing_had_been_pickled(
-    ranks: RankPool,
-    world_size: int,
     travel: Callable[[Any], Any],
     make_optimizer: MakeOptimizer,
     options: dict[str, Any],
     make: Callable[[Wrap], nn.Module],
 ) -> None:
-    ranks(world_size).run(_go_on, make, make_optimizer, options, travel)
-
-
-def _go_on(make: Callable[[Wrap], nn.Module], make_optimizer: MakeOptimizer, options: Any, travel: Any) -> None:
     first = Twins.of(make, make_optimizer, **options)
     first.train(0, 1)
     second = first.copied(travel)
@@ -121,12 +117,9 @@ def _load_and_train(folder: Path) -> Any:
     return state_of(model)
 
 
-def test_a_mapped_file_is_read_as_well(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_map_file, tmp_path)
-
-
-def _map_file(folder: Path) -> None:
-    path = folder / f"{dist.get_rank()}.pt"
+@on_ranks(2)
+def test_a_mapped_file_is_read_as_well(tmp_path: Path) -> None:
+    path = tmp_path / f"{dist.get_rank()}.pt"
     torch.save(nested(fully_sharded()), path)
     models = [connected(torch.load(path, weights_only=False, mmap=mapped)) for mapped in (True, False)]
     for model in models:
@@ -135,12 +128,8 @@ def _map_file(folder: Path) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_file_has_the_shards_once(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_weigh_file, options)
-
-
-def _weigh_file(options: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+def test_a_file_has_the_shards_once(options: dict[str, Any]) -> None:
     small, large = (
         FullyShardedDataParallel(nn.Sequential(nn.Linear(16, width), nn.Linear(width, 16)), **options)
         for width in (4, 4096)
@@ -154,13 +143,10 @@ def _weigh_file(options: dict[str, Any]) -> None:
     assert sizes[1] - sizes[0] == pytest.approx(shard_bytes(large) - shard_bytes(small), rel=0.01)
 
 
-def test_shards_on_disk_come_back_into_files_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_come_back_into_files, tmp_path)
-
-
-def _come_back_into_files(folder: Path) -> None:
+@on_ranks(2)
+def test_shards_on_disk_come_back_into_files_of_their_own(tmp_path: Path) -> None:
     for options in (FLAT, ORIGINAL):
-        model = nested(fully_sharded(offload="disk", offload_folder=folder, **options))
+        model = nested(fully_sharded(offload="disk", offload_folder=tmp_path, **options))
         optimizer = adamw(model.parameters())
         train(model, optimizer, 0)
         copied, its_optimizer = through_pickle((model, optimizer))
@@ -189,11 +175,8 @@ def test_one_shard_from_a_disk_is_an_ordinary_tensor_when_it_is_read_alone(tmp_p
 # Groups
 
 
-def test_groups_are_missing_from_every_wrapper_until_they_are_assigned(ranks: RankPool) -> None:
-    ranks(2).run(_miss_groups)
-
-
-def _miss_groups() -> None:
+@on_ranks(2)
+def test_groups_are_missing_from_every_wrapper_until_they_are_assigned() -> None:
     model = pickled(nested(fully_sharded()))
     wrappers = wrappers_in(model)
     assert len(wrappers) == 4
@@ -219,13 +202,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @parametrize_pairs(use=list(USES), options=[FLAT, ORIGINAL, UNFLATTENED])
-def test_a_use_without_groups_says_what_to_assign_and_does_no_harm(
-    ranks: RankPool, use: str, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_use_early, use, options)
-
-
-def _use_early(use: str, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_use_without_groups_says_what_to_assign_and_does_no_harm(use: str, options: dict[str, Any]) -> None:
     original = nested(fully_sharded(**options))
     model = pickled(original)
     with pytest.raises(RuntimeError, match=ASK_FOR_GROUPS):
@@ -235,11 +213,8 @@ def _use_early(use: str, options: dict[str, Any]) -> None:
     train(model, sgd_with_momentum(model.parameters()), 0)
 
 
-def test_a_wrapper_that_was_forgotten_is_noticed_before_anything_is_gathered(ranks: RankPool) -> None:
-    ranks(2).run(_forget_one)
-
-
-def _forget_one() -> None:
+@on_ranks(2)
+def test_a_wrapper_that_was_forgotten_is_noticed_before_anything_is_gathered() -> None:
     model = pickled(nested(fully_sharded()))
     forgotten = model.module.module.gate
     for wrapper in wrappers_in(model):
@@ -253,11 +228,8 @@ def _forget_one() -> None:
     train(model, sgd_with_momentum(model.parameters()), 0)
 
 
-def test_a_gather_that_could_not_begin_leaves_the_model_usable(ranks: RankPool) -> None:
-    ranks(2).run(_fail_to_gather)
-
-
-def _fail_to_gather() -> None:
+@on_ranks(2)
+def test_a_gather_that_could_not_begin_leaves_the_model_usable() -> None:
     model = nested(fully_sharded())
     lost = mock.patch.object(DirectExchange, "all_gather", side_effect=ConnectionError("a peer is gone"))
     for _ in range(2):
@@ -279,11 +251,8 @@ class Stranger:
         return self._size
 
 
-def test_a_group_in_which_the_shards_do_not_fit_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_groups)
-
-
-def _refuse_groups() -> None:
+@on_ranks(2)
+def test_a_group_in_which_the_shards_do_not_fit_is_refused() -> None:
     for model in (pickled(nested(fully_sharded())), nested(fully_sharded())):
         before = model.process_group
         for rank, size in ((1 - dist.get_rank(), 2), (dist.get_rank(), 3), (0, 1)):
@@ -296,11 +265,8 @@ def _refuse_groups() -> None:
 
 
 @pytest.mark.parametrize("first", ["process_group", "process_group_reduce_scatter"])
-def test_the_two_groups_are_assigned_in_any_order(ranks: RankPool, first: str) -> None:
-    ranks(2).run(_assign_in_order, first)
-
-
-def _assign_in_order(first: str) -> None:
+@on_ranks(2)
+def test_the_two_groups_are_assigned_in_any_order(first: str) -> None:
     groups = {"process_group": dist.new_group(), "process_group_reduce_scatter": dist.new_group()}
     model = pickled(nested(fully_sharded()))
     for wrapper in wrappers_in(model):
@@ -314,11 +280,8 @@ def _assign_in_order(first: str) -> None:
     train(model, sgd_with_momentum(model.parameters()), 0)
 
 
-def test_none_stands_for_the_defaults(ranks: RankPool) -> None:
-    ranks(2).run(_assign_none)
-
-
-def _assign_none() -> None:
+@on_ranks(2)
+def test_none_stands_for_the_defaults() -> None:
     model = pickled(nested(fully_sharded()))
     for wrapper in wrappers_in(model):
         wrapper.process_group = None
@@ -327,11 +290,8 @@ def _assign_none() -> None:
     train(model, sgd_with_momentum(model.parameters()), 0)
 
 
-def test_a_live_model_changes_over_to_another_group_between_steps(ranks: RankPool) -> None:
-    ranks(2).run(_change_over)
-
-
-def _change_over() -> None:
+@on_ranks(2)
+def test_a_live_model_changes_over_to_another_group_between_steps() -> None:
     twins = Twins.of(nested, sgd_with_momentum)
     twins.train(0, 1)
     group = dist.new_group()
@@ -345,11 +305,8 @@ def _change_over() -> None:
     twins.assert_close()
 
 
-def test_a_group_is_not_changed_in_the_middle_of_a_forward(ranks: RankPool) -> None:
-    ranks(2).run(_change_in_forward)
-
-
-def _change_in_forward() -> None:
+@on_ranks(2)
+def test_a_group_is_not_changed_in_the_middle_of_a_forward() -> None:
     model = nested(fully_sharded())
     group = dist.new_group()
     for name in ("process_group", "process_group_reduce_scatter"):
@@ -396,11 +353,8 @@ def test_a_world_of_one_needs_no_groups_afterwards(travel: Callable[[Any], Any],
 # Before it is connected
 
 
-def test_an_unconnected_model_can_be_copied_and_pickled_again(ranks: RankPool) -> None:
-    ranks(2).run(_travel_twice)
-
-
-def _travel_twice() -> None:
+@on_ranks(2)
+def test_an_unconnected_model_can_be_copied_and_pickled_again() -> None:
     original = nested(fully_sharded())
     expected = state_of(original)
     for model in (copy.deepcopy(pickled(original)), pickled(pickled(original)), copy.copy(pickled(original))):
@@ -420,11 +374,8 @@ def test_a_rank_s_file_can_be_looked_at_without_ranks(ranks: RankPool, tmp_path:
 # What pickle itself has to say
 
 
-def test_what_cannot_be_pickled_gives_pythons_own_error(ranks: RankPool) -> None:
-    ranks(2).run(_pickle_lambda)
-
-
-def _pickle_lambda() -> None:
+@on_ranks(2)
+def test_what_cannot_be_pickled_gives_pythons_own_error() -> None:
     model = nested(fully_sharded())
     model.module.module.activation = lambda inputs: inputs
     with pytest.raises((AttributeError, pickle.PicklingError), match=r"[Cc]an't pickle.*lambda"):
@@ -434,13 +385,8 @@ def _pickle_lambda() -> None:
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, through_torch], ids=["pickle", "torch.save"])
-def test_a_weight_is_refused_by_itself_also_after_a_pickling_that_failed(
-    ranks: RankPool, save: Callable[[Any], Any]
-) -> None:
-    ranks(2).run(_pickle_a_weight_after_a_failure, save)
-
-
-def _pickle_a_weight_after_a_failure(save: Callable[[Any], Any]) -> None:
+@on_ranks(2)
+def test_a_weight_is_refused_by_itself_also_after_a_pickling_that_failed(save: Callable[[Any], Any]) -> None:
     model = nested(fully_sharded())
     model.module.module.hook = lambda: None
     with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
@@ -450,11 +396,8 @@ def _pickle_a_weight_after_a_failure(save: Callable[[Any], Any]) -> None:
         save(weight)
 
 
-def test_the_safe_way_to_load_refuses_a_model_as_it_does_any_module(ranks: RankPool) -> None:
-    ranks(1).run(_load_safely)
-
-
-def _load_safely() -> None:
+@on_ranks(1)
+def test_the_safe_way_to_load_refuses_a_model_as_it_does_any_module() -> None:
     buffer = io.BytesIO()
     torch.save(nested(fully_sharded()), buffer)
     buffer.seek(0)

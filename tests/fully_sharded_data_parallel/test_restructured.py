@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from fsdp import FullyShardedDataParallel, fully_shard
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 RESTRUCTURING: dict[str, Callable[[nn.Module], Any]] = {
     "weight_norm": parametrizations.weight_norm,
@@ -28,13 +28,9 @@ DOORS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-def test_restructuring_a_module_after_wrapping_is_an_error(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_restructure_after_wrapping)
-
-
-def _restructure_after_wrapping() -> None:
+def test_restructuring_a_module_after_wrapping_is_an_error() -> None:
     for door, wrap in DOORS.items():
         for restructure in RESTRUCTURING.values():
             torch.manual_seed(0)
@@ -50,11 +46,8 @@ def _restructure_after_wrapping() -> None:
             assert torch.equal(after, before)
 
 
-def test_a_parameter_that_is_sharded_cannot_be_removed(ranks: RankPool) -> None:
-    ranks(2).run(_remove)
-
-
-def _remove() -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_cannot_be_removed() -> None:
     for door, wrap in DOORS.items():
         model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
         inner = model.module.module if door != "rows" else model
@@ -64,13 +57,9 @@ def _remove() -> None:
         assert torch.equal(model(torch.ones(2, 3)), before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-def test_modules_that_were_restructured_before_are_trained(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_restructure_before_wrapping)
-
-
-def _restructure_before_wrapping() -> None:
+def test_modules_that_were_restructured_before_are_trained() -> None:
     for wrap in DOORS.values():
         for name in ("weight_norm", "old_weight_norm", "prune"):
             plain, sharded = _restructured(name), _restructured(name)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.compat.fairscale import DummyProcessGroup
 from tests.helpers.equality import assert_close_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 ALONE = DummyProcessGroup(rank=0, size=1)
 
@@ -49,13 +49,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_a_module_whose_parameters_are_its_childrens_is_wrapped_in_one_session_after_the_other(
-    ranks: RankPool, flatten: bool
-) -> None:
-    ranks(2).run(_train_in_sessions, flatten)
-
-
-def _train_in_sessions(flatten: bool) -> None:
+@on_ranks(2)
+def test_a_module_whose_parameters_are_its_childrens_is_wrapped_in_one_session_after_the_other(flatten: bool) -> None:
     wrap = fully_sharded(flatten_parameters=flatten)
     plain, net = Net(), Net(wrap)
     plain_optimizer = sgd(plain)
@@ -86,11 +81,8 @@ def _count_hooks(module: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_wrapper_is_wrapped(ranks: RankPool, is_trained: bool) -> None:
-    ranks(2).run(_wrap_a_wrapper, is_trained)
-
-
-def _wrap_a_wrapper(is_trained: bool) -> None:
+@on_ranks(2)
+def test_a_wrapper_is_wrapped(is_trained: bool) -> None:
     wrap = fully_sharded()
     plain, inner = Net(), FullyShardedDataParallel(Net(wrap))
     optimizer, plain_optimizer = sgd(inner), sgd(plain)

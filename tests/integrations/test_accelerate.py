@@ -30,6 +30,7 @@ from tests.helpers.hugging_face import (
     sharded,
     whole_state,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 pytestmark = needs("transformers", "accelerate")
@@ -75,13 +76,8 @@ def prepared_parts(model: nn.Module) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("size", "family", "form"), [(2, "llama", "flat"), (3, "gpt2", "original"), (2, "llama", "fully_shard")]
 )
-def test_the_recipe_trains_evaluates_and_exports(
-    ranks: RankPool, tmp_path: Path, size: int, family: str, form: str
-) -> None:
-    ranks(size, timeout=PATIENCE).run(_follow_recipe, tmp_path, family, form)
-
-
-def _follow_recipe(folder: Path, family: str, form: str) -> None:
+@on_ranks("size", timeout=PATIENCE)
+def test_the_recipe_trains_evaluates_and_exports(tmp_path: Path, family: str, form: str) -> None:
     from fsdp.accelerate import Accelerator
 
     code, model, plain = recipe("accelerated"), sharded(family, form), made(family)[0]
@@ -92,19 +88,17 @@ def _follow_recipe(folder: Path, family: str, form: str) -> None:
         assert_close_state(whole_state(model), plain.state_dict(), rtol=1e-4, atol=1e-6)
         data = torch.utils.data.DataLoader(rows(7, seed=1), batch_size=1)  # type: ignore[arg-type]
         found = code.evaluate(accelerator, model, data)
-        code.export(accelerator, model, folder)
+        code.export(accelerator, model, tmp_path)
         expected = logits(model)
     tokens = torch.stack([row["input_ids"] for row in rows(7, seed=1)])
     torch.testing.assert_close(found, plain.eval()(input_ids=tokens, labels=tokens).loss.detach())
     if dist.get_rank() == 0:
-        assert torch.equal(logits(from_pretrained(family, folder)), expected)
+        assert torch.equal(logits(from_pretrained(family, tmp_path)), expected)
 
 
-def test_with_accelerates_own_accelerator_by_hand(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_by_hand, tmp_path / "run")
-
-
-def _by_hand(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_with_accelerates_own_accelerator_by_hand(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     import accelerate
 
     model, plain = sharded("llama"), made("llama")[0]
@@ -120,11 +114,8 @@ def _by_hand(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
-def test_batches_that_are_accumulated_are_not_reduced(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_accumulate, form)
-
-
-def _accumulate(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_batches_that_are_accumulated_are_not_reduced(form: str) -> None:
     from fsdp.accelerate import Accelerator
 
     batch = next(iter(loader()))
@@ -141,11 +132,8 @@ def _accumulate(form: str) -> None:
         optimizer.step()
 
 
-def test_bf16_computes_under_autocast_and_a_plain_model_is_treated_as_ever(ranks: RankPool) -> None:
-    ranks(2, timeout=PATIENCE).run(_autocast)
-
-
-def _autocast() -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_bf16_computes_under_autocast_and_a_plain_model_is_treated_as_ever() -> None:
     from fsdp.accelerate import Accelerator
 
     with as_launched():
@@ -214,11 +202,8 @@ def _load_state(folder: Path, form: str, saved: dict[str, Any]) -> None:
     assert optimizer.param_groups[0]["lr"] != 0.5
 
 
-def test_several_optimizers_are_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_save_two_optimizers, tmp_path)
-
-
-def _save_two_optimizers(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_several_optimizers_are_saved_and_loaded(tmp_path: Path) -> None:
     from fsdp.accelerate import Accelerator
 
     with as_launched():
@@ -230,27 +215,24 @@ def _save_two_optimizers(folder: Path) -> None:
         accelerator.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
         for optimizer in (first, second):
             optimizer.step()
-        accelerator.save_state(folder)
+        accelerator.save_state(tmp_path)
         momenta = [state["momentum_buffer"].clone() for state in first.optimizer.state.values()]
         for state in first.optimizer.state.values():
             state["momentum_buffer"].zero_()
-        accelerator.load_state(folder)
+        accelerator.load_state(tmp_path)
     found = [state["momentum_buffer"] for state in first.optimizer.state.values()]
     assert all(torch.equal(one, other) for one, other in zip(found, momenta, strict=True))
     assert any(momentum.any() for momentum in momenta)
 
 
-def test_states_have_automatic_names(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_save_by_number, tmp_path)
-
-
-def _save_by_number(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_states_have_automatic_names(tmp_path: Path) -> None:
     from accelerate.utils import ProjectConfiguration
 
     from fsdp.accelerate import Accelerator
 
     with as_launched():
-        options = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+        options = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
         accelerator = Accelerator(project_config=options)
         model = accelerator.prepare(sharded("llama"))
         weights = model.state_dict()
@@ -258,17 +240,14 @@ def _save_by_number(folder: Path) -> None:
         model.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
         accelerator.load_state()
     assert_same_state(model.state_dict(), weights)
-    assert (folder / "checkpoints" / "checkpoint_0" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "checkpoints" / "checkpoint_0" / "model.safetensors.index.json").exists()
 
 
 # Errors
 
 
-def test_some_parameters_are_clipped_by_their_own_norm_over_the_ranks(ranks: RankPool) -> None:
-    ranks(2, timeout=PATIENCE).run(_clip_some)
-
-
-def _clip_some() -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_some_parameters_are_clipped_by_their_own_norm_over_the_ranks() -> None:
     from fsdp.accelerate import Accelerator
 
     torch.manual_seed(0)
@@ -287,11 +266,8 @@ def _clip_some() -> None:
         torch.testing.assert_close(found, list(norms))
 
 
-def test_what_would_go_wrong_in_silence_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
-
-
-def _refused(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_what_would_go_wrong_in_silence_is_an_error(tmp_path: Path) -> None:
     from fsdp.accelerate import Accelerator
 
     with as_launched():
@@ -300,18 +276,15 @@ def _refused(folder: Path) -> None:
             accelerator.prepare(nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))))
         accelerator.prepare(sharded("llama"))
         with pytest.raises(ValueError, match="always saved as safetensors"):
-            accelerator.save_state(folder, safe_serialization=False)
+            accelerator.save_state(tmp_path, safe_serialization=False)
         accelerator.prepare(nn.Linear(2, 2))
         for method in (accelerator.save_state, accelerator.load_state):
             with pytest.raises(NotImplementedError, match="one sharded model at a time, and 2 models were prepared"):
-                method(folder)
+                method(tmp_path)
 
 
-def test_accelerates_own_sharding_is_refused(ranks: RankPool) -> None:
-    ranks(2, timeout=PATIENCE).run(_other_sharding)
-
-
-def _other_sharding() -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_accelerates_own_sharding_is_refused() -> None:
     from accelerate.utils import DistributedType
 
     from fsdp.accelerate import Accelerator
@@ -324,11 +297,8 @@ def _other_sharding() -> None:
             Accelerator.adopt(accelerator)
 
 
-def test_an_adopted_accelerator_scales_losses_for_all_ranks(ranks: RankPool) -> None:
-    ranks(2, timeout=PATIENCE).run(_adopt)
-
-
-def _adopt() -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_an_adopted_accelerator_scales_losses_for_all_ranks() -> None:
     import accelerate
 
     from fsdp.accelerate import Accelerator

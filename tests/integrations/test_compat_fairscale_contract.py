@@ -24,8 +24,8 @@ from fsdp.compat.fairscale import (
     unpack_non_tensors,
 )
 from fsdp.engine.foreign_names import PRIVATE
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 ALONE = DummyProcessGroup(rank=0, size=1)
 
@@ -74,11 +74,8 @@ def linear_like(model: Any) -> nn.Module:
     return plain
 
 
-def test_free_full_params_gives_memory_back(ranks: RankPool) -> None:
-    ranks(2).run(_free)
-
-
-def _free() -> None:
+@on_ranks(2)
+def test_free_full_params_gives_memory_back() -> None:
     model: Any = fully_sharded(reshard_after_forward=False, flatten_parameters=False)(nn.Sequential(nn.Linear(3, 2)))
     with model.no_sync():
         model(torch.ones(1, 3)).sum().backward()
@@ -141,22 +138,16 @@ class Counting:
         return getattr(self.group, name)
 
 
-def test_a_proxy_of_a_group_of_several_trains(ranks: RankPool) -> None:
-    ranks(2).run(_train_over_a_proxy)
-
-
-def _train_over_a_proxy() -> None:
+@on_ranks(2)
+def test_a_proxy_of_a_group_of_several_trains() -> None:
     proxy = Counting(dist.group.WORLD)
     assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(process_group=proxy), clip=0.1)
     assert any("gather" in name for name in proxy.seen)
     assert any("scatter" in name for name in proxy.seen)
 
 
-def test_a_proxy_saves_loads_and_takes_the_first_ranks_values(ranks: RankPool) -> None:
-    ranks(2).run(_save_over_a_proxy)
-
-
-def _save_over_a_proxy() -> None:
+@on_ranks(2)
+def test_a_proxy_saves_loads_and_takes_the_first_ranks_values() -> None:
     torch.manual_seed(dist.get_rank())
     proxy = Counting(dist.group.WORLD)
     model: Any = FullyShardedDataParallel(nn.Linear(3, 2), proxy, sync_module_states=True)
@@ -168,11 +159,8 @@ def _save_over_a_proxy() -> None:
     assert model._unit.ranks == {0, 1}
 
 
-def test_parameters_say_that_they_are_sharded(ranks: RankPool) -> None:
-    ranks(2).run(_read_marks)
-
-
-def _read_marks() -> None:
+@on_ranks(2)
+def test_parameters_say_that_they_are_sharded() -> None:
     model: Any = nested_mlp(fully_sharded())
     assert all(param._is_sharded for param in model.parameters())
     assert not any(param._is_sharded for param in linear().parameters())
@@ -216,11 +204,8 @@ def test_tensors_are_split_from_the_rest() -> None:
 # The bucketer
 
 
-def test_small_reductions_wait_for_each_other(ranks: RankPool) -> None:
-    ranks(2).run(_reduce_small_ones)
-
-
-def _reduce_small_ones() -> None:
+@on_ranks(2)
+def test_small_reductions_wait_for_each_other() -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Tensor] = {}
     bucketer = ReduceScatterBucketer(bucket_cap_mb=1)

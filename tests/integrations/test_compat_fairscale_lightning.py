@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fsdp import FlatParameter, FullyShardedDataParallel
 from tests.data.clients.task import Net, global_batches, loss_of, own_batches
 from tests.helpers.fairscale_paths import fairscale_installed
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 CLIP = 0.02
@@ -48,8 +49,16 @@ def test_options_reach_the_wrappers(ranks: RankPool) -> None:
     ranks(2).run(_fit, "layers", move_grads_to_cpu=False, reshard_after_forward=False, compute_dtype=torch.float32)
 
 
-def test_its_refusal_to_clip_by_norm_is_still_its_own(ranks: RankPool) -> None:
-    ranks(1).run(_import_the_precision_plugin)
+@on_ranks(1)
+def test_its_refusal_to_clip_by_norm_is_still_its_own() -> None:
+    with fairscale_installed(), _lightning_1_9():
+        from fairscale.optim.grad_scaler import ShardedGradScaler
+        from pytorch_lightning.plugins.precision import fully_sharded_native_amp, sharded_native_amp
+
+        assert sharded_native_amp.ShardedGradScaler is ShardedGradScaler
+        plugin = fully_sharded_native_amp.FullyShardedNativeMixedPrecisionPlugin("16", "cpu", ShardedGradScaler())
+        with pytest.raises(Exception, match="is currently not supported"):
+            plugin.clip_grad_by_norm()
 
 
 def _fit_alone() -> dict[str, Tensor]:
@@ -153,14 +162,3 @@ def _check(wrapper: Any, optimizer: torch.optim.Optimizer, options: dict[str, An
     for each in inner:
         assert each.reshard_after_forward is options.get("reshard_after_forward", True)
         assert each.move_grads_to_cpu is options.get("move_grads_to_cpu", False)
-
-
-def _import_the_precision_plugin() -> None:
-    with fairscale_installed(), _lightning_1_9():
-        from fairscale.optim.grad_scaler import ShardedGradScaler
-        from pytorch_lightning.plugins.precision import fully_sharded_native_amp, sharded_native_amp
-
-        assert sharded_native_amp.ShardedGradScaler is ShardedGradScaler
-        plugin = fully_sharded_native_amp.FullyShardedNativeMixedPrecisionPlugin("16", "cpu", ShardedGradScaler())
-        with pytest.raises(Exception, match="is currently not supported"):
-            plugin.clip_grad_by_norm()

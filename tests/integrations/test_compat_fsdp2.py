@@ -19,7 +19,7 @@ import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, local, whole
 from tests.helpers.fsdp2_clients import Decoder, installed
 from tests.helpers.hugging_face import PATIENCE, TOKENS, made, needs
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.traffic import Counting, Traffic
 
 
@@ -88,31 +88,9 @@ def _import_until(ended: threading.Event) -> None:
 # torchtitan's way
 
 
-def test_a_model_is_sharded_as_torchtitan_does(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_train_as_torchtitan, str(tmp_path))
-
-
-def _shard_as_torchtitan(names: Any, mesh: Any) -> Any:
-    with torch.device("meta"):
-        model: Any = Decoder()
-    config = {"mesh": mesh, "mp_policy": names.MixedPrecisionPolicy(torch.float32, torch.float32)}
-    names.fully_shard(model.embed, **config, reshard_after_forward=True)
-    for block in model.blocks:
-        names.fully_shard(block, **config, reshard_after_forward=True)
-    names.fully_shard([model.norm, model.head], **config, reshard_after_forward=False)
-    names.fully_shard(model, **config)
-    layers = [model.embed, *model.blocks, model.head]
-    for one, following in pairwise(layers):
-        one.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([one])
-    model.to_empty(device="cpu")
-    torch.manual_seed(3)
-    with torch.no_grad():
-        model.init_weights()
-    return model
-
-
-def _train_as_torchtitan(folder: str) -> None:
+@on_ranks(2)
+def test_a_model_is_sharded_as_torchtitan_does(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     import torch.distributed.checkpoint as dcp
     import torch.distributed.fsdp as names
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -145,15 +123,32 @@ def _train_as_torchtitan(folder: str) -> None:
         torch.testing.assert_close(local(other.state_dict()[name]), local(value), rtol=1e-5, atol=1e-6)
 
 
+def _shard_as_torchtitan(names: Any, mesh: Any) -> Any:
+    with torch.device("meta"):
+        model: Any = Decoder()
+    config = {"mesh": mesh, "mp_policy": names.MixedPrecisionPolicy(torch.float32, torch.float32)}
+    names.fully_shard(model.embed, **config, reshard_after_forward=True)
+    for block in model.blocks:
+        names.fully_shard(block, **config, reshard_after_forward=True)
+    names.fully_shard([model.norm, model.head], **config, reshard_after_forward=False)
+    names.fully_shard(model, **config)
+    layers = [model.embed, *model.blocks, model.head]
+    for one, following in pairwise(layers):
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
 # Optimizers over DTensors
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_steps_matrices_and_adamw_the_rest(ranks: RankPool) -> None:
-    ranks(2).run(_train_with_muon)
-
-
-def _train_with_muon() -> None:
+@on_ranks(2)
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
     import torch.distributed.fsdp as names
 
     with Counting(most := Traffic()):
@@ -189,11 +184,8 @@ def _trained_with_muon(names: Any) -> Any:
 # Preferences, as trl's trainers learn them: a frozen reference beside the model, two forwards before a backward
 
 
-def test_a_model_learns_preferences_beside_its_frozen_reference(ranks: RankPool) -> None:
-    ranks(2).run(_compare_on_preferences)
-
-
-def _compare_on_preferences() -> None:
+@on_ranks(2)
+def test_a_model_learns_preferences_beside_its_frozen_reference() -> None:
     import torch.distributed.fsdp as names
 
     losses, expected = _trained_on_preferences(names)
@@ -264,11 +256,8 @@ class Stage(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
-def test_stages_of_a_pipeline_are_sharded(ranks: RankPool, schedule: str) -> None:
-    ranks(4).run(_run_pipeline, schedule)
-
-
-def _run_pipeline(schedule: str) -> None:
+@on_ranks(4)
+def test_stages_of_a_pipeline_are_sharded(schedule: str) -> None:
     from torch.distributed import pipelining
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -304,11 +293,8 @@ def _run_pipeline(schedule: str) -> None:
 
 
 @needs("transformers", "accelerate")
-def test_accelerate_shards_a_model_as_for_torchs(ranks: RankPool) -> None:
-    ranks(2, timeout=PATIENCE).run(_shard_with_accelerate)
-
-
-def _shard_with_accelerate() -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_accelerate_shards_a_model_as_for_torchs() -> None:
     """Accelerate itself has FSDP for accelerators only, and asks for a few things of one."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model

@@ -17,20 +17,15 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp.checkpoint import writer
-from tests.conftest import LitRanks
+from tests.helpers.on_ranks import on_lit_ranks
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
 PRELOAD = ["fsdp.lightning"]
 
 
-def test_training_goes_on_and_the_last_checkpoint_stays_until_the_next_is_there(
-    lit_ranks: LitRanks, tmp_path: Path
-) -> None:
-    lit_ranks(2).run(_train_while_it_is_written, tmp_path)
-
-
-def _train_while_it_is_written(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_training_goes_on_and_the_last_checkpoint_stays_until_the_next_is_there(tmp_path: Path) -> None:
     from tests.helpers import lightning as lit
 
     steps = {number: threading.Event() for number in range(1, 13)}
@@ -40,28 +35,23 @@ def _train_while_it_is_written(folder: Path) -> None:
     class Watching(lit.Regression):
         def on_train_batch_end(self, *_: Any) -> None:
             dist.barrier()
-            seen[self.trainer.global_step] = _checkpoints(folder)
+            seen[self.trainer.global_step] = _checkpoints(tmp_path)
             steps[self.trainer.global_step].set()
 
     with _writing(lambda: steps[next(until)].wait(60) or pytest.fail("training waits for the checkpoint")):
-        trainer = _fitted(folder, Watching(), epochs=3)
+        trainer = _fitted(tmp_path, Watching(), epochs=3)
     assert seen[6] == []
     # By now the callback has asked to have the first one removed, and the second is not there yet.
     assert seen[10] == ["epoch=0-step=4.ckpt"]
-    assert _checkpoints(folder) == ["epoch=2-step=12.ckpt"]
+    assert _checkpoints(tmp_path) == ["epoch=2-step=12.ckpt"]
     with lit.quiet():
-        trainer.validate(Watching(), lit.batches(), ckpt_path=folder / "epoch=2-step=12.ckpt", verbose=False)
+        trainer.validate(Watching(), lit.batches(), ckpt_path=tmp_path / "epoch=2-step=12.ckpt", verbose=False)
     expected = lit.trained_alone(lit.Regression(), epochs=3)
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_checkpoint_that_fails_is_told_by_the_next_and_the_one_before_is_kept(
-    lit_ranks: LitRanks, tmp_path: Path
-) -> None:
-    lit_ranks(2).run(_fail_at_the_second, tmp_path)
-
-
-def _fail_at_the_second(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_a_checkpoint_that_fails_is_told_by_the_next_and_the_one_before_is_kept(tmp_path: Path) -> None:
     from tests.helpers import lightning as lit
 
     calls: list[None] = []
@@ -70,20 +60,15 @@ def _fail_at_the_second(folder: Path) -> None:
         _full_disk(lambda: len(calls) == 2 and dist.get_rank() == 1),
         pytest.raises((OSError, RuntimeError), match="No space left on device"),
     ):
-        _fitted(folder, lit.Regression(), epochs=4)
+        _fitted(tmp_path, lit.Regression(), epochs=4)
     dist.barrier()
     assert len(calls) == 2
-    assert _checkpoints(folder) == ["epoch=0-step=4.ckpt"]
-    assert fsdp.checkpoint.verify(folder / "epoch=0-step=4.ckpt")
+    assert _checkpoints(tmp_path) == ["epoch=0-step=4.ckpt"]
+    assert fsdp.checkpoint.verify(tmp_path / "epoch=0-step=4.ckpt")
 
 
-def test_a_failure_at_the_end_is_told_as_well_but_not_in_the_place_of_another(
-    lit_ranks: LitRanks, tmp_path: Path
-) -> None:
-    lit_ranks(2).run(_fail_at_the_end, tmp_path)
-
-
-def _fail_at_the_end(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_a_failure_at_the_end_is_told_as_well_but_not_in_the_place_of_another(tmp_path: Path) -> None:
     from tests.helpers import lightning as lit
 
     class Failing(lit.Regression):
@@ -91,10 +76,10 @@ def _fail_at_the_end(folder: Path) -> None:
             raise ZeroDivisionError("of the module")
 
     with _full_disk(lambda: True), pytest.raises((OSError, RuntimeError), match="No space left on device"):
-        _fitted(folder, lit.Regression(), epochs=1)
+        _fitted(tmp_path, lit.Regression(), epochs=1)
     with _full_disk(lambda: True), pytest.raises(ZeroDivisionError, match="of the module"):
-        _fitted(folder, Failing(), epochs=1)
-    assert _checkpoints(folder) == []
+        _fitted(tmp_path, Failing(), epochs=1)
+    assert _checkpoints(tmp_path) == []
 
 
 def _fitted(folder: Path, module: Any, epochs: int) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 import fsdp
 from tests.conftest import LitRanks
+from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.integrations.test_lightning_training import needs_lightning
 
@@ -118,13 +119,8 @@ def _load_flat(folder: Path) -> None:
 
 
 @parametrize_pairs(background=[False, True], kind=["full", "sharded"])
-def test_callbacks_keep_the_best_and_stop_early(
-    lit_ranks: LitRanks, tmp_path: Path, kind: str, background: bool
-) -> None:
-    lit_ranks(2).run(_use_callbacks, tmp_path, kind, background)
-
-
-def _use_callbacks(folder: Path, kind: str, background: bool) -> None:
+@on_lit_ranks(2)
+def test_callbacks_keep_the_best_and_stop_early(tmp_path: Path, kind: str, background: bool) -> None:
     from lightning.pytorch import callbacks
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -137,16 +133,16 @@ def _use_callbacks(folder: Path, kind: str, background: bool) -> None:
         def on_validation_epoch_end(self) -> None:
             self.log("badness", abs(self.current_epoch - 1.0), sync_dist=True)
 
-    best = callbacks.ModelCheckpoint(folder / "best", monitor="badness", save_top_k=1, save_last=True)
+    best = callbacks.ModelCheckpoint(tmp_path / "best", monitor="badness", save_top_k=1, save_last=True)
     stop = callbacks.EarlyStopping("badness", patience=2)
     rates = callbacks.LearningRateMonitor("epoch")
     module = Worse()
     trainer = lit.trainer(
-        folder,
+        tmp_path,
         strategy=lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind),
         callbacks=[best, stop, rates],
         plugins=[AsyncCheckpointIO()] * background,
-        logger=CSVLogger(folder),
+        logger=CSVLogger(tmp_path),
         enable_checkpointing=True,
         max_epochs=9,
     )
@@ -154,7 +150,7 @@ def _use_callbacks(folder: Path, kind: str, background: bool) -> None:
     dist.barrier()  # the first rank removes what is not wanted any more
     assert trainer.current_epoch == 4
     assert os.path.basename(best.best_model_path) == "epoch=1-step=8.ckpt"
-    assert sorted(each.name for each in (folder / "best").iterdir()) == ["epoch=1-step=8.ckpt", "last.ckpt"]
+    assert sorted(each.name for each in (tmp_path / "best").iterdir()) == ["epoch=1-step=8.ckpt", "last.ckpt"]
     assert rates.lrs["lr-AdamW"] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
     with lit.quiet():
         trainer.validate(module, lit.batches(range(90, 92)), ckpt_path="best", verbose=False)
@@ -192,54 +188,45 @@ def _save_sharded(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_several_optimizers_go_on(lit_ranks: LitRanks, tmp_path: Path, kind: str) -> None:
-    lit_ranks(2).run(_go_on_with_two, tmp_path, kind)
-
-
-def _go_on_with_two(folder: Path, kind: str) -> None:
+@on_lit_ranks(2)
+def test_several_optimizers_go_on(tmp_path: Path, kind: str) -> None:
     from tests.helpers import lightning as lit
     from tests.helpers.lightning_manual import Adversaries, turns_alone
 
-    for epochs, path in ((1, None), (2, folder / "last.ckpt")):
+    for epochs, path in ((1, None), (2, tmp_path / "last.ckpt")):
         strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
-        trainer = lit.trainer(folder, strategy=strategy, max_epochs=epochs)
+        trainer = lit.trainer(tmp_path, strategy=strategy, max_epochs=epochs)
         module = Adversaries(None, 1)
         with lit.quiet():
             trainer.fit(module, lit.batches(), ckpt_path=path)
-        trainer.save_checkpoint(folder / "last.ckpt")
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
     expected = turns_alone(Adversaries(None, 1), epochs=2)
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_the_wish_for_more_than_weights_only_is_heard(lit_ranks: LitRanks, tmp_path: Path, kind: str) -> None:
-    lit_ranks(2).run(_save_note, tmp_path, kind)
+@on_lit_ranks(2)
+def test_the_wish_for_more_than_weights_only_is_heard(tmp_path: Path, kind: str) -> None:
+    from tests.helpers import lightning as lit
+
+    strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
+    trainer = lit.fitted(lit.Regression(note=Note()), lit.trainer(tmp_path, strategy=strategy))
+    trainer.save_checkpoint(tmp_path / "note.ckpt")
+    again = lit.trainer(tmp_path, max_epochs=2)
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        lit.fitted(lit.Regression(), again, ckpt_path=tmp_path / "note.ckpt")
+    again = lit.trainer(tmp_path, max_epochs=2)
+    lit.fitted(lit.Regression(), again, ckpt_path=tmp_path / "note.ckpt", weights_only=False)
+    expected = lit.trained_alone(lit.Regression(), epochs=2)
+    torch.testing.assert_close(lit.state_of(again), expected, rtol=1e-4, atol=1e-6)
 
 
 class Note:
     """Which is not safe to read from a file of somebody else."""
 
 
-def _save_note(folder: Path, kind: str) -> None:
-    from tests.helpers import lightning as lit
-
-    strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
-    trainer = lit.fitted(lit.Regression(note=Note()), lit.trainer(folder, strategy=strategy))
-    trainer.save_checkpoint(folder / "note.ckpt")
-    again = lit.trainer(folder, max_epochs=2)
-    with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        lit.fitted(lit.Regression(), again, ckpt_path=folder / "note.ckpt")
-    again = lit.trainer(folder, max_epochs=2)
-    lit.fitted(lit.Regression(), again, ckpt_path=folder / "note.ckpt", weights_only=False)
-    expected = lit.trained_alone(lit.Regression(), epochs=2)
-    torch.testing.assert_close(lit.state_of(again), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_hooks_see_and_change_what_is_saved_and_loaded(lit_ranks: LitRanks, tmp_path: Path) -> None:
-    lit_ranks(2).run(_use_hooks, tmp_path)
-
-
-def _use_hooks(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_hooks_see_and_change_what_is_saved_and_loaded(tmp_path: Path) -> None:
     from tests.helpers import lightning as lit
 
     class Hooked(lit.Regression):
@@ -251,11 +238,11 @@ def _use_hooks(folder: Path) -> None:
             self.found = checkpoint["mine"]
             checkpoint["state_dict"]["head.bias"] = torch.full((1,), 5.0)
 
-    lit.fitted(Hooked(), lit.trainer(folder)).save_checkpoint(folder / "last.ckpt")
+    lit.fitted(Hooked(), lit.trainer(tmp_path)).save_checkpoint(tmp_path / "last.ckpt")
     module = Hooked()
-    trainer = lit.trainer(folder)
+    trainer = lit.trainer(tmp_path)
     with lit.quiet():
-        trainer.validate(module, lit.batches(), ckpt_path=folder / "last.ckpt", verbose=False)
+        trainer.validate(module, lit.batches(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert module.found == 7
     assert lit.state_of(trainer)["head.bias"] == 5.0
 
@@ -264,16 +251,13 @@ def _use_hooks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_all_ranks_hear_that_one_could_not_write(lit_ranks: LitRanks, tmp_path: Path, kind: str) -> None:
-    lit_ranks(2).run(_fail_to_write, tmp_path, kind)
-
-
-def _fail_to_write(folder: Path, kind: str) -> None:
+@on_lit_ranks(2)
+def test_all_ranks_hear_that_one_could_not_write(tmp_path: Path, kind: str) -> None:
     from tests.helpers import lightning as lit
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
-    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy))
-    in_the_way = folder / "taken.ckpt"
+    trainer = lit.fitted(lit.Regression(), lit.trainer(tmp_path, strategy=strategy))
+    in_the_way = tmp_path / "taken.ckpt"
     if kind == "full":
         in_the_way.mkdir(exist_ok=True)
     elif dist.get_rank() == 0:
@@ -281,36 +265,30 @@ def _fail_to_write(folder: Path, kind: str) -> None:
     dist.barrier()
     with pytest.raises((OSError, RuntimeError), match=r"taken\.ckpt"):
         trainer.save_checkpoint(in_the_way)
-    trainer.save_checkpoint(folder / "free.ckpt")
+    trainer.save_checkpoint(tmp_path / "free.ckpt")
     trainer.lightning_module.hparams["note"] = lambda: None  # which nobody can pickle
     with pytest.raises((AttributeError, RuntimeError, pickle.PicklingError), match=r"pickle|never\.ckpt"):
-        trainer.save_checkpoint(folder / "never.ckpt")
+        trainer.save_checkpoint(tmp_path / "never.ckpt")
 
 
-def test_what_is_no_checkpoint_is_told_on_every_rank(lit_ranks: LitRanks, tmp_path: Path) -> None:
-    lit_ranks(2).run(_read_nothing, tmp_path)
-
-
-def _read_nothing(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_what_is_no_checkpoint_is_told_on_every_rank(tmp_path: Path) -> None:
     from tests.helpers import lightning as lit
 
     model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
-    fsdp.save(folder / "other", model)
-    mine = folder / f"rank{dist.get_rank()}.ckpt"
+    fsdp.save(tmp_path / "other", model)
+    mine = tmp_path / f"rank{dist.get_rank()}.ckpt"
     for path, error in (
-        (folder / "missing.ckpt", "missing.ckpt"),
-        (folder / "other", "is a checkpoint, but not of a Trainer"),
+        (tmp_path / "missing.ckpt", "missing.ckpt"),
+        (tmp_path / "other", "is a checkpoint, but not of a Trainer"),
         (mine, "rank0.ckpt"),  # the first rank's path counts
     ):
         with pytest.raises((FileNotFoundError, ValueError, RuntimeError), match=error):
-            lit.fitted(lit.Regression(), lit.trainer(folder), ckpt_path=path)
+            lit.fitted(lit.Regression(), lit.trainer(tmp_path), ckpt_path=path)
 
 
-def test_a_model_that_does_not_fit_is_told_by_name(lit_ranks: LitRanks, tmp_path: Path) -> None:
-    lit_ranks(2).run(_load_another, tmp_path)
-
-
-def _load_another(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_a_model_that_does_not_fit_is_told_by_name(tmp_path: Path) -> None:
     from tests.helpers import lightning as lit
 
     class Another(lit.Regression):
@@ -320,20 +298,17 @@ def _load_another(folder: Path) -> None:
 
     for kind in ("full", "sharded"):
         strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
-        lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy)).save_checkpoint(folder / kind)
+        lit.fitted(lit.Regression(), lit.trainer(tmp_path, strategy=strategy)).save_checkpoint(tmp_path / kind)
         with pytest.raises(RuntimeError, match=r"more\.weight"), lit.quiet():
-            lit.trainer(folder).validate(Another(), lit.batches(), ckpt_path=folder / kind, verbose=False)
+            lit.trainer(tmp_path).validate(Another(), lit.batches(), ckpt_path=tmp_path / kind, verbose=False)
         module = Another()
         module.strict_loading = False
         with lit.quiet():
-            lit.trainer(folder).validate(module, lit.batches(), ckpt_path=folder / kind, verbose=False)
+            lit.trainer(tmp_path).validate(module, lit.batches(), ckpt_path=tmp_path / kind, verbose=False)
 
 
-def test_sharded_checkpoints_go_by_no_plugin(lit_ranks: LitRanks, tmp_path: Path) -> None:
-    lit_ranks(2).run(_bring_plugins, tmp_path)
-
-
-def _bring_plugins(folder: Path) -> None:
+@on_lit_ranks(2)
+def test_sharded_checkpoints_go_by_no_plugin(tmp_path: Path) -> None:
     from lightning.fabric.plugins import TorchCheckpointIO
 
     from tests.helpers import lightning as lit
@@ -342,16 +317,16 @@ def _bring_plugins(folder: Path) -> None:
         pass
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type="sharded")
-    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy))
+    trainer = lit.fitted(lit.Regression(), lit.trainer(tmp_path, strategy=strategy))
     with pytest.raises(ValueError, match="without storage_options and CheckpointIO plugins"):
-        trainer.save_checkpoint(folder / "last.ckpt", storage_options={})
+        trainer.save_checkpoint(tmp_path / "last.ckpt", storage_options={})
     with pytest.raises(ValueError, match="written to file systems"):
         trainer.save_checkpoint("memory://last.ckpt")
     strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type="sharded")
-    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy, plugins=[Mine()]))
+    trainer = lit.fitted(lit.Regression(), lit.trainer(tmp_path, strategy=strategy, plugins=[Mine()]))
     with pytest.raises(ValueError, match="without storage_options and CheckpointIO plugins"):
-        trainer.save_checkpoint(folder / "last.ckpt")
-    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, plugins=[Mine()]))
-    trainer.save_checkpoint(folder / "mine.ckpt")
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer = lit.fitted(lit.Regression(), lit.trainer(tmp_path, plugins=[Mine()]))
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
     if dist.get_rank() == 0:
-        assert torch.load(folder / "mine.ckpt", weights_only=True)["state_dict"]
+        assert torch.load(tmp_path / "mine.ckpt", weights_only=True)["state_dict"]

@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import LitRanks
+from tests.helpers.on_ranks import on_lit_ranks
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
 PRELOAD = ["fsdp.lightning"]
 
 
-def test_arguments_are_looked_at_when_they_are_given(lit_ranks: LitRanks) -> None:
-    lit_ranks(1).run(_give_wrong_arguments)
-
-
-def _give_wrong_arguments() -> None:
+@on_lit_ranks(1)
+def test_arguments_are_looked_at_when_they_are_given() -> None:
     from tests.helpers import lightning as lit
 
     make = lit.fsdp.lightning.FullyShardedStrategy
@@ -36,11 +33,8 @@ def _give_wrong_arguments() -> None:
             make(**arguments)
 
 
-def test_optimizers_of_other_parameters_are_refused(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_make_wrong_optimizers)
-
-
-def _make_wrong_optimizers() -> None:
+@on_lit_ranks(2)
+def test_optimizers_of_other_parameters_are_refused() -> None:
     from tests.helpers import lightning as lit
 
     class Early(lit.Regression):
@@ -82,11 +76,8 @@ def _make_wrong_optimizers() -> None:
         lit.fitted(Steep(), lit.trainer())
 
 
-def test_what_would_change_a_sharded_model_is_refused(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_change_the_model)
-
-
-def _change_the_model() -> None:
+@on_lit_ranks(2)
+def test_what_would_change_a_sharded_model_is_refused() -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     from fsdp import wrap
@@ -106,11 +97,8 @@ def _change_the_model() -> None:
         lit.fitted(Normed(), lit.trainer(sync_batchnorm=True))
 
 
-def test_a_configure_model_that_builds_twice_is_refused(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_build_twice)
-
-
-def _build_twice() -> None:
+@on_lit_ranks(2)
+def test_a_configure_model_that_builds_twice_is_refused() -> None:
     from fsdp import wrap
     from tests.helpers import lightning as lit
 
@@ -124,11 +112,8 @@ def _build_twice() -> None:
         trainer.validate(module, lit.batches(), verbose=False)
 
 
-def test_manual_optimization_needs_modules_to_call(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_optimize_by_hand)
-
-
-def _optimize_by_hand() -> None:
+@on_lit_ranks(2)
+def test_manual_optimization_needs_modules_to_call() -> None:
     from tests.helpers import lightning as lit
     from tests.helpers.lightning_manual import Adversaries
 
@@ -141,11 +126,8 @@ def _optimize_by_hand() -> None:
         lit.fitted(Bare(), lit.trainer())
 
 
-def test_a_module_outside_of_the_trainer_says_what_it_is(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_use_afterwards)
-
-
-def _use_afterwards() -> None:
+@on_lit_ranks(2)
+def test_a_module_outside_of_the_trainer_says_what_it_is() -> None:
     from tests.helpers import lightning as lit
 
     module = lit.Regression()

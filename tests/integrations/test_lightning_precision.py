@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
-from tests.conftest import LitRanks
+from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.integrations.test_lightning_training import needs_lightning
 
@@ -28,11 +28,8 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype, float]] = {
 
 
 @parametrize_pairs(precision=list(DTYPES), kind=["Regression", "WithLayers"])
-def test_a_precision_trains_as_in_one_process(lit_ranks: LitRanks, precision: str, kind: str) -> None:
-    lit_ranks(2).run(_fit, precision, kind)
-
-
-def _fit(precision: Any, kind: str) -> None:
+@on_lit_ranks(2)
+def test_a_precision_trains_as_in_one_process(precision: str, kind: str) -> None:
     from tests.helpers import lightning as lit
 
     own, compute, tolerance = DTYPES[precision]
@@ -57,11 +54,8 @@ def _fit(precision: Any, kind: str) -> None:
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_targets_keep_their_digits_under_mixed_precision(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_see_targets)
-
-
-def _see_targets() -> None:
+@on_lit_ranks(2)
+def test_targets_keep_their_digits_under_mixed_precision() -> None:
     from tests.helpers import lightning as lit
 
     seen: list[tuple[torch.dtype, torch.dtype]] = []
@@ -76,11 +70,8 @@ def _see_targets() -> None:
     assert set(seen) == {(torch.float32, torch.float32)}
 
 
-def test_layers_that_autocast_leaves_alone_on_cpu_compute(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_compute_norms)
-
-
-def _compute_norms() -> None:
+@on_lit_ranks(2)
+def test_layers_that_autocast_leaves_alone_on_cpu_compute() -> None:
     from tests.helpers import lightning as lit
 
     class Normed(lit.Regression):
@@ -104,11 +95,8 @@ def _compute_norms() -> None:
 
 
 @pytest.mark.parametrize("in_float32", [False, True])
-def test_gradients_are_summed_in_the_dtype_that_is_asked_for(lit_ranks: LitRanks, in_float32: bool) -> None:
-    lit_ranks(1).run(_see_reductions, in_float32)
-
-
-def _see_reductions(in_float32: bool) -> None:
+@on_lit_ranks(1)
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(in_float32: bool) -> None:
     from tests.helpers import lightning as lit
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(fp32_reduce_scatter=in_float32, compute_dtype=torch.float16)
@@ -119,11 +107,8 @@ def _see_reductions(in_float32: bool) -> None:
     assert policy.param_dtype is torch.float16
 
 
-def test_half_precision_is_scaled_and_steps_are_skipped_together(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_scale)
-
-
-def _scale() -> None:
+@on_lit_ranks(2)
+def test_half_precision_is_scaled_and_steps_are_skipped_together() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     from tests.helpers import lightning as lit
@@ -148,11 +133,8 @@ def _scale() -> None:
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=0.02, atol=0.02)
 
 
-def test_a_scaler_becomes_one_whose_ranks_agree(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_convert)
-
-
-def _convert() -> None:
+@on_lit_ranks(2)
+def test_a_scaler_becomes_one_whose_ranks_agree() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     from tests.helpers import lightning as lit
@@ -166,11 +148,8 @@ def _convert() -> None:
     assert not off.precision_plugin.scaler.is_enabled()
 
 
-def test_a_plugin_of_one_s_own_clips_by_the_norm_over_all_ranks(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_clip_by_own_plugin)
-
-
-def _clip_by_own_plugin() -> None:
+@on_lit_ranks(2)
+def test_a_plugin_of_one_s_own_clips_by_the_norm_over_all_ranks() -> None:
     from lightning.pytorch.plugins import Precision
 
     from tests.helpers import lightning as lit
@@ -183,17 +162,14 @@ def _clip_by_own_plugin() -> None:
     torch.testing.assert_close(lit.state_of(trainer), expected)
 
 
-def test_a_scaler_goes_on_where_it_was_saved(lit_ranks: LitRanks, tmp_path: Any) -> None:
-    lit_ranks(2).run(_save_scaler, tmp_path)
-
-
-def _save_scaler(folder: Any) -> None:
+@on_lit_ranks(2)
+def test_a_scaler_goes_on_where_it_was_saved(tmp_path: Any) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     from tests.helpers import lightning as lit
 
     plugin = MixedPrecision("16-mixed", "cpu", ShardedGradScaler(init_scale=64.0, device="cpu"))
-    lit.fitted(lit.Regression(), lit.trainer(folder, plugins=[plugin])).save_checkpoint(folder / "last.ckpt")
-    trainer = lit.trainer(folder, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=2)
-    lit.fitted(lit.Regression(), trainer, ckpt_path=folder / "last.ckpt")
+    lit.fitted(lit.Regression(), lit.trainer(tmp_path, plugins=[plugin])).save_checkpoint(tmp_path / "last.ckpt")
+    trainer = lit.trainer(tmp_path, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=2)
+    lit.fitted(lit.Regression(), trainer, ckpt_path=tmp_path / "last.ckpt")
     assert trainer.precision_plugin.scaler.get_scale() == 64.0

@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp
 from fsdp import module_wrap_policy
-from tests.conftest import LitRanks
+from tests.helpers.on_ranks import on_lit_ranks
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
@@ -31,11 +31,8 @@ FAIRSCALE_ERA: dict[str, Any] = {
 }
 
 
-def test_settings_are_attributes(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_read_settings)
-
-
-def _read_settings() -> None:
+@on_lit_ranks(2)
+def test_settings_are_attributes() -> None:
     from tests.helpers import lightning as lit
 
     make = lit.fsdp.lightning.FullyShardedStrategy
@@ -64,11 +61,8 @@ def _read_settings() -> None:
     assert found == (policy, None, "sharded", {"gradient_predivide_factor": 2.0})
 
 
-def test_settings_that_are_assigned_before_the_trainer_runs_are_used(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_assign_settings)
-
-
-def _assign_settings() -> None:
+@on_lit_ranks(2)
+def test_settings_that_are_assigned_before_the_trainer_runs_are_used() -> None:
     from tests.helpers import lightning as lit
 
     class Mine(lit.fsdp.lightning.FullyShardedStrategy):
@@ -84,11 +78,8 @@ def _assign_settings() -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp_flat", "ddp_fully_sharded"])
-def test_a_name_is_registered(lit_ranks: LitRanks, name: str) -> None:
-    lit_ranks(2).run(_use_name, name)
-
-
-def _use_name(name: str) -> None:
+@on_lit_ranks(2)
+def test_a_name_is_registered(name: str) -> None:
     from tests.helpers import lightning as lit
 
     trainer = lit.fitted(lit.Regression(), lit.trainer(strategy=name))
@@ -97,11 +88,8 @@ def _use_name(name: str) -> None:
     torch.testing.assert_close(lit.state_of(trainer), lit.trained_alone(lit.Regression()), rtol=1e-4, atol=1e-6)
 
 
-def test_the_process_group_is_the_wrappers(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_look_at_groups)
-
-
-def _look_at_groups() -> None:
+@on_lit_ranks(2)
+def test_the_process_group_is_the_wrappers() -> None:
     from tests.helpers import lightning as lit
 
     seen = []
@@ -125,11 +113,8 @@ def _look_at_groups() -> None:
 # Another Trainer for a model that is sharded
 
 
-def test_another_trainer_that_wants_other_settings_is_refused(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_want_others)
-
-
-def _want_others() -> None:
+@on_lit_ranks(2)
+def test_another_trainer_that_wants_other_settings_is_refused() -> None:
     from tests.helpers import lightning as lit
 
     make = lit.fsdp.lightning.FullyShardedStrategy
@@ -161,11 +146,8 @@ def _want_others() -> None:
         lit.fitted(mixed, lit.trainer(strategy=make(fp32_reduce_scatter=True), precision="bf16-mixed"))
 
 
-def test_settings_that_change_between_stages_of_one_trainer_are_refused(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_change_between)
-
-
-def _change_between() -> None:
+@on_lit_ranks(2)
+def test_settings_that_change_between_stages_of_one_trainer_are_refused() -> None:
     from tests.helpers import lightning as lit
 
     trainer = lit.fitted(lit.Regression(), lit.trainer())
@@ -174,11 +156,8 @@ def _change_between() -> None:
         trainer.validate(trainer.lightning_module, lit.batches(), verbose=False)
 
 
-def test_another_trainer_with_the_same_settings_goes_on(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_want_the_same)
-
-
-def _want_the_same() -> None:
+@on_lit_ranks(2)
+def test_another_trainer_with_the_same_settings_goes_on() -> None:
     from tests.helpers import lightning as lit
 
     make = lit.fsdp.lightning.FullyShardedStrategy
@@ -192,11 +171,8 @@ def _want_the_same() -> None:
         lit.fitted(module, lit.trainer(strategy=make(ignored_parameters=[module.net.scale])))
 
 
-def test_another_function_is_told_once_it_is_not_called(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_want_another_function)
-
-
-def _want_another_function() -> None:
+@on_lit_ranks(2)
+def test_another_function_is_told_once_it_is_not_called() -> None:
     from tests.helpers import lightning as lit
 
     make = lit.fsdp.lightning.FullyShardedStrategy
@@ -212,11 +188,8 @@ def _want_another_function() -> None:
 # Advice
 
 
-def test_errors_about_precision_name_the_trainers_argument(lit_ranks: LitRanks) -> None:
-    lit_ranks(1).run(_choose_precision)
-
-
-def _choose_precision() -> None:
+@on_lit_ranks(1)
+def test_errors_about_precision_name_the_trainers_argument() -> None:
     from tests.helpers import lightning as lit
 
     make = lit.fsdp.lightning.FullyShardedStrategy

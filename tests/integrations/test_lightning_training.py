@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
-from tests.conftest import LitRanks
+from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import parametrize_pairs
 
 needs_lightning = pytest.mark.skipif(
@@ -42,13 +42,8 @@ CLIPPING = {None: None, "norm": NORM, "value": VALUE}
     clips=list(CLIPPING),
     accumulate=[1, 2],
 )
-def test_a_trainer_fits_as_one_process(
-    lit_ranks: LitRanks, world_size: int, kind: str, options: dict[str, Any], clips: str | None, accumulate: int
-) -> None:
-    lit_ranks(world_size).run(_fit, kind, options, clips, accumulate)
-
-
-def _fit(kind: str, options: dict[str, Any], clips: str | None, accumulate: int) -> None:
+@on_lit_ranks("world_size")
+def test_a_trainer_fits_as_one_process(kind: str, options: dict[str, Any], clips: str | None, accumulate: int) -> None:
     from tests.helpers import lightning as lit
 
     expected = _alone(clips, accumulate)
@@ -81,11 +76,8 @@ def _alone(clips: str | None = None, accumulate: int = 1) -> dict[str, Tensor]:
     return lit.trained_alone(lit.Regression(), epochs=2, accumulate=accumulate, clip=how[clips])
 
 
-def test_the_norm_that_clips_is_that_of_all_ranks(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_see_norms)
-
-
-def _see_norms() -> None:
+@on_lit_ranks(2)
+def test_the_norm_that_clips_is_that_of_all_ranks() -> None:
     from tests.helpers import lightning as lit
 
     class Seen(lit.Regression):
@@ -104,11 +96,8 @@ def _see_norms() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": {nn.Linear}}], ids=["one unit", "units"])
-def test_all_four_entry_points_give_what_the_whole_model_gives(lit_ranks: LitRanks, options: dict[str, Any]) -> None:
-    lit_ranks(2).run(_enter_everywhere, options)
-
-
-def _enter_everywhere(options: dict[str, Any]) -> None:
+@on_lit_ranks(2)
+def test_all_four_entry_points_give_what_the_whole_model_gives(options: dict[str, Any]) -> None:
     from tests.helpers import lightning as lit
 
     module = lit.Regression()
@@ -135,11 +124,8 @@ def _mean_loss(module: Any) -> float:
         return sum(module.loss(lit.global_batch(step)).item() for step in range(lit.STEPS)) / lit.STEPS
 
 
-def test_options_reach_every_wrapper(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_look_at_wrappers)
-
-
-def _look_at_wrappers() -> None:
+@on_lit_ranks(2)
+def test_options_reach_every_wrapper() -> None:
     from tests.helpers import lightning as lit
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(
@@ -152,11 +138,8 @@ def _look_at_wrappers() -> None:
     assert not any(unit.reshard_after_forward for unit in units)
 
 
-def test_ranks_that_draw_other_values_begin_with_the_first_ones(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_draw_values)
-
-
-def _draw_values() -> None:
+@on_lit_ranks(2)
+def test_ranks_that_draw_other_values_begin_with_the_first_ones() -> None:
     from tests.helpers import lightning as lit
 
     expected = lit.trained_alone(lit.Regression())
@@ -166,26 +149,21 @@ def _draw_values() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Regression", "WithLayers"])
-def test_a_module_without_values_gets_those_of_a_checkpoint_or_of_a_function(
-    lit_ranks: LitRanks, tmp_path: Path, kind: str
-) -> None:
-    lit_ranks(2).run(_begin_on_meta, tmp_path, kind)
-
-
-def _begin_on_meta(folder: Path, kind: str) -> None:
+@on_lit_ranks(2)
+def test_a_module_without_values_gets_those_of_a_checkpoint_or_of_a_function(tmp_path: Path, kind: str) -> None:
     from tests.helpers import lightning as lit
 
-    lit.fitted(lit.Regression(), lit.trainer(folder)).save_checkpoint(folder / "last.ckpt")
-    trainer = lit.trainer(folder, max_epochs=2)
+    lit.fitted(lit.Regression(), lit.trainer(tmp_path)).save_checkpoint(tmp_path / "last.ckpt")
+    trainer = lit.trainer(tmp_path, max_epochs=2)
     with trainer.init_module(empty_init=True):
         module = getattr(lit, kind)()
     assert module.head.weight.is_meta
-    lit.fitted(module, trainer, ckpt_path=folder / "last.ckpt")
+    lit.fitted(module, trainer, ckpt_path=tmp_path / "last.ckpt")
     expected = lit.trained_alone(lit.Regression(), epochs=2)
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(param_init_fn=_set_to_halves)
-    trainer = lit.trainer(folder, strategy=strategy)
+    trainer = lit.trainer(tmp_path, strategy=strategy)
     with trainer.init_module(empty_init=True):
         module = getattr(lit, kind)()
     lit.fitted(module, trainer)
@@ -200,11 +178,8 @@ def _set_to_halves(module: nn.Module) -> None:
             tensor.fill_(0.5)
 
 
-def test_a_module_goes_on_with_another_trainer(lit_ranks: LitRanks) -> None:
-    lit_ranks(2).run(_go_on)
-
-
-def _go_on() -> None:
+@on_lit_ranks(2)
+def test_a_module_goes_on_with_another_trainer() -> None:
     from tests.helpers import lightning as lit
 
     module = lit.Regression()
@@ -235,13 +210,10 @@ def _go_on() -> None:
     clips=["norm", None],
     accumulate=[1, 2],
 )
+@on_lit_ranks(2)
 def test_two_optimizers_take_turns_and_are_clipped_apart(
-    lit_ranks: LitRanks, options: dict[str, Any], clips: str | None, accumulate: int
+    options: dict[str, Any], clips: str | None, accumulate: int
 ) -> None:
-    lit_ranks(2).run(_take_turns, options, clips, accumulate)
-
-
-def _take_turns(options: dict[str, Any], clips: str | None, accumulate: int) -> None:
     from tests.helpers import lightning as lit
     from tests.helpers.lightning_manual import Adversaries, turns_alone
 

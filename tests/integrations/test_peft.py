@@ -28,6 +28,7 @@ from tests.helpers.hugging_face import (
     rows,
     whole_state,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.integrations.test_transformers_trainer import trainer_of
 
@@ -86,13 +87,8 @@ def train(model: Any) -> None:
 
 
 @every_case
-def test_adapters_are_trained_and_saved_as_those_of_the_plain_model(
-    ranks: RankPool, tmp_path: Path, family: str, form: str
-) -> None:
-    ranks(2, timeout=PATIENCE).run(_train_and_save, tmp_path, family, form)
-
-
-def _train_and_save(folder: Path, family: str, form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_adapters_are_trained_and_saved_as_those_of_the_plain_model(tmp_path: Path, family: str, form: str) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
     model, plain = sharded_peft(family, form), plain_peft(family)
@@ -110,13 +106,13 @@ def _train_and_save(folder: Path, family: str, form: str) -> None:
         torch.testing.assert_close(logits(model), logits(plain))
     if form == "fully_shard":
         assert_same_state(whole_state_of(get_peft_model_state_dict(model)), kept)
-        plain_of(model).save_pretrained(folder, state_dict=state, is_main_process=dist.get_rank() == 0)
+        plain_of(model).save_pretrained(tmp_path, state_dict=state, is_main_process=dist.get_rank() == 0)
         dist.barrier()
     else:
         with model.summon_full_params():
             assert_same_state(get_peft_model_state_dict(plain_of(model)), kept)
-        recipe("adapters").save_adapters(model, folder)
-    again = PeftModel.from_pretrained(made(family)[0], folder)
+        recipe("adapters").save_adapters(model, tmp_path)
+    again = PeftModel.from_pretrained(made(family)[0], tmp_path)
     assert torch.equal(logits(again), logits(model))
 
 
@@ -156,11 +152,8 @@ def _save_by_trainer(folder: Path, form: str) -> None:
 
 
 @every_case
-def test_adapters_are_merged_as_in_the_plain_model(ranks: RankPool, tmp_path: Path, family: str, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_merge, tmp_path, family, form)
-
-
-def _merge(folder: Path, family: str, form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_adapters_are_merged_as_in_the_plain_model(tmp_path: Path, family: str, form: str) -> None:
     import transformers
 
     model, plain = sharded_peft(family, form), plain_peft(family)
@@ -180,7 +173,7 @@ def _merge(folder: Path, family: str, form: str) -> None:
         model.merge_and_unload()
     assert torch.equal(logits(model), logits(plain))
     config = inner.get_base_model().config
-    recipe("adapters").save_merged(model, config, adapters(family), folder)
+    recipe("adapters").save_merged(model, config, adapters(family), tmp_path)
     assert torch.equal(logits(model), logits(plain))  # as it was
     with model.summon_full_params():
         inner.merge_adapter()
@@ -194,16 +187,13 @@ def _merge(folder: Path, family: str, form: str) -> None:
     merged = plain.merge_and_unload()
     assert torch.equal(logits(model), logits(plain))
     assert_same_state(whole_state(model), plain.state_dict())
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(logits(loaded), logits(merged))
 
 
 @every_form
-def test_adapters_are_loaded_into_a_sharded_model(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_load, form)
-
-
-def _load(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_adapters_are_loaded_into_a_sharded_model(form: str) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model, other = sharded_peft("llama", form), plain_peft("llama", seed=2)
@@ -220,11 +210,8 @@ def _load(form: str) -> None:
 
 
 @every_form
-def test_a_model_with_adapters_generates_as_the_plain_one(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_generate, form)
-
-
-def _generate(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_a_model_with_adapters_generates_as_the_plain_one(form: str) -> None:
     model, plain = sharded_peft("llama", form), plain_peft("llama")
     rank = dist.get_rank()
     prompt = torch.arange(3 + rank)[None]
@@ -238,11 +225,8 @@ def _generate(form: str) -> None:
 
 
 @every_form
-def test_parameters_are_counted_whole(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_count, form)
-
-
-def _count(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_parameters_are_counted_whole(form: str) -> None:
     model, plain = sharded_peft("llama", form), plain_peft("llama")
     if form == "fully_shard":
         assert counts(model) == counts(plain)
@@ -286,11 +270,8 @@ class Block(nn.Module):
 
 
 @every_form
-def test_adapters_directly_in_a_wrapped_module_are_merged(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_merge_in_wrapped, form)
-
-
-def _merge_in_wrapped(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_adapters_directly_in_a_wrapped_module_are_merged(form: str) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     def blocks() -> Any:

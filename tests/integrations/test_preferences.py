@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, whole
 from tests.helpers.fsdp2_clients import Decoder
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.traffic import Counting, Traffic
 
 PROMPTS, PROMPT, LENGTH, VOCABULARY, BATCHES = 4, 2, 5, 11, 2
@@ -151,11 +151,8 @@ def counted(names: Any, loss_of: Loss) -> tuple[Any, Found]:
 
 
 @pytest.mark.parametrize("loss_of", [group_relative, direct_preference, proximal], ids=lambda loss: loss.__name__)
-def test_a_policy_learns_as_with_torchs(ranks: RankPool, loss_of: Loss) -> None:
-    ranks(2).run(_compare, loss_of)
-
-
-def _compare(loss_of: Loss) -> None:
+@on_ranks(2)
+def test_a_policy_learns_as_with_torchs(loss_of: Loss) -> None:
     import torch.distributed.fsdp as theirs
 
     _, expected = counted(theirs, loss_of)

@@ -29,6 +29,7 @@ from tests.helpers.hugging_face import (
     whole_state,
     wrapped,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 pytestmark = needs("transformers")
@@ -64,14 +65,9 @@ every_model = pytest.mark.parametrize(
 
 
 @every_model
-def test_a_model_from_files_computes_and_trains_as_the_plain_one(
-    ranks: RankPool, tmp_path: Path, size: int, family: str, form: str
-) -> None:
-    ranks(size, timeout=PATIENCE).run(_train, tmp_path, family, form)
-
-
-def _train(folder: Path, family: str, form: str) -> None:
-    model, plain = from_files(family, form, folder / "source")
+@on_ranks("size", timeout=PATIENCE)
+def test_a_model_from_files_computes_and_trains_as_the_plain_one(tmp_path: Path, family: str, form: str) -> None:
+    model, plain = from_files(family, form, tmp_path / "source")
     assert torch.equal(logits(model), logits(plain))
     buffers = dict(plain_of(model).named_buffers())
     assert bool(buffers) is (family == "llama")  # the tables of its rotary embedding, which are in no file
@@ -90,31 +86,28 @@ def _train(folder: Path, family: str, form: str) -> None:
     found = whole_state(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    recipe("finetune").save(model, folder / "saved", optimizer)
+    recipe("finetune").save(model, tmp_path / "saved", optimizer)
     if dist.get_rank() == 0:
-        assert_same_state(from_pretrained(family, folder / "saved").state_dict(), found)
+        assert_same_state(from_pretrained(family, tmp_path / "saved").state_dict(), found)
 
 
 @pytest.mark.parametrize("form", ["flat", "original"])
-def test_a_folder_in_bfloat16_is_trained_in_float32(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_train_from_bfloat16, tmp_path, form)
-
-
-def _train_from_bfloat16(folder: Path, form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_a_folder_in_bfloat16_is_trained_in_float32(tmp_path: Path, form: str) -> None:
     source, layer = made("llama", seed=3)
     if dist.get_rank() == 0:
-        source.bfloat16().save_pretrained(folder / "source")
+        source.bfloat16().save_pretrained(tmp_path / "source")
     dist.barrier()
     policy = MixedPrecision(param_dtype=torch.bfloat16)
-    model = recipe("finetune").load(folder / "source", layer, **FORMS[form], mixed_precision=policy)
+    model = recipe("finetune").load(tmp_path / "source", layer, **FORMS[form], mixed_precision=policy)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert torch.equal(logits(model).float(), logits(source.bfloat16()).float())
     before = whole_state(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # steps that weights of 1 lose in 16 bits
     list(recipe("finetune").train(model, optimizer, _batches(dist.get_rank())))
     assert not [name for name, value in whole_state(model).items() if torch.equal(value, before[name])]
-    recipe("finetune").save(model, folder / "saved")
-    assert from_pretrained("llama", folder / "saved").dtype is torch.float32
+    recipe("finetune").save(model, tmp_path / "saved")
+    assert from_pretrained("llama", tmp_path / "saved").dtype is torch.float32
 
 
 def _batches(rank: int) -> list[dict[str, Tensor]]:
@@ -144,16 +137,13 @@ def _train_without_wrapper(model: Any, optimizer: torch.optim.Optimizer, batches
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
-def test_a_gathered_state_is_saved_by_save_pretrained(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_save_gathered, tmp_path, form)
-
-
-def _save_gathered(folder: Path, form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_a_gathered_state_is_saved_by_save_pretrained(tmp_path: Path, form: str) -> None:
     model = sharded("gpt2", form)
     state, expected = whole_state(model), logits(model)
     if dist.get_rank() == 0:
-        plain_of(model).save_pretrained(folder, state_dict=state)
-        assert torch.equal(logits(from_pretrained("gpt2", folder)), expected)
+        plain_of(model).save_pretrained(tmp_path, state_dict=state)
+        assert torch.equal(logits(from_pretrained("gpt2", tmp_path)), expected)
 
 
 def test_the_initialisation_of_transformers_gives_values_from_nothing(ranks: RankPool) -> None:
@@ -176,11 +166,8 @@ def _initialise() -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-def test_initialising_by_apply_draws_what_the_plain_model_draws(ranks: RankPool) -> None:
-    ranks(2, timeout=PATIENCE).run(_apply)
-
-
-def _apply() -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_initialising_by_apply_draws_what_the_plain_model_draws() -> None:
     model, plain = sharded("gpt2"), made("gpt2", seed=1)[0]
     for one in (model, plain):
         torch.manual_seed(2)
@@ -192,14 +179,9 @@ def _apply() -> None:
 
 
 @every_model
-def test_prompts_of_any_length_are_continued_as_by_the_plain_model(
-    ranks: RankPool, tmp_path: Path, size: int, family: str, form: str
-) -> None:
-    ranks(size, timeout=PATIENCE).run(_generate, tmp_path, family, form)
-
-
-def _generate(folder: Path, family: str, form: str) -> None:
-    model, plain = from_files(family, form, folder)
+@on_ranks("size", timeout=PATIENCE)
+def test_prompts_of_any_length_are_continued_as_by_the_plain_model(tmp_path: Path, family: str, form: str) -> None:
+    model, plain = from_files(family, form, tmp_path)
     rank = dist.get_rank()
     prompt = torch.arange(3 + 2 * rank)[None]
     ways: list[dict[str, Any]] = [
@@ -219,11 +201,8 @@ def _generate(folder: Path, family: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
-def test_a_rank_that_meets_the_end_serves_the_others(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_meet_the_end, form)
-
-
-def _meet_the_end(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_a_rank_that_meets_the_end_serves_the_others(form: str) -> None:
     model, plain = sharded("llama", form), made("llama")[0].eval()
     prompt = torch.arange(4)[None]
     ahead = plain.generate(prompt, do_sample=False, max_new_tokens=8)
@@ -236,11 +215,8 @@ def _meet_the_end(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
-def test_an_encoder_and_a_decoder_generate_when_the_method_is_registered(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_generate_from_encoder, form)
-
-
-def _generate_from_encoder(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_an_encoder_and_a_decoder_generate_when_the_method_is_registered(form: str) -> None:
     import transformers
     from transformers.models.t5.modeling_t5 import T5Block
 
@@ -267,12 +243,9 @@ def _generate_from_encoder(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_mixed_precision_spares_the_tables_of_rotary_embeddings(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_compute_in_bf16, tmp_path, form)
-
-
-def _compute_in_bf16(folder: Path, form: str) -> None:
-    model, plain = from_files("llama", form, folder, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+@on_ranks(2, timeout=PATIENCE)
+def test_mixed_precision_spares_the_tables_of_rotary_embeddings(tmp_path: Path, form: str) -> None:
+    model, plain = from_files("llama", form, tmp_path, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     for param in plain.parameters():
         param.data = param.data.bfloat16()
     assert all(buffer.dtype is torch.float32 for buffer in plain_of(model).buffers())
@@ -291,11 +264,8 @@ def _compute_in_bf16(folder: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
-def test_dtype_device_and_embeddings_are_there(ranks: RankPool, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_ask, form)
-
-
-def _ask(form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_dtype_device_and_embeddings_are_there(form: str) -> None:
     model, plain = sharded("llama", form), made("llama")[0]
     for one in (model, plain_of(model), plain_of(model).base_model):
         assert one.dtype is torch.float32
@@ -306,11 +276,8 @@ def _ask(form: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_one_unit_a_part_has_parameters_only_in_their_original_form(ranks: RankPool, family: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_ask_part, family)
-
-
-def _ask_part(family: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_in_one_unit_a_part_has_parameters_only_in_their_original_form(family: str) -> None:
     flat, original = (fsdp.FullyShardedDataParallel(made(family)[0], use_orig_params=on) for on in (False, True))
     assert flat.dtype is torch.float32
     with pytest.raises(StopIteration):
@@ -320,13 +287,10 @@ def _ask_part(family: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_needs_whole_weights_says_so(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_refused, tmp_path, form)
-
-
-def _refused(folder: Path, form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_what_needs_whole_weights_says_so(tmp_path: Path, form: str) -> None:
     plain = plain_of(sharded("llama", form))
     with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight is sharded"):
         plain.resize_token_embeddings(31)
     with pytest.raises(RuntimeError, match=r"state_dict\(\) of a LlamaForCausalLM inside"):
-        plain.save_pretrained(folder)
+        plain.save_pretrained(tmp_path)

@@ -27,6 +27,7 @@ from tests.helpers.hugging_face import (
     rows,
     sharded,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = needs("transformers", "accelerate")
@@ -173,47 +174,38 @@ def _train_half(folder: Path, form: str) -> None:
         trainer.train()
 
 
-def test_a_checkpoint_of_the_model_alone_is_resumed_with_a_new_optimizer(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_resume_without_optimizer, tmp_path)
-
-
-def _resume_without_optimizer(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_a_checkpoint_of_the_model_alone_is_resumed_with_a_new_optimizer(tmp_path: Path) -> None:
     with as_launched():
-        first = trainer_of(sharded("llama"), folder, save_only_model=True, **SAVING)
+        first = trainer_of(sharded("llama"), tmp_path, save_only_model=True, **SAVING)
         first.train()
         weights = first.model_wrapped.state_dict()
-        again = trainer_of(sharded("llama"), folder, **SAVING | {"max_steps": 6, "learning_rate": 0.0})
+        again = trainer_of(sharded("llama"), tmp_path, **SAVING | {"max_steps": 6, "learning_rate": 0.0})
         again.train(resume_from_checkpoint=True)
         assert again.state.global_step == 6
         assert_same_state(again.model_wrapped.state_dict(), weights)
 
 
 @pytest.mark.parametrize("form", ["flat", "fully_shard"])
-def test_from_pretrained_reads_checkpoints_and_saved_models(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2, timeout=PATIENCE).run(_save_and_compare, tmp_path, form)
-
-
-def _save_and_compare(folder: Path, form: str) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_from_pretrained_reads_checkpoints_and_saved_models(tmp_path: Path, form: str) -> None:
     with as_launched():
-        trainer = trainer_of(sharded("gpt2", form), folder, **SAVING)
+        trainer = trainer_of(sharded("gpt2", form), tmp_path, **SAVING)
         trainer.train()
         trainer.save_model()
     expected = logits(trainer.model_wrapped)
     if dist.get_rank() == 0:
-        for saved in (folder, folder / "checkpoint-4"):
+        for saved in (tmp_path, tmp_path / "checkpoint-4"):
             assert torch.equal(logits(from_pretrained("gpt2", saved)), expected)
             assert (saved / "training_args.bin").exists()
-        assert not torch.equal(logits(from_pretrained("gpt2", folder / "checkpoint-2")), expected)
+        assert not torch.equal(logits(from_pretrained("gpt2", tmp_path / "checkpoint-2")), expected)
 
 
-def test_the_best_model_is_loaded_at_the_end(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_find_best, tmp_path)
-
-
-def _find_best(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     with as_launched():
         options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-        trainer = trainer_of(sharded("llama"), folder, **SAVING | options)
+        trainer = trainer_of(sharded("llama"), tmp_path, **SAVING | options)
         trainer.train()
         best = Path(trainer.state.best_model_checkpoint)
         assert best.name == "checkpoint-2"
@@ -244,51 +236,42 @@ def _mix(folder: Path) -> float:
 # Errors
 
 
-def test_what_the_trainer_cannot_do_is_said(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
-
-
-def _refused(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_what_the_trainer_cannot_do_is_said(tmp_path: Path) -> None:
     from fsdp.transformers import Trainer
 
     with as_launched():
         plain = made("llama")[0]
         with pytest.raises(ValueError, match="LlamaForCausalLM is not sharded: wrap it first"):
-            Trainer(plain, arguments(folder))
+            Trainer(plain, arguments(tmp_path))
         with pytest.raises(ValueError, match=r"Sequential has sharded modules inside .* wrap the whole model too"):
-            Trainer(nn.Sequential(sharded("llama")), arguments(folder))
+            Trainer(nn.Sequential(sharded("llama")), arguments(tmp_path))
         with pytest.raises(TypeError, match="cannot make one by model_init"):
-            Trainer(args=arguments(folder), model_init=lambda: plain)
+            Trainer(args=arguments(tmp_path), model_init=lambda: plain)
         model = sharded("llama")
         with pytest.raises(ValueError, match="auto_find_batch_size, torch_compile: the model is sharded already"):
-            Trainer(model, arguments(folder, auto_find_batch_size=True, torch_compile=True))
-        alone = arguments(folder)
+            Trainer(model, arguments(tmp_path, auto_find_batch_size=True, torch_compile=True))
+        alone = arguments(tmp_path)
         alone.distributed_state = None  # as without use_cpu=True, where there is no accelerator
         with pytest.raises(ValueError, match=r"knows of 1 rank\(s\), and there are 2: pass use_cpu=True"):
             Trainer(model, alone)
-        trainer = trainer_of(model, folder, weight_decay=0.1)
+        trainer = trainer_of(model, tmp_path, weight_decay=0.1)
         with pytest.raises(ValueError, match=r"weight_decay spares .* use_orig_params=True"):
             trainer.train()
 
 
-def test_the_trainer_shows_the_model_and_the_wrapper(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_shows, tmp_path)
-
-
-def _shows(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_the_trainer_shows_the_model_and_the_wrapper(tmp_path: Path) -> None:
     with as_launched():
         model = sharded("llama")
-        trainer = trainer_of(model, folder)
+        trainer = trainer_of(model, tmp_path)
         assert trainer.model is plain_of(model)
         assert trainer.model_wrapped is model
         assert trainer.label_names == ["labels"]
 
 
-def test_the_recipe_trains_goes_on_and_saves_for_from_pretrained(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=PATIENCE).run(_run_recipe, tmp_path)
-
-
-def _run_recipe(folder: Path) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_the_recipe_trains_goes_on_and_saves_for_from_pretrained(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "use_cpu": True,
         "per_device_train_batch_size": 3,
@@ -300,11 +283,11 @@ def _run_recipe(folder: Path) -> None:
         "save_steps": 2,
     }
     with as_launched():
-        recipe("trainer").train(sharded("gpt2"), rows(5 * BATCH), str(folder), max_steps=2, **options)
+        recipe("trainer").train(sharded("gpt2"), rows(5 * BATCH), str(tmp_path), max_steps=2, **options)
         other = sharded("gpt2", seed=3)
-        trainer = recipe("trainer").train(other, rows(5 * BATCH), str(folder), resume=True, max_steps=3, **options)
+        trainer = recipe("trainer").train(other, rows(5 * BATCH), str(tmp_path), resume=True, max_steps=3, **options)
         whole = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     assert trainer.state.global_step == 3
     if dist.get_rank() == 0:
-        found = from_pretrained("gpt2", folder).state_dict()
+        found = from_pretrained("gpt2", tmp_path).state_dict()
         assert_same_state({name: found[name] for name in whole}, whole)

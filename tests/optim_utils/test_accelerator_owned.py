@@ -10,19 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.accelerator import ACCELERATOR
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.parity import fully_sharded
 
 pytestmark = pytest.mark.accelerator
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"use_orig_params": True}], ids=str)
-def test_owners_step_where_the_shards_are(accelerator_ranks: AcceleratorRanks, options: dict[str, Any]) -> None:
-    accelerator_ranks(2).run(_train, options)
-
-
-def _train(options: dict[str, Any]) -> None:
+@on_accelerators(2)
+def test_owners_step_where_the_shards_are(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(3)]
     plain: nn.Module = nested_mlp(keep)

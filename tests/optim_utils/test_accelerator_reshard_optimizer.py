@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.accelerator import ACCELERATOR
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.parity import fully_sharded
 
 pytestmark = pytest.mark.accelerator
@@ -28,17 +29,11 @@ pytestmark = pytest.mark.accelerator
     ],
 )
 @pytest.mark.parametrize("use_orig_params", [False, True])
+@on_accelerators(2)
 def test_state_goes_where_the_shards_are(
-    accelerator_ranks: AcceleratorRanks,
-    born_on: str,
-    how: dict[str, Any],
-    options: dict[str, Any],
-    use_orig_params: bool,
+    born_on: str, how: dict[str, Any], options: dict[str, Any], use_orig_params: bool
 ) -> None:
-    accelerator_ranks(2).run(_go_on, born_on, how, {**options, "use_orig_params": use_orig_params})
-
-
-def _go_on(born_on: str, how: dict[str, Any], options: dict[str, Any]) -> None:
+    options = {**options, "use_orig_params": use_orig_params}
     torch.set_default_dtype(torch.float64)
     batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(6)]
     late, plain = nested_mlp(keep).to(born_on), nested_mlp(keep).to(born_on)

@@ -14,8 +14,8 @@ from torch import nn
 from fsdp import FullyShardedDataParallel, optim_utils
 from fsdp.compat import fairscale
 from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first
-from tests.helpers.ranks import RankPool
 
 EQUAL, UNEQUAL = (4, 4, 4, 4), (4, 6, 3, 5)
 OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
@@ -68,14 +68,8 @@ every_door = pytest.mark.parametrize("load", [*DOORS, _by_rekeying])
 @every_door
 @pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_parameter_gets_its_own_state(
-    ranks: RankPool, load: Load, sizes: tuple[int, ...], options: dict[str, Any], world_size: int
-) -> None:
-    ranks(world_size).run(_load_another_nesting, load, sizes, options)
-
-
-def _load_another_nesting(load: Load, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+@on_ranks(2, 3)
+def test_each_parameter_gets_its_own_state(load: Load, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     model, optimizer = trained(1, sizes, options)
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     expected = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
@@ -92,13 +86,9 @@ def _load_another_nesting(load: Load, sizes: tuple[int, ...], options: dict[str,
 
 
 @every_door
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_state_without_names_goes_by_numbers(ranks: RankPool, load: Load, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_a_state_without_names_goes_by_numbers(load: Load) -> None:
     """As those are that FairScale and version 0.1.0 have written."""
-    ranks(world_size).run(_load_without_names, load)
-
-
-def _load_without_names(load: Load) -> None:
     model, optimizer = trained(1, UNEQUAL, {})
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     del full["param_names"]
@@ -112,11 +102,8 @@ def _load_without_names(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", DOORS)
-def test_numbers_of_other_shapes_are_refused_with_the_remedy(ranks: RankPool, load: Load) -> None:
-    ranks(2).run(_load_other_shapes, load)
-
-
-def _load_other_shapes(load: Load) -> None:
+@on_ranks(2)
+def test_numbers_of_other_shapes_are_refused_with_the_remedy(load: Load) -> None:
     model, optimizer = trained(1, UNEQUAL, {})
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     del full["param_names"]
@@ -131,11 +118,8 @@ def _load_other_shapes(load: Load) -> None:
     optim_utils.load_full_optim_state_dict(other, second, named)
 
 
-def test_a_state_by_names_of_other_shapes_is_told_to_be_of_another_model(ranks: RankPool) -> None:
-    ranks(2).run(_load_of_another_model)
-
-
-def _load_of_another_model() -> None:
+@on_ranks(2)
+def test_a_state_by_names_of_other_shapes_is_told_to_be_of_another_model() -> None:
     model, optimizer = trained(1, UNEQUAL, {})
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     other = nested(1, (4, 6, 5, 5), {})
@@ -143,11 +127,8 @@ def _load_of_another_model() -> None:
         other.get_shard_from_optim_state_dict(full)
 
 
-def test_fairscale_s_helper_drops_the_names(ranks: RankPool) -> None:
-    ranks(2).run(_flatten)
-
-
-def _flatten() -> None:
+@on_ranks(2)
+def test_fairscale_s_helper_drops_the_names() -> None:
     model, optimizer = trained(1, EQUAL, {})
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     assert fairscale.flatten_optim_state_dict(full).keys() == {"state", "param_groups"}

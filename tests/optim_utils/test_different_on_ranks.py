@@ -15,9 +15,9 @@ import fsdp
 from fsdp import optim_utils
 from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 Save = Callable[[Any, torch.optim.Optimizer, Path], Any]
 DOORS: dict[str, Save] = {
@@ -63,26 +63,14 @@ CHANGES: list[tuple[Callable[[torch.optim.Optimizer], None], type[Exception], st
 
 
 @pytest.mark.parametrize(("change", "error", "message"), CHANGES, ids=[each[0].__name__ for each in CHANGES])
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=str)
 def test_all_doors_raise_the_same_error_on_every_rank(
-    ranks: RankPool,
     tmp_path: Path,
     change: Callable[[torch.optim.Optimizer], None],
     error: type[Exception],
     message: str,
-    world_size: int,
     form: dict[str, Any],
-) -> None:
-    ranks(world_size).run(_save_what_is_different, tmp_path, form, change, error, message)
-
-
-def _save_what_is_different(
-    folder: Path,
-    form: dict[str, Any],
-    change: Callable[[torch.optim.Optimizer], None],
-    error: type[Exception],
-    message: str,
 ) -> None:
     model = garden(fully_sharded(**form))
     optimizer = adam(model)
@@ -91,18 +79,15 @@ def _save_what_is_different(
     change(optimizer)
     for save in DOORS.values():
         with pytest.raises(error, match=message):
-            save(model, optimizer, folder)
+            save(model, optimizer, tmp_path)
     optimizer.state.update(zip(optimizer.state, before[0], strict=True))
     optimizer.param_groups[0].update(before[1])
     for save in DOORS.values():
-        save(model, optimizer, folder)
+        save(model, optimizer, tmp_path)
 
 
-def test_replicas_are_compared_as_well(ranks: RankPool) -> None:
-    ranks(4).run(_gather_from_different_replicas)
-
-
-def _gather_from_different_replicas() -> None:
+@on_ranks(4)
+def test_replicas_are_compared_as_well() -> None:
     model = garden(fully_sharded(process_group=mesh_of(2, 2)))
     optimizer = adam(model)
     train(model, optimizer, range(2))
@@ -122,11 +107,8 @@ class Scaled:
         return {**self._optimizer.state_dict(), "loss_scale": self._scale}
 
 
-def test_what_is_beside_state_and_groups_is_compared(ranks: RankPool) -> None:
-    ranks(2).run(_gather_different_scales)
-
-
-def _gather_different_scales() -> None:
+@on_ranks(2)
+def test_what_is_beside_state_and_groups_is_compared() -> None:
     model = garden(fully_sharded())
     optimizer = adam(model)
     train(model, optimizer, range(1))
@@ -141,11 +123,8 @@ class Note:
         self.text = text
 
 
-def test_objects_with_the_same_content_are_the_same(ranks: RankPool) -> None:
-    ranks(2).run(_gather_with_objects)
-
-
-def _gather_with_objects() -> None:
+@on_ranks(2)
+def test_objects_with_the_same_content_are_the_same() -> None:
     model = garden(fully_sharded())
     optimizer = adam(model)
     train(model, optimizer, range(1))

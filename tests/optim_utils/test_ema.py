@@ -35,9 +35,9 @@ from tests.helpers.copied_twins import (
 )
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch
 
 DECAY = 0.8  # small, so that four steps show a mistake
@@ -58,19 +58,14 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
     make=[nested, tied_and_frozen, recurrent],
     average=[fsdp.EMA, AveragedModel],
 )
+@on_ranks("world_size")
 def test_the_average_is_torchs_of_the_unwrapped_model(
-    ranks: RankPool,
-    world_size: int,
     options: dict[str, Any],
     make_optimizer: MakeOptimizer,
     make: Callable[[Wrap], nn.Module],
     average: type[AveragedModel],
 ) -> None:
     """Through torch's own class as well, which copies and averages what `parameters()` lists."""
-    ranks(world_size).run(_follow, make, make_optimizer, options, average)
-
-
-def _follow(make: Any, make_optimizer: MakeOptimizer, options: dict[str, Any], average: type[AveragedModel]) -> None:
     twins = Twins.of(make, make_optimizer, **options)
     ema = fsdp.EMA(twins.sharded, DECAY) if average is fsdp.EMA else torch_ema(twins.sharded)
     expected = torch_ema(twins.plain)
@@ -88,11 +83,8 @@ def _follow(make: Any, make_optimizer: MakeOptimizer, options: dict[str, Any], a
     twins.assert_close()
 
 
-def test_it_stays_in_the_dtype_of_the_shards_under_mixed_precision(ranks: RankPool) -> None:
-    ranks(2).run(_average_in_float32)
-
-
-def _average_in_float32() -> None:
+@on_ranks(2)
+def test_it_stays_in_the_dtype_of_the_shards_under_mixed_precision() -> None:
     model = nested(fully_sharded(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)))
     optimizer = sgd_with_momentum(model.parameters())
     ema = fsdp.EMA(model, DECAY)
@@ -110,12 +102,9 @@ def _average_in_float32() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.9999, 0.99])
-def test_bfloat16_shards_do_not_follow_a_decay_close_to_one(ranks: RankPool, decay: float) -> None:
+@on_ranks(2)
+def test_bfloat16_shards_do_not_follow_a_decay_close_to_one(decay: float) -> None:
     """Half a unit in the last place is at least 1/512 of a value; an eighth of it times 0.01 is less."""
-    ranks(2).run(_average_in_bfloat16, decay)
-
-
-def _average_in_bfloat16(decay: float) -> None:
     moved = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = FullyShardedDataParallel(nn.Linear(5, 3).to(dtype))
@@ -132,11 +121,8 @@ def _average_in_bfloat16(decay: float) -> None:
     assert moved == {torch.bfloat16: False, torch.float32: True}
 
 
-def test_nothing_is_trained_in_it(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_requires_grad)
-
-
-def _look_at_requires_grad() -> None:
+@on_ranks(2)
+def test_nothing_is_trained_in_it() -> None:
     model = nested(fully_sharded())
     ema = fsdp.EMA(model)
     assert not any(param.requires_grad for param in ema.parameters())
@@ -168,11 +154,8 @@ MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_gath
 
 
 @every_form
-def test_nothing_is_sent_to_make_update_or_apply_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_count_messages, options)
-
-
-def _count_messages(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_nothing_is_sent_to_make_update_or_apply_it(options: dict[str, Any]) -> None:
     model = nested(fully_sharded(**options))
     train(model, sgd_with_momentum(model.parameters()), 0)
     with counted_messages() as seen:
@@ -187,11 +170,8 @@ def _count_messages(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
-def test_it_takes_one_more_shard(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_weigh, options)
-
-
-def _weigh(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_it_takes_one_more_shard(options: dict[str, Any]) -> None:
     model = nested(fully_sharded(**options))
     fsdp.EMA(model).update_parameters(model)  # what torch makes once is not counted
     before = live_bytes()
@@ -205,11 +185,8 @@ def _weigh(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
-def test_the_model_has_the_average_inside_applied_to(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_apply, options)
-
-
-def _apply(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_the_model_has_the_average_inside_applied_to(options: dict[str, Any]) -> None:
     twins = Twins.of(nested, sgd_with_momentum, **options)
     ema = fsdp.EMA(twins.sharded, DECAY)
     for number in range(3):
@@ -233,12 +210,9 @@ def _apply(options: dict[str, Any]) -> None:
     twins.assert_close()
 
 
-def test_weights_can_be_loaded_into_it(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_weights_can_be_loaded_into_it() -> None:
     """As for any copy, a gathered parameter that is out of date is gathered again."""
-    ranks(2).run(_load_average)
-
-
-def _load_average() -> None:
     model = nested(fully_sharded())
     ema = fsdp.EMA(model)
     inputs = batch(0, 0).float()
@@ -254,13 +228,8 @@ def _load_average() -> None:
 
 
 @every_form
-def test_its_state_dict_is_that_of_the_unwrapped_average_and_loads_into_both(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_save_and_load, options)
-
-
-def _save_and_load(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_its_state_dict_is_that_of_the_unwrapped_average_and_loads_into_both(options: dict[str, Any]) -> None:
     twins = Twins.of(nested, sgd_with_momentum, **options)
     ema, plain = fsdp.EMA(twins.sharded, DECAY), torch_ema(twins.plain)
     for number in range(3):
@@ -282,11 +251,8 @@ def _save_and_load(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle])
-def test_it_goes_on_after_it_was_copied_together_with_its_model(ranks: RankPool, travel: Callable[[Any], Any]) -> None:
-    ranks(2).run(_copy_average, travel)
-
-
-def _copy_average(travel: Callable[[Any], Any]) -> None:
+@on_ranks(2)
+def test_it_goes_on_after_it_was_copied_together_with_its_model(travel: Callable[[Any], Any]) -> None:
     model = nested(fully_sharded())
     optimizer, ema = sgd_with_momentum(model.parameters()), fsdp.EMA(model, DECAY)
     train(model, optimizer, 0)
@@ -303,11 +269,8 @@ def _copy_average(travel: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("use_buffers", [False, True], ids=["copied", "averaged"])
-def test_buffers_are_copied_or_averaged(ranks: RankPool, use_buffers: bool) -> None:
-    ranks(2).run(_average_buffers, use_buffers)
-
-
-def _average_buffers(use_buffers: bool) -> None:
+@on_ranks(2)
+def test_buffers_are_copied_or_averaged(use_buffers: bool) -> None:
     model = normed(fully_sharded())
     optimizer, ema = sgd_with_momentum(model.parameters()), fsdp.EMA(model, DECAY, use_buffers=use_buffers)
     expected = torch.zeros(7)
@@ -320,11 +283,8 @@ def _average_buffers(use_buffers: bool) -> None:
     torch.testing.assert_close(ema.module.state_dict()["block.1.running_mean"], expected)
 
 
-def test_torchs_update_bn_gives_it_statistics_of_its_own(ranks: RankPool) -> None:
-    ranks(2).run(_update_statistics)
-
-
-def _update_statistics() -> None:
+@on_ranks(2)
+def test_torchs_update_bn_gives_it_statistics_of_its_own() -> None:
     torch.set_default_dtype(torch.float64)
     model, plain = normed(fully_sharded()), normed()
     train(model, sgd_with_momentum(model.parameters()), 0, 1)
@@ -343,11 +303,8 @@ def _update_statistics() -> None:
 # When it is refused
 
 
-def test_another_model_is_refused_before_anything_is_changed(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_another_model)
-
-
-def _refuse_another_model() -> None:
+@on_ranks(2)
+def test_another_model_is_refused_before_anything_is_changed() -> None:
     model, other = nested(fully_sharded()), recurrent(fully_sharded())
     ema = fsdp.EMA(model)
     before = state_of(ema), state_of(other)
@@ -359,11 +316,8 @@ def _refuse_another_model() -> None:
     assert_same_state(state_of(other), before[1])
 
 
-def test_a_model_that_was_cast_since_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_cast_model)
-
-
-def _refuse_cast_model() -> None:
+@on_ranks(2)
+def test_a_model_that_was_cast_since_is_refused() -> None:
     model = nested(fully_sharded())
     ema = fsdp.EMA(model)
     model.double()
@@ -391,11 +345,8 @@ def test_a_model_that_is_not_wrapped_is_averaged_too() -> None:
     assert_same_state(dict(ema.module.state_dict()), dict(expected.module.state_dict()))
 
 
-def test_wrappers_in_a_plain_parent_are_averaged(ranks: RankPool) -> None:
-    ranks(2).run(_average_parent)
-
-
-def _average_parent() -> None:
+@on_ranks(2)
+def test_wrappers_in_a_plain_parent_are_averaged() -> None:
     parent = nn.Sequential(nested(fully_sharded()), nn.Linear(1, 1))
     ema = fsdp.EMA(parent, DECAY)
     train(parent, sgd_with_momentum(parent.parameters()), 0)

@@ -14,20 +14,17 @@ from torch import nn
 from fsdp import FullyShardedDataParallel, optim_utils
 from tests.helpers.equality import assert_same
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, grouped_adamw, momentum, train
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_public_functions import trained
 from tests.optim_utils.test_resume import FORMS
 
 # Gathering
 
 
-def test_state_of_another_shape_is_refused_on_all_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_gather_odd_state)
-
-
-def _gather_odd_state() -> None:
+@on_ranks(2)
+def test_state_of_another_shape_is_refused_on_all_ranks() -> None:
     model, optimizer = trained()
     if dist.get_rank() == 1:
         optimizer.state[model.params[0]]["row"] = torch.ones(2, 3)
@@ -40,11 +37,8 @@ def _gather_odd_state() -> None:
     assert from_first(model.gather_full_optim_state_dict(optimizer))["state"]
 
 
-def test_ranks_with_different_state_are_named(ranks: RankPool) -> None:
-    ranks(3).run(_gather_different_state)
-
-
-def _gather_different_state() -> None:
+@on_ranks(3)
+def test_ranks_with_different_state_are_named() -> None:
     model, optimizer = trained()
     if dist.get_rank() == 2:
         del optimizer.state[model.params[0]]["exp_avg"]
@@ -54,11 +48,8 @@ def _gather_different_state() -> None:
         model.gather_full_optim_state_dict(optimizer)
 
 
-def test_what_is_no_optimizer_and_no_rank_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_gather_from_nothing)
-
-
-def _gather_from_nothing() -> None:
+@on_ranks(2)
+def test_what_is_no_optimizer_and_no_rank_is_refused() -> None:
     model, optimizer = trained()
     with pytest.raises(TypeError, match=r"another object with a state_dict\(\), is needed; got a int"):
         model.gather_full_optim_state_dict(3)
@@ -86,11 +77,8 @@ def _gather_from_nothing() -> None:
         model.gather_full_optim_state_dict(Unknown())
 
 
-def test_not_inside_of_forward_or_summoned_parameters(ranks: RankPool) -> None:
-    ranks(2).run(_gather_inside)
-
-
-def _gather_inside() -> None:
+@on_ranks(2)
+def test_not_inside_of_forward_or_summoned_parameters() -> None:
     model, optimizer = trained()
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     with model.summon_full_params():
@@ -160,13 +148,10 @@ def _spoil(full: dict[str, Any], how: str) -> None:
     ],
 )
 @pytest.mark.parametrize("rank0_only", [None, False, True])
+@on_ranks(2)
 def test_a_state_that_does_not_fit_changes_nothing(
-    ranks: RankPool, how: str, error: type[Exception], message: str, rank0_only: bool | None
+    how: str, error: type[Exception], message: str, rank0_only: bool | None
 ) -> None:
-    ranks(2).run(_load_spoilt, how, error, message, rank0_only)
-
-
-def _load_spoilt(how: str, error: type[Exception], message: str, rank0_only: bool | None) -> None:
     model: Any = nested_mlp(fully_sharded())
     optimizer = adam(model)
     train(model, optimizer, range(2))
@@ -186,11 +171,8 @@ def _load_spoilt(how: str, error: type[Exception], message: str, rank0_only: boo
     assert_same(optimizer.state_dict(), own)
 
 
-def test_a_rank_that_cannot_load_tells_the_others(ranks: RankPool) -> None:
-    ranks(2).run(_fail_on_one_rank)
-
-
-def _fail_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_rank_that_cannot_load_tells_the_others() -> None:
     model, optimizer = trained()
     full = from_first(model.gather_full_optim_state_dict(optimizer))
     given = 3 if dist.get_rank() == 1 else full
@@ -201,11 +183,8 @@ def _fail_on_one_rank() -> None:
         optim_utils.load_full_optim_state_dict(model, optimizer, None, rank0_only=True)
 
 
-def test_other_groups_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_load_other_groups)
-
-
-def _load_other_groups() -> None:
+@on_ranks(2)
+def test_other_groups_are_refused() -> None:
     model: Any = garden(fully_sharded(**FORMS[2]))
     optimizer = grouped_adamw(model)
     train(model, optimizer, range(2))
@@ -253,18 +232,26 @@ class LambdaSGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("form", FORMS[:3], ids=str)
-def test_optimizers_of_whole_parameters_warn_once(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(2).run(_step_with_warnings, form)
+@on_ranks(2)
+def test_optimizers_of_whole_parameters_warn_once(form: dict[str, Any]) -> None:
+    model: FullyShardedDataParallel = garden(fully_sharded(**form))
+    for kind in (Adafactor, FusedLAMB):
+        optimizer = kind(model.parameters(), lr=0.1)
+        with pytest.warns(UserWarning, match=rf"{kind.__name__} goes by the rows.*ignored_parameters") as seen:
+            train(model, optimizer, range(2))
+        assert len(seen) == 1
+    prodigy = type("Prodigy", (torch.optim.SGD,), {})
+    with pytest.warns(UserWarning, match="Prodigy estimates the size of its steps from all parameters"):
+        train(model, prodigy(model.parameters(), lr=0.1), range(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, LambdaSGD(model.parameters(), lr=0.1), range(1))
+        plain = garden()
+        train(plain, Adafactor(plain.parameters(), lr=0.1), range(1), alone=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_an_optimizer_that_searches_along_lines_is_refused_where_ranks_have_parts(
-    ranks: RankPool, world_size: int
-) -> None:
-    ranks(world_size).run(_search_lines)
-
-
-def _search_lines() -> None:
+@on_ranks(2, 1)
+def test_an_optimizer_that_searches_along_lines_is_refused_where_ranks_have_parts() -> None:
     model: FullyShardedDataParallel = garden(fully_sharded())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     inputs = torch.ones(2, 5)
@@ -280,20 +267,3 @@ def _search_lines() -> None:
         return
     with pytest.raises(RuntimeError, match="LBFGS goes by products over all parameters"):
         optimizer.step(closure)
-
-
-def _step_with_warnings(form: dict[str, Any]) -> None:
-    model: FullyShardedDataParallel = garden(fully_sharded(**form))
-    for kind in (Adafactor, FusedLAMB):
-        optimizer = kind(model.parameters(), lr=0.1)
-        with pytest.warns(UserWarning, match=rf"{kind.__name__} goes by the rows.*ignored_parameters") as seen:
-            train(model, optimizer, range(2))
-        assert len(seen) == 1
-    prodigy = type("Prodigy", (torch.optim.SGD,), {})
-    with pytest.warns(UserWarning, match="Prodigy estimates the size of its steps from all parameters"):
-        train(model, prodigy(model.parameters(), lr=0.1), range(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(model, LambdaSGD(model.parameters(), lr=0.1), range(1))
-        plain = garden()
-        train(plain, Adafactor(plain.parameters(), lr=0.1), range(1), alone=True)

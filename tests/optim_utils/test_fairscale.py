@@ -12,6 +12,7 @@ from fsdp import FullyShardedDataParallel
 from fsdp.compat import fairscale
 from fsdp.engine.trees import map_tensors
 from tests.helpers.equality import assert_close, assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import from_first
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.paths import DATA
@@ -42,13 +43,8 @@ def _cut_theirs(name: str) -> None:
 
 
 @parametrize_pairs(name=list(CASES), world_size=[1, 2, 3])
-def test_fairscale_s_state_is_loaded_at_any_world_size_and_comes_back(
-    ranks: RankPool, name: str, world_size: int
-) -> None:
-    ranks(world_size).run(_load_theirs, name)
-
-
-def _load_theirs(name: str) -> None:
+@on_ranks("world_size")
+def test_fairscale_s_state_is_loaded_at_any_world_size_and_comes_back(name: str) -> None:
     model = ours(name)
     optimizer = make_optimizer(name, model)
     optimizer.load_state_dict(model.get_shard_from_optim_state_dict(recorded(name)))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange, TorchCollectives
 from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, Training, fully_sharded, sgd_with_momentum, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, InPrecision, Measured, fast_sgd_with_momentum
@@ -106,13 +107,8 @@ def _bursting_batch(generator: torch.Generator, rows: int) -> tuple[Tensor, Tens
 
 
 @parametrize_pairs(clip=[None, 0.2], world_size=[1, 2])
-def test_pain_point_17_scaled_training_equals_torchs_scaler_on_the_unsharded_model(
-    ranks: RankPool, world_size: int, clip: float | None
-) -> None:
-    ranks(world_size).run(_train_with_bursts, clip)
-
-
-def _train_with_bursts(clip: float | None) -> None:
+@on_ranks("world_size")
+def test_pain_point_17_scaled_training_equals_torchs_scaler_on_the_unsharded_model(clip: float | None) -> None:
     precision = PRECISIONS["float16_mixed"]
     training = precision.training(
         Training(
@@ -131,11 +127,8 @@ def _train_with_bursts(clip: float | None) -> None:
         assert trained.norms.isfinite().tolist() == [step not in BURSTS for step in range(training.steps)]
 
 
-def test_pure_float16_trains_scaled_as_unsharded(ranks: RankPool) -> None:
-    ranks(2).run(_train_in_float16)
-
-
-def _train_in_float16() -> None:
+@on_ranks(2)
+def test_pure_float16_trains_scaled_as_unsharded() -> None:
     # torch's own scaler refuses float16 gradients. A power of two changes no digit of them, so the twin does without.
     precision = InPrecision(name="float16", stored=torch.float16)
     training = precision.training(
@@ -220,8 +213,10 @@ def test_pain_point_17_offloaded_gradients_skip_together(ranks: RankPool, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_pain_point_17_gradients_of_any_dtype_skip_together(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks(2).run(_skip_together_unmixed, dtype)
+@on_ranks(2)
+def test_pain_point_17_gradients_of_any_dtype_skip_together(dtype: torch.dtype) -> None:
+    sharded = fully_sharded()
+    assert_skips_together(sharded(Cast(nested_mlp(lambda module: sharded(module.to(dtype))), dtype)))
 
 
 class Cast(nn.Module):
@@ -235,18 +230,10 @@ class Cast(nn.Module):
         return self.inner(inputs.to(self.dtype))
 
 
-def _skip_together_unmixed(dtype: torch.dtype) -> None:
-    sharded = fully_sharded()
-    assert_skips_together(sharded(Cast(nested_mlp(lambda module: sharded(module.to(dtype))), dtype)))
-
-
 @pytest.mark.parametrize("clips", [False, True])
-def test_fused_optimizers_on_another_device_than_the_scale_skip_together(ranks: RankPool, clips: bool) -> None:
+@on_ranks(2)
+def test_fused_optimizers_on_another_device_than_the_scale_skip_together(clips: bool) -> None:
     """There is one device here, so the answer to whether there are two is pretended."""
-    ranks(2).run(_skip_with_two_devices, clips)
-
-
-def _skip_with_two_devices(clips: bool) -> None:
     with mock.patch.object(ShardedGradScaler, "_fuses_across_devices", return_value=True):
         skip_together(make_optimizer=fused_adamw, clips=clips)
         _compare_fused()
@@ -277,11 +264,8 @@ def _compare_fused() -> None:
 # What is agreed on, and how often
 
 
-def test_units_of_different_dtypes_are_unscaled_and_skipped_together(ranks: RankPool) -> None:
-    ranks(2).run(_two_dtypes)
-
-
-def _two_dtypes() -> None:
+@on_ranks(2)
+def test_units_of_different_dtypes_are_unscaled_and_skipped_together() -> None:
     half = fully_sharded()(nn.Linear(7, 3).half())
     model = fully_sharded()(
         nn.Sequential(nn.Linear(5, 7), Cast(half, torch.float16), Cast(nn.Linear(3, 1), torch.float32))
@@ -303,11 +287,8 @@ def _two_dtypes() -> None:
         assert not step_changes(scaler, optimizer)
 
 
-def test_each_optimizer_steps_or_skips_by_its_own_gradients(ranks: RankPool) -> None:
-    ranks(3).run(_two_optimizers)
-
-
-def _two_optimizers() -> None:
+@on_ranks(3)
+def test_each_optimizer_steps_or_skips_by_its_own_gradients() -> None:
     model, scaler = nested_mlp(fully_sharded(mixed_precision=True)), new_scaler()
     first, *others = model.parameters()
     spoiled, sound = sgd_with_momentum([first]), sgd_with_momentum(others)
@@ -321,11 +302,8 @@ def _two_optimizers() -> None:
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, fused_adamw])
-def test_pain_point_17_one_reduction_for_each_optimizer_and_step(ranks: RankPool, make_optimizer: Any) -> None:
-    ranks(2).run(_count_reductions, make_optimizer)
-
-
-def _count_reductions(make_optimizer: Any) -> None:
+@on_ranks(2)
+def test_pain_point_17_one_reduction_for_each_optimizer_and_step(make_optimizer: Any) -> None:
     # Units of two dtypes, so more than one group of gradients.
     sharded = fully_sharded()
     model = sharded(
@@ -351,11 +329,8 @@ def _count_reductions(make_optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, fused_adamw])
-def test_pain_point_17_a_rank_without_any_gradient_takes_part(ranks: RankPool, make_optimizer: Any) -> None:
-    ranks(3).run(_without_gradients_on_one_rank, make_optimizer)
-
-
-def _without_gradients_on_one_rank(make_optimizer: Any) -> None:
+@on_ranks(3)
+def test_pain_point_17_a_rank_without_any_gradient_takes_part(make_optimizer: Any) -> None:
     model, scaler = nested_mlp(fully_sharded(mixed_precision=True)), new_scaler()
     optimizer = make_optimizer(model.parameters())
     for spoiled in (False, True):
@@ -369,11 +344,8 @@ def _without_gradients_on_one_rank(make_optimizer: Any) -> None:
     assert scaler.get_scale() == 512.0
 
 
-def test_only_the_ranks_of_the_process_group_agree(ranks: RankPool) -> None:
-    ranks(3).run(_agree_in_a_subgroup)
-
-
-def _agree_in_a_subgroup() -> None:
+@on_ranks(3)
+def test_only_the_ranks_of_the_process_group_agree() -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     group = alone if dist.get_rank() == 2 else pair
     model = nested_mlp(fully_sharded(mixed_precision=True, process_group=group))
@@ -387,19 +359,8 @@ def _agree_in_a_subgroup() -> None:
     assert scaler.get_scale() == (2048.0 if dist.get_rank() == 2 else 512.0)
 
 
-def test_a_world_of_one_needs_no_torch_distributed(ranks: RankPool) -> None:
-    ranks(1, backend=None).run(_scale_without_distributed)
-
-
-class GroupOfOne:
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
-def _scale_without_distributed() -> None:
+@on_ranks(1, backend=None)
+def test_a_world_of_one_needs_no_torch_distributed() -> None:
     for group in (None, GroupOfOne()):
         model = nested_mlp(fully_sharded(mixed_precision=True, process_group=GroupOfOne()))
         scaler, optimizer = new_scaler(process_group=group), sgd_with_momentum(model.parameters())
@@ -412,14 +373,19 @@ def _scale_without_distributed() -> None:
         assert scaler.get_scale() == 512.0
 
 
+class GroupOfOne:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
 # The rest of the interface
 
 
-def test_a_disabled_scaler_does_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_step_disabled)
-
-
-def _step_disabled() -> None:
+@on_ranks(2)
+def test_a_disabled_scaler_does_nothing() -> None:
     model, scaler = nested_mlp(fully_sharded()), new_scaler(enabled=False)
     loss = model(batch(0)).mean()
     assert scaler.scale(loss) is loss
@@ -434,11 +400,8 @@ def _step_disabled() -> None:
     assert scaler.get_scale() == 1.0
 
 
-def test_a_scaler_that_is_loaded_goes_on_where_the_saved_one_was(ranks: RankPool) -> None:
-    ranks(2).run(_save_and_load)
-
-
-def _save_and_load() -> None:
+@on_ranks(2)
+def test_a_scaler_that_is_loaded_goes_on_where_the_saved_one_was() -> None:
     model, saved = nested_mlp(fully_sharded(mixed_precision=True)), new_scaler(growth_interval=3)
     optimizer = sgd_with_momentum(model.parameters())
 
@@ -459,11 +422,9 @@ def _save_and_load() -> None:
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_gradients_that_are_not_reduced_are_refused(ranks: RankPool, tmp_path: Path, offload: str) -> None:
-    ranks(2).run(_unscale_unreduced, offload_options(offload, tmp_path))
-
-
-def _unscale_unreduced(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_are_refused(tmp_path: Path, offload: str) -> None:
+    options = offload_options(offload, tmp_path)
     model, scaler = nested_mlp(fully_sharded(mixed_precision=True, **options)), new_scaler()
     optimizer = sgd_with_momentum(model.parameters())
     for reduced_before in (False, True):

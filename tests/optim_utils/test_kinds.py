@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
 from tests.engine.state_dict.test_state_dict import zoo
 from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_resume import FORMS
 
 every_form = pytest.mark.parametrize("form", FORMS[:3], ids=["flat", "unflattened", "original"])
@@ -50,11 +50,8 @@ def _tensors(state: dict[str, Any]) -> Any:
 
 
 @parametrize_pairs(form=FORMS[:3], world_size=[1, 2])
-def test_empty_tied_and_0d_parameters_and_two_dtypes(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_zoo, form)
-
-
-def _zoo(form: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_empty_tied_and_0d_parameters_and_two_dtypes(form: dict[str, Any]) -> None:
     model = zoo(fully_sharded(**form))
     optimizer = adam(model)
     for _ in range(2):
@@ -73,11 +70,8 @@ def _zoo(form: dict[str, Any]) -> None:
     optim_utils.load_full_optim_state_dict(model, adam(model), {**named, "state": other, "param_groups": [group]})
 
 
-def test_a_parameter_that_units_share_is_there_once(ranks: RankPool) -> None:
-    ranks(2).run(_share)
-
-
-def _share() -> None:
+@on_ranks(2)
+def test_a_parameter_that_units_share_is_there_once() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(5, 5), nn.Linear(5, 5)
     second.weight = first.weight
@@ -91,11 +85,8 @@ def _share() -> None:
     assert sorted(named["state"]) == ["0.bias", "0.weight", "1.bias", "2.bias", "2.weight"]
 
 
-def test_over_torch_collectives(ranks: RankPool) -> None:
-    ranks(2).run(_over_torch_collectives)
-
-
-def _over_torch_collectives() -> None:
+@on_ranks(2)
+def test_over_torch_collectives() -> None:
     use_torch_collectives()
     try:
         model = garden(fully_sharded())
@@ -106,11 +97,8 @@ def _over_torch_collectives() -> None:
         use_torch_collectives(False)
 
 
-def test_a_copy_has_its_own(ranks: RankPool) -> None:
-    ranks(2).run(_copy)
-
-
-def _copy() -> None:
+@on_ranks(2)
+def test_a_copy_has_its_own() -> None:
     model = garden(fully_sharded())
     optimizer = adam(model)
     train(model, optimizer, range(2))
@@ -121,21 +109,8 @@ def _copy() -> None:
     assert_same(optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None), expected)
 
 
-def test_amsgrad_and_complex_parameters(ranks: RankPool) -> None:
-    ranks(2).run(_complex)
-
-
-class Rotated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 3)
-        self.turn = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j]))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (self.entry(inputs) * self.turn).abs().sum(1, keepdim=True)
-
-
-def _complex() -> None:
+@on_ranks(2)
+def test_amsgrad_and_complex_parameters() -> None:
     torch.manual_seed(0)
     model = FullyShardedDataParallel(Rotated())
 
@@ -146,6 +121,16 @@ def _complex() -> None:
     train(model, optimizer, range(2))
     named = _there_and_back(model, optimizer, amsgrad)
     assert named["state"]["turn"]["max_exp_avg_sq"].dtype is torch.complex64
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 3)
+        self.turn = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.entry(inputs) * self.turn).abs().sum(1, keepdim=True)
 
 
 def test_a_world_of_one_without_torch_distributed() -> None:

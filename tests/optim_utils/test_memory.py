@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch import nn
 
 from fsdp import optim_utils
 from tests.engine.state_dict.test_state_dict import LAYER_BYTES, LAYERS, LiveBytes, at_most
 from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import MakeOptimizer, adam
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 FULL = 2 * LAYERS * LAYER_BYTES  # two moments
 
@@ -35,12 +34,8 @@ def _stepped(model: nn.Module, make_optimizer: MakeOptimizer) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_that_only_take_part_need_no_memory(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_measure_gathering)
-
-
-def _measure_gathering() -> None:
+@on_ranks(2, 3, 4)
+def test_ranks_that_only_take_part_need_no_memory() -> None:
     model, optimizer = _trained()
     model.gather_full_optim_state_dict(optimizer)
     if dist.get_rank() == 0:
@@ -52,12 +47,8 @@ def _measure_gathering() -> None:
     assert live.peak < LAYER_BYTES // 4
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_stream_holds_what_is_on_its_way(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_measure_a_stream)
-
-
-def _measure_a_stream() -> None:
+@on_ranks(2, 4)
+def test_a_stream_holds_what_is_on_its_way() -> None:
     from fsdp.optim_utils import gather
 
     model, optimizer = _trained()
@@ -72,12 +63,8 @@ def _measure_a_stream() -> None:
     assert live.peak <= allowed, f"{live.peak / LAYER_BYTES} tensors"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_loading_from_the_first_rank_needs_a_shard(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_measure_loading)
-
-
-def _measure_loading() -> None:
+@on_ranks(2, 3, 4)
+def test_loading_from_the_first_rank_needs_a_shard() -> None:
     model, optimizer = _trained()
     named = optim_utils.full_optim_state_dict(model, optimizer)
     fresh, shard = adam(model), FULL // dist.get_world_size()
@@ -91,11 +78,8 @@ def _measure_loading() -> None:
     assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-def test_every_byte_is_sent_once(ranks: RankPool) -> None:
-    ranks(3).run(_count_what_is_sent)
-
-
-def _count_what_is_sent() -> None:
+@on_ranks(3)
+def test_every_byte_is_sent_once() -> None:
     from fsdp.distributed.collectives import DirectExchange
 
     model, optimizer = _trained()

@@ -17,6 +17,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer
 from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import assert_replicas_agree, group_option, mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import (
     FORMS,
     Twin,
@@ -33,16 +34,12 @@ from tests.helpers.owned import (
 )
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.paths import ROOT
-from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
 
 @parametrize_pairs(at_most=6, world_size=[1, 2, 3, 4], form=list(FORMS))
-def test_muon_by_owners_beside_sharded_adamw(ranks: RankPool, world_size: int, form: str) -> None:
-    ranks(world_size).run(_train, form)
-
-
-def _train(form: str) -> None:
+@on_ranks("world_size")
+def test_muon_by_owners_beside_sharded_adamw(form: str) -> None:
     model = talk(FORMS[form])
     train_both(model, owned(model, muon_and_adamw()), Twin(muon_and_adamw()), range(4))
 
@@ -50,11 +47,8 @@ def _train(form: str) -> None:
 # Ways to train
 
 
-def test_one_flat_parameter_of_all(ranks: RankPool) -> None:
-    ranks(3).run(_train_flat)
-
-
-def _train_flat() -> None:
+@on_ranks(3)
+def test_one_flat_parameter_of_all() -> None:
     groups: list[dict[str, Any]] = [{"optimizer": torch.optim.Adafactor, "lr": 0.05}]
     model, twin = talk(FullyShardedDataParallel), Twin(groups)
     optimizer = owned(model, groups)
@@ -70,12 +64,9 @@ def _train_flat() -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapper", "fully_shard", "replicas only"])
-def test_hybrid_sharding(ranks: RankPool, how: str) -> None:
+@on_ranks(4)
+def test_hybrid_sharding(how: str) -> None:
     """Owners are within the ranks that share a parameter; replicas do the same work."""
-    ranks(4).run(_train_hybrid, how)
-
-
-def _train_hybrid(how: str) -> None:
     if how == "fully_shard":
         wrap: Any = partial(_on_two_dimensions, mesh=mesh_of(2, 2))
     elif how == "wrapper":
@@ -97,11 +88,8 @@ def _on_two_dimensions(module: Any, mesh: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_accumulation_clipping_and_schedule(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_train_with_all, form)
-
-
-def _train_with_all(form: str) -> None:
+@on_ranks(2)
+def test_accumulation_clipping_and_schedule(form: str) -> None:
     model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
     optimizer = owned(model, muon_and_adamw())
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, *twin.optimizers)]
@@ -124,11 +112,8 @@ def _train_with_all(form: str) -> None:
         twin.assert_has(values_of(model), f"step {step}")
 
 
-def test_scaler_and_closure(ranks: RankPool) -> None:
-    ranks(2).run(_train_scaled)
-
-
-def _train_scaled() -> None:
+@on_ranks(2)
+def test_scaler_and_closure() -> None:
     model, twin = talk(FORMS["orig_params"]), Twin(muon_and_adamw())
     optimizer, scaler = owned(model, muon_and_adamw()), fsdp.ShardedGradScaler(init_scale=8.0)
     for step in range(3):
@@ -162,11 +147,8 @@ def _train_scaled() -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapper", "fully_shard"])
-def test_offload_to_the_host(ranks: RankPool, how: str) -> None:
-    ranks(2).run(_train_offloaded, how)
-
-
-def _train_offloaded(how: str) -> None:
+@on_ranks(2)
+def test_offload_to_the_host(how: str) -> None:
     wrap: Any = partial(FullyShardedDataParallel, use_orig_params=True, move_params_to_cpu=True)
     if how == "fully_shard":
         wrap = partial(under_fully_shard, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
@@ -175,11 +157,8 @@ def _train_offloaded(how: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
-def test_gradients_that_are_missing_in_some_steps_or_on_some_ranks(ranks: RankPool, form: str) -> None:
-    ranks(3).run(_train_with_missing, form)
-
-
-def _train_with_missing(form: str) -> None:
+@on_ranks(3)
+def test_gradients_that_are_missing_in_some_steps_or_on_some_ranks(form: str) -> None:
     model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
     optimizer = owned(model, muon_and_adamw())
     for step in range(4):
@@ -201,11 +180,8 @@ def _train_with_missing(form: str) -> None:
         twin.assert_has(values_of(model), f"step {step}")
 
 
-def test_parameters_are_frozen_and_thawed(ranks: RankPool) -> None:
-    ranks(2).run(_freeze)
-
-
-def _freeze() -> None:
+@on_ranks(2)
+def test_parameters_are_frozen_and_thawed() -> None:
     model, twin = talk(FORMS["orig_params"]), Twin(muon_and_adamw())
     optimizer = owned(model, muon_and_adamw())
     for step, trained in enumerate([True, False, True]):
@@ -217,11 +193,8 @@ def _freeze() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_values_that_were_changed_are_stepped(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_change, form)
-
-
-def _change(form: str) -> None:
+@on_ranks(2)
+def test_values_that_were_changed_are_stepped(form: str) -> None:
     model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
     optimizer = owned(model, muon_and_adamw())
     train_both(model, optimizer, twin, range(2))
@@ -239,12 +212,9 @@ def _change(form: str) -> None:
     train_both(model, optimizer, twin, range(4, 6), what="halved")
 
 
-def test_ranks_with_other_numbers_of_batches(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_batches() -> None:
     """In `fsdp.join`, owners that have no more batches step what the others bring gradients for."""
-    ranks(2).run(_join)
-
-
-def _join() -> None:
     found = []
     for make in (lambda model: owned(model, [{"optimizer": torch.optim.AdamW}]), _adamw):
         model = talk(FORMS["orig_params"])
@@ -262,23 +232,17 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def test_parameters_without_values_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_meta)
-
-
-def _refuse_meta() -> None:
+@on_ranks(2)
+def test_parameters_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = under_fully_shard(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="weight has no values yet"):
         owned(model, [{"optimizer": torch.optim.AdamW}])
 
 
-def test_schedule_free(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_schedule_free() -> None:
     """Its values of training and of evaluation are others."""
-    ranks(2).run(_schedule_free)
-
-
-def _schedule_free() -> None:
     make = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
     groups: list[dict[str, Any]] = [{"params": is_matrix, "optimizer": make}, {"optimizer": make, "sharded": True}]
     model, twin = talk(FORMS["fully_shard"]), Twin(groups)
@@ -296,13 +260,9 @@ def _schedule_free() -> None:
 
 
 @pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_bytes_are_as_planned(ranks: RankPool, world_size: int, form: str) -> None:
+@on_ranks(1, 2, 3)
+def test_bytes_are_as_planned(form: str) -> None:
     """For units that are divided equally that is ``2 (W - 1) / W**2`` of the owned bytes for each rank."""
-    ranks(world_size).run(_count, form)
-
-
-def _count(form: str) -> None:
     model = talk(FORMS[form])
     optimizer = owned(model, muon_and_adamw())
     frozen = "frozen.weight"
@@ -339,11 +299,8 @@ def _received_for(optimizer: OwnedOptimizer, name: str) -> int:
     return found * 4
 
 
-def test_state_is_divided_as_planned(ranks: RankPool) -> None:
-    ranks(2).run(_measure_state)
-
-
-def _measure_state() -> None:
+@on_ranks(2)
+def test_state_is_divided_as_planned() -> None:
     groups = [{"optimizer": torch.optim.AdamW, "lr": 1e-3, "cost": math.prod}]
     model = talk(FORMS["fully_shard"])
     optimizer = owned(model, groups)
@@ -366,11 +323,8 @@ def _measure_state() -> None:
 PARAMETERS = [name for name, _ in talk().named_parameters()]
 
 
-def test_mistakes_in_groups(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_mistakes, tmp_path)
-
-
-def _mistakes(folder: Path) -> None:
+@on_ranks(1)
+def test_mistakes_in_groups(tmp_path: Path) -> None:
     model, muon, adamw = talk(FORMS["orig_params"]), torch.optim.Muon, torch.optim.AdamW
 
     def refuse(kind: type[Exception], text: str, *groups: Any, of: Any = model) -> None:
@@ -409,7 +363,7 @@ def _mistakes(folder: Path) -> None:
     refuse(NotImplementedError, "SophiaH takes second derivatives", {"optimizer": type("SophiaH", (adamw,), {})})
     flat = talk(FullyShardedDataParallel)
     refuse(ValueError, "use_orig_params=True", {"params": is_matrix, "optimizer": muon}, {"optimizer": adamw}, of=flat)
-    disk = talk(partial(FullyShardedDataParallel, offload="disk", offload_folder=str(folder)))
+    disk = talk(partial(FullyShardedDataParallel, offload="disk", offload_folder=str(tmp_path)))
     refuse(NotImplementedError, "on disk", {"optimizer": adamw}, of=disk)
     made = OwnedOptimizer(model, [{"optimizer": adamw}])
     with pytest.raises(NotImplementedError, match="gets no more groups"):
@@ -420,11 +374,8 @@ def _mistakes(folder: Path) -> None:
     assert "stepped where they are sharded: " in str(OwnedOptimizer(grouped, muon_and_adamw()).plan)
 
 
-def test_other_groups_on_another_rank_are_refused_by_all(ranks: RankPool) -> None:
-    ranks(2).run(_differ)
-
-
-def _differ() -> None:
+@on_ranks(2)
+def test_other_groups_on_another_rank_are_refused_by_all() -> None:
     model = talk(FORMS["orig_params"])
     cost = math.prod if dist.get_rank() else (lambda shape: 1.0)
     with pytest.raises(RuntimeError, match="different groups in an OwnedOptimizer"):
@@ -434,11 +385,8 @@ def _differ() -> None:
         owned(model, only_here)
 
 
-def test_a_step_that_fails_on_its_owner_is_told_to_those_that_wait_for_its_values(ranks: RankPool) -> None:
-    ranks(3).run(_fail_on_an_owner)
-
-
-def _fail_on_an_owner() -> None:
+@on_ranks(3)
+def test_a_step_that_fails_on_its_owner_is_told_to_those_that_wait_for_its_values() -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             if fails:
@@ -459,11 +407,8 @@ def _fail_on_an_owner() -> None:
     optimizer.step()
 
 
-def test_torchs_functions_for_optimizer_state_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_ask_torch)
-
-
-def _ask_torch() -> None:
+@on_ranks(2)
+def test_torchs_functions_for_optimizer_state_are_refused() -> None:
     model = talk(FORMS["fully_shard"])
     optimizer = owned(model, muon_and_adamw())
     backward(model, 0)
@@ -472,11 +417,8 @@ def _ask_torch() -> None:
         get_optimizer_state_dict(model, optimizer)
 
 
-def test_tensor_parallel_parameters_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_refuse_dtensors)
-
-
-def _refuse_dtensors() -> None:
+@on_ranks(2)
+def test_tensor_parallel_parameters_are_refused() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     module = nn.Linear(4, 4)
@@ -486,11 +428,8 @@ def _refuse_dtensors() -> None:
         owned(model, [{"optimizer": torch.optim.AdamW}])
 
 
-def test_the_example_of_the_page(ranks: RankPool) -> None:
-    ranks(2).run(_run_example)
-
-
-def _run_example() -> None:
+@on_ranks(2)
+def test_the_example_of_the_page() -> None:
     page = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import (
     FORMS,
     Twin,
@@ -22,7 +23,6 @@ from tests.helpers.owned import (
     values_of,
 )
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 # By name: its class as a path, its options, and whether it looks at more than one element at a time.
 KINDS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -58,11 +58,8 @@ def groups_with(kind: str) -> list[dict[str, Any]]:
 
 
 @parametrize_pairs(at_most=28, kind=list(KINDS), world_size=[3, 2, 1, 4], form=list(FORMS))
-def test_the_bits_are_those_of_the_unsharded_optimizer(ranks: RankPool, kind: str, world_size: int, form: str) -> None:
-    ranks(world_size).run(_train, kind, form)
-
-
-def _train(kind: str, form: str) -> None:
+@on_ranks("world_size")
+def test_the_bits_are_those_of_the_unsharded_optimizer(kind: str, form: str) -> None:
     groups = groups_with(kind)
     model = talk(FORMS[form], width=width_for(kind))
     optimizer = owned(model, groups)
@@ -71,12 +68,9 @@ def _train(kind: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (*_, needs_all) in KINDS.items() if needs_all])
-def test_on_plain_shards_it_is_wrong(ranks: RankPool, kind: str) -> None:
+@on_ranks(3)
+def test_on_plain_shards_it_is_wrong(kind: str) -> None:
     """Or it raises an error. So the test above can fail."""
-    ranks(3).run(_train_on_shards, kind)
-
-
-def _train_on_shards(kind: str) -> None:
     groups, model = groups_with(kind), talk(FORMS["orig_params"], width=width_for(kind))
     twin = Twin(groups, width=width_for(kind))
     options = {key: value for key, value in groups[0].items() if key not in ("params", "optimizer")}

@@ -15,6 +15,7 @@ import fsdp
 from fsdp import optim_utils
 from fsdp.optim_utils.state import flat_state, nested_state
 from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import FORMS, Twin, backward, gradients_of, is_matrix, muon_and_adamw, owned, talk, train_both
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -90,11 +91,8 @@ def _load_and_train(path: Path, kind: str, form: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_rank_loads_its_own(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_load_own, form)
-
-
-def _load_own(form: str) -> None:
+@on_ranks(2)
+def test_each_rank_loads_its_own(form: str) -> None:
     groups = groups_of("Adafactor")
     model = talk(FORMS[form])
     optimizer, twin = owned(model, groups), Twin(groups)
@@ -110,11 +108,8 @@ def _load_own(form: str) -> None:
         again.load_state_dict(everyone[1 - dist.get_rank()])
 
 
-def test_fairscales_numbers_and_errors(ranks: RankPool) -> None:
-    ranks(2).run(_by_numbers)
-
-
-def _by_numbers() -> None:
+@on_ranks(2)
+def test_fairscales_numbers_and_errors() -> None:
     model = talk(FORMS["orig_params"])
     optimizer, twin = owned(model, groups_of("Adafactor")), Twin(groups_of("Adafactor"))
     train_both(model, optimizer, twin, range(2))
@@ -129,11 +124,8 @@ def _by_numbers() -> None:
         optim_utils.load_full_optim_state_dict(model, plain, full)
 
 
-def test_state_of_an_unsharded_run_and_of_plain_shards_is_taken(ranks: RankPool) -> None:
-    ranks(2).run(_take_others)
-
-
-def _take_others() -> None:
+@on_ranks(2)
+def test_state_of_an_unsharded_run_and_of_plain_shards_is_taken() -> None:
     adamw: list[dict[str, Any]] = [{"optimizer": torch.optim.AdamW, "lr": 1e-2}]
     model, twin = talk(FORMS["orig_params"]), Twin(adamw)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -183,11 +175,9 @@ def test_keys_that_no_state_has_are_value_errors(keys: list[str]) -> None:
         nested_state(dict.fromkeys(keys, torch.ones(1)))
 
 
-def test_a_checkpoint_with_such_a_key_is_named(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_load_crafted, tmp_path / "saved")
-
-
-def _load_crafted(path: Path) -> None:
+@on_ranks(1)
+def test_a_checkpoint_with_such_a_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
     model = talk(FORMS["fully_shard"])
     optimizer = owned(model, [{"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}])
     backward(model, 0)
@@ -199,11 +189,8 @@ def _load_crafted(path: Path) -> None:
         fsdp.load(path, model, optimizer)
 
 
-def test_state_of_a_tensor_class_stays_on_its_rank(ranks: RankPool) -> None:
-    ranks(2).run(_keep_eight_bits)
-
-
-def _keep_eight_bits() -> None:
+@on_ranks(2)
+def test_state_of_a_tensor_class_stays_on_its_rank() -> None:
     make = pytest.importorskip("torchao.optim").AdamW8bit
     groups: list[dict[str, Any]] = [{"params": is_matrix, "optimizer": make}, {"optimizer": torch.optim.AdamW}]
     model, twin = talk(FORMS["orig_params"], width=64), Twin(groups, width=64)
@@ -217,17 +204,14 @@ def _keep_eight_bits() -> None:
         train_both(model, again, twin, range(2, 4))
 
 
-def test_what_only_owners_can_have_is_refused_by_others(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_load_into_plain, tmp_path)
-
-
-def _load_into_plain(path: Path) -> None:
+@on_ranks(2)
+def test_what_only_owners_can_have_is_refused_by_others(tmp_path: Path) -> None:
     groups: list[dict[str, Any]] = [{"optimizer": torch.optim.Adafactor}]
     model = talk(FORMS["fully_shard"])
     optimizer = owned(model, groups)
     backward(model, 0)
     optimizer.step()
-    fsdp.save(path / "saved", model, optimizer)
+    fsdp.save(tmp_path / "saved", model, optimizer)
     plain = torch.optim.Adafactor(model.parameters())
     with pytest.raises(RuntimeError, match="OwnedOptimizer"):
-        fsdp.load(path / "saved", model, plain)
+        fsdp.load(tmp_path / "saved", model, plain)

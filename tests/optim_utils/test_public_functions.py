@@ -17,6 +17,7 @@ from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.hybrid import mesh_of as replica_mesh
 from tests.helpers.hybrid import neighbours
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, momentum, nadam, stateless, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -46,11 +47,8 @@ def trained(make_optimizer: Any = adam, model: Any = None, **options: Any) -> tu
 # What is in them
 
 
-def test_any_object_with_a_state_dict_serves_and_its_own_keys_stay(ranks: RankPool) -> None:
-    ranks(2).run(_gather_from_a_wrapper_of_the_optimizer)
-
-
-def _gather_from_a_wrapper_of_the_optimizer() -> None:
+@on_ranks(2)
+def test_any_object_with_a_state_dict_serves_and_its_own_keys_stay() -> None:
     model, optimizer = trained()
     full = from_first(model.gather_full_optim_state_dict(Wrapped(optimizer)))
     assert full["loss_scale"] == 128.0
@@ -62,11 +60,8 @@ def _gather_from_a_wrapper_of_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("recipient", [0, 2, None])
-def test_the_ranks_that_want_it_get_it(ranks: RankPool, recipient: int | None) -> None:
-    ranks(3).run(_gather_at, recipient)
-
-
-def _gather_at(recipient: int | None) -> None:
+@on_ranks(3)
+def test_the_ranks_that_want_it_get_it(recipient: int | None) -> None:
     model, optimizer = trained()
     full = model.gather_full_optim_state_dict(optimizer, recipient_rank=recipient)
     first = from_first(model.gather_full_optim_state_dict(optimizer))
@@ -80,11 +75,8 @@ def _gather_at(recipient: int | None) -> None:
         assert full is None
 
 
-def test_parameters_without_state_have_no_entry(ranks: RankPool) -> None:
-    ranks(2).run(_gather_without_state)
-
-
-def _gather_without_state() -> None:
+@on_ranks(2)
+def test_parameters_without_state_have_no_entry() -> None:
     model, optimizer = trained()
     named = _numbers(model)
     full = from_first(model.gather_full_optim_state_dict(optimizer))
@@ -99,11 +91,8 @@ def _gather_without_state() -> None:
     assert set(full["param_id_map"].values()) == {None}
 
 
-def test_ranks_that_hold_nothing_of_a_parameter_need_no_state_of_it(ranks: RankPool) -> None:
-    ranks(2).run(_gather_where_some_hold_nothing)
-
-
-def _gather_where_some_hold_nothing() -> None:
+@on_ranks(2)
+def test_ranks_that_hold_nothing_of_a_parameter_need_no_state_of_it() -> None:
     model, optimizer = trained(use_orig_params=True)
     expected = from_first(model.gather_full_optim_state_dict(optimizer))
     held = list(optimizer.state)
@@ -121,11 +110,8 @@ def _numbers(model: Any) -> dict[str, int]:
     return {original.name: number for number, (_, original) in params.by_number.items()}
 
 
-def test_numbers_count_parameters_wrapper_by_wrapper_in_any_form(ranks: RankPool) -> None:
-    ranks(1).run(_count)
-
-
-def _count() -> None:
+@on_ranks(1)
+def test_numbers_count_parameters_wrapper_by_wrapper_in_any_form() -> None:
     for options in ({}, {"flatten_parameters": False}, {"use_orig_params": True}):
         numbers = _numbers(nested_mlp(fully_sharded(**options)))
         assert sorted(numbers, key=numbers.__getitem__) == [
@@ -134,11 +120,8 @@ def _count() -> None:
         ]
 
 
-def test_0d_tensors_are_there_for_each_rank_and_steps_are_numbers(ranks: RankPool) -> None:
-    ranks(3).run(_gather_0d_tensors)
-
-
-def _gather_0d_tensors() -> None:
+@on_ranks(3)
+def test_0d_tensors_are_there_for_each_rank_and_steps_are_numbers() -> None:
     model, optimizer = trained(nadam)
     for state in optimizer.state.values():
         state["mu_product"].add_(dist.get_rank())
@@ -160,11 +143,8 @@ def _gather_0d_tensors() -> None:
 # What is changed
 
 
-def test_only_get_shard_changes_what_it_is_given(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_what_was_given)
-
-
-def _look_at_what_was_given() -> None:
+@on_ranks(2)
+def test_only_get_shard_changes_what_it_is_given() -> None:
     model, optimizer = trained()
     own = copy.deepcopy(optimizer.state_dict())
     full = from_first(model.gather_full_optim_state_dict(optimizer))
@@ -192,11 +172,8 @@ class Norms(nn.Sequential):
         super().__init__(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def test_units_of_one_rank_are_not_collected(ranks: RankPool) -> None:
-    ranks(2).run(_gather_units_of_one_rank)
-
-
-def _gather_units_of_one_rank() -> None:
+@on_ranks(2)
+def test_units_of_one_rank_are_not_collected() -> None:
     model: Any = FullyShardedDataParallel(auto_wrap_bn(Norms(), single_rank_pg=True))
     model, optimizer = trained(model=model)
     alone = model.module.module[1]
@@ -219,11 +196,8 @@ def _gather_units_of_one_rank() -> None:
     assert_same(fresh.state_dict()["state"][1]["exp_avg"], first["exp_avg"])
 
 
-def test_a_unit_is_left_out_when_asked(ranks: RankPool) -> None:
-    ranks(2).run(_leave_out)
-
-
-def _leave_out() -> None:
+@on_ranks(2)
+def test_a_unit_is_left_out_when_asked() -> None:
     torch.manual_seed(0)
     inner = FullyShardedDataParallel(nn.Linear(5, 3), no_broadcast_optim_state=True)
     model: Any = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(3, 1)))
@@ -239,11 +213,8 @@ def _leave_out() -> None:
     assert torch.equal(optimizer.state[inner.params[0]]["exp_avg"], torch.ones(9)), "what was put there is cut"
 
 
-def test_replicas_have_the_same(ranks: RankPool) -> None:
-    ranks(4).run(_gather_from_replicas)
-
-
-def _gather_from_replicas() -> None:
+@on_ranks(4)
+def test_replicas_have_the_same() -> None:
     model, optimizer = trained(process_group=replica_mesh(2, 2))
     for recipient in (0, 1, 2, 3):
         full = model.gather_full_optim_state_dict(optimizer, recipient_rank=recipient)
@@ -259,11 +230,8 @@ def _elements(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     return {number: {key: value for key, value in entry.items() if value.dim()} for number, entry in state.items()}
 
 
-def test_a_unit_of_some_ranks_is_gathered_from_them(ranks: RankPool) -> None:
-    ranks(4).run(_gather_from_some_ranks)
-
-
-def _gather_from_some_ranks() -> None:
+@on_ranks(4)
+def test_a_unit_of_some_ranks_is_gathered_from_them() -> None:
     torch.manual_seed(0)
     inner = FullyShardedDataParallel(nn.Linear(5, 3), neighbours(2))
     model: Any = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(3, 1)))
@@ -306,11 +274,8 @@ def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
 
 
 @pytest.mark.parametrize("form", [{}, {"flatten_parameters": False}], ids=str)
-def test_tensor_parallel_parameters_are_whole(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(4).run(_gather_dtensors, form)
-
-
-def _gather_dtensors(form: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_whole(form: dict[str, Any]) -> None:
     mesh = tensor_mesh(2, 2)
     model: Any = gpt(over_data(mesh, **form), mesh=mesh)
     optimizer, twin = adam(model), gpt()
@@ -336,11 +301,8 @@ def _gather_dtensors(form: dict[str, Any]) -> None:
     assert (full is not None) == is_first
 
 
-def test_ignored_parameters_are_whole_and_come_last(ranks: RankPool) -> None:
-    ranks(2).run(_gather_ignored)
-
-
-def _gather_ignored() -> None:
+@on_ranks(2)
+def test_ignored_parameters_are_whole_and_come_last() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     model: Any = FullyShardedDataParallel(module, ignored_modules=[module[0]])
@@ -359,11 +321,8 @@ def _gather_ignored() -> None:
 # One tensor at a time
 
 
-def test_the_stream_has_what_the_dictionary_has(ranks: RankPool) -> None:
-    ranks(2).run(_stream)
-
-
-def _stream() -> None:
+@on_ranks(2)
+def test_the_stream_has_what_the_dictionary_has() -> None:
     model, optimizer = trained(momentum)
     named = from_first(optim_utils.full_optim_state_dict(model, optimizer))
     wanted = [(name, "momentum_buffer", state["momentum_buffer"]) for name, state in named["state"].items()]
@@ -375,11 +334,8 @@ def _stream() -> None:
         assert all(value.is_meta for _, _, value in found)
 
 
-def test_a_stream_may_be_left_early(ranks: RankPool) -> None:
-    ranks(2).run(_leave_early)
-
-
-def _leave_early() -> None:
+@on_ranks(2)
+def test_a_stream_may_be_left_early() -> None:
     model, optimizer = trained()
     stream = optim_utils.stream_optim_state(model, optimizer)
     next(stream)

@@ -22,6 +22,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import unit_of, unit_of_wrapper, units_in
 from fsdp.engine.unsharded_params import UnshardedParameters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import FORMS, FORMS_AND_OPTIMIZERS, OPTIMIZERS, loss_of, tokens_of, writer
 
@@ -240,11 +241,9 @@ def _record_forms(forms: list[str], optimizer: str, folder: Path) -> None:
         Training(form, optimizer).record(folder / f"{form} {dist.get_world_size()}")
 
 
-def test_outside_nothing_is_recorded_and_nothing_left_behind(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_record_and_train_on, tmp_path / "one")
-
-
-def _record_and_train_on(path: Path) -> None:
+@on_ranks(1)
+def test_outside_nothing_is_recorded_and_nothing_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "one"
     training = Training()
     methods = dict(vars(FlatParamHandle)), training.model._unit.runtime
     training.record(path)

@@ -24,6 +24,7 @@ from fsdp.engine.offload import DiskStorage
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import alone, on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, every_rank, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -201,11 +202,8 @@ def test_every_optimizer_that_treats_elements_alike_goes_on(
 
 
 @pytest.mark.parametrize("options", [ORIGINAL, UNFLATTENED], ids=["original", "unflattened"])
-def test_groups_keep_their_order_their_options_and_their_names(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_go_on_in_groups, options)
-
-
-def _go_on_in_groups(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_groups_keep_their_order_their_options_and_their_names(options: dict[str, Any]) -> None:
     late, plain = assert_goes_on(decay_matrices_only, options)
     for found, expected in zip(late.optimizer.param_groups, plain.optimizer.param_groups, strict=True):
         assert {**found, "params": None} == {**expected, "params": None}
@@ -220,13 +218,8 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 @every_kind
-def test_a_learning_rate_scheduler_made_before_wrapping_keeps_its_hold(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_go_on_scheduled, options)
-
-
-def _go_on_scheduled(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_learning_rate_scheduler_made_before_wrapping_keeps_its_hold(options: dict[str, Any]) -> None:
     late, plain = assert_goes_on(adamw, options, make_scheduler=one_cycle)
     rates = [twin.optimizer.param_groups[0]["lr"] for twin in (late, plain)]
     assert rates[0] == rates[1] < 1e-4
@@ -382,11 +375,8 @@ def only_the_scalar(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @parametrize_pairs(world_size=[1, 2], options=[ORIGINAL, UNFLATTENED])
-def test_an_optimizer_of_nothing_but_a_scalar(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    ranks(world_size).run(_go_on_with_a_scalar, options)
-
-
-def _go_on_with_a_scalar(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_an_optimizer_of_nothing_but_a_scalar(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     late, plain = (Twin(Temperature(), only_the_scalar) for _ in range(2))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
 from fsdp.engine.mapped_files import MappedFiles
 from tests.helpers.offload import alone
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 KINDS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 every_kind = pytest.mark.parametrize("options", KINDS, ids=["flat", "original", "unflattened"])
@@ -313,11 +313,8 @@ def test_in_the_middle_of_a_forward() -> None:
 
 
 @every_kind
-def test_a_step_without_handing_over_says_how(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_step_without_handing_over, options)
-
-
-def _step_without_handing_over(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_step_without_handing_over_says_how(options: dict[str, Any]) -> None:
     model = layers()
     optimizer = stepped(model, adamw(model))
     wrapped = fully_sharded(**options)(model)

@@ -13,8 +13,8 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.offload import alone
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -133,11 +133,8 @@ def test_frozen_parameters_may_be_in_it_or_not(options: dict[str, Any], is_held:
     assert all(param.requires_grad for param in optimizer.state)
 
 
-def test_a_gradient_that_is_there_already_is_stepped_with(ranks: RankPool) -> None:
-    ranks(2).run(_hand_over_after_backward)
-
-
-def _hand_over_after_backward() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_there_already_is_stepped_with() -> None:
     torch.set_default_dtype(torch.float64)
     weights = []
     for early in (True, False):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import fsdp
 from fsdp import FullyShardedDataParallel, optim_utils
 from tests.helpers.equality import assert_close, assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import (
     MakeOptimizer,
     adadelta,
@@ -109,13 +110,8 @@ def _forget_number_of_ranks(full: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(saved=FORMS[:3], loaded=FORMS[:3], by=["numbers", "names", "first"])
-def test_the_state_goes_from_one_form_to_another(
-    ranks: RankPool, saved: dict[str, Any], loaded: dict[str, Any], by: str
-) -> None:
-    ranks(3).run(_change_form, saved, loaded, by)
-
-
-def _change_form(saved: dict[str, Any], loaded: dict[str, Any], by: str) -> None:
+@on_ranks(3)
+def test_the_state_goes_from_one_form_to_another(saved: dict[str, Any], loaded: dict[str, Any], by: str) -> None:
     # What is used nowhere has no state by itself, and zeros in one flat parameter with others: leave it out.
     one: Any = _without_idle(fully_sharded(**saved))
     optimizer = momentum(one)
@@ -146,11 +142,8 @@ def _without_idle(wrap: Any) -> FullyShardedDataParallel:
 
 
 @pytest.mark.parametrize("make_optimizer", [adam, nadam])
-def test_an_unsharded_model_goes_on_from_it_and_back(ranks: RankPool, make_optimizer: MakeOptimizer) -> None:
-    ranks(2).run(_to_a_plain_model_and_back, make_optimizer)
-
-
-def _to_a_plain_model_and_back(make_optimizer: MakeOptimizer) -> None:
+@on_ranks(2)
+def test_an_unsharded_model_goes_on_from_it_and_back(make_optimizer: MakeOptimizer) -> None:
     model, twin = garden(fully_sharded(use_orig_params=True)), garden()
     optimizer, own = make_optimizer(model), make_optimizer(twin)
     train(model, optimizer, range(2))
@@ -189,11 +182,8 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_the_state_of_one_rank_alone_is_as_torch_makes_it(ranks: RankPool) -> None:
-    ranks(1).run(_save_alone)
-
-
-def _save_alone() -> None:
+@on_ranks(1)
+def test_the_state_of_one_rank_alone_is_as_torch_makes_it() -> None:
     model, optimizer = _new({})
     _step(model, optimizer)
     assert all(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from fsdp.engine.optimizer_hooks import SHARDS_OF
 from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -29,12 +29,8 @@ def trained(form: dict[str, Any], steps: int = 1) -> tuple[FullyShardedDataParal
 
 
 @every_form
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_groups_are_as_torch_makes_them(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
-    ranks(world_size).run(_compare_groups, form)
-
-
-def _compare_groups(form: dict[str, Any]) -> None:
+@on_ranks(2, 3)
+def test_groups_are_as_torch_makes_them(form: dict[str, Any]) -> None:
     model, optimizer = trained(form)
     own = optimizer.state_dict()
     fresh = adam(garden(fully_sharded(**form))).state_dict()
@@ -55,21 +51,15 @@ def _written_by_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
 
 @every_form
 @pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_shards_of_another_rank_are_refused(
-    ranks: RankPool, tmp_path: Path, form: dict[str, Any], is_old: bool, world_size: int
-) -> None:
-    ranks(world_size).run(_load_of_another, tmp_path, form, is_old)
-
-
-def _load_of_another(folder: Path, form: dict[str, Any], is_old: bool) -> None:
+@on_ranks(2, 3)
+def test_the_shards_of_another_rank_are_refused(tmp_path: Path, form: dict[str, Any], is_old: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     other = (rank + 1) % size
     model, optimizer = trained(form)
     state = optimizer.state_dict()
-    torch.save(_written_by_0_1_0(state) if is_old else state, folder / f"{rank}.pt")
+    torch.save(_written_by_0_1_0(state) if is_old else state, tmp_path / f"{rank}.pt")
     dist.barrier()
-    own, others = (torch.load(folder / f"{each}.pt", weights_only=True) for each in (rank, other))
+    own, others = (torch.load(tmp_path / f"{each}.pt", weights_only=True) for each in (rank, other))
     before = optimizer.state_dict()
     with pytest.raises(RuntimeError, match=OF_ANOTHER.format(other, size, rank, size)):
         optimizer.load_state_dict(others)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -87,24 +88,16 @@ def _torchs_scaler(kind: type[torch.amp.GradScaler], **options: Any) -> torch.am
     kind=[torch.amp.GradScaler, OwnScaler, torch.cpu.amp.GradScaler, torch.cuda.amp.GradScaler],
     optimizer=list(OPTIMIZERS),
 )
-def test_torchs_scaler_works_where_it_is_disabled(
-    ranks: RankPool, optimizer: str, kind: type[torch.amp.GradScaler]
-) -> None:
+@on_ranks(2)
+def test_torchs_scaler_works_where_it_is_disabled(optimizer: str, kind: type[torch.amp.GradScaler]) -> None:
     # As in scripts that scale for float16 and not for bfloat16.
-    ranks(2).run(_step_with_a_disabled_scaler, optimizer, kind)
-
-
-def _step_with_a_disabled_scaler(optimizer: str, kind: type[torch.amp.GradScaler]) -> None:
     model, scaler = nested_mlp(fully_sharded()), _torchs_scaler(kind, enabled=False)
     backward(model, scaler)
     assert step_changes(scaler, OPTIMIZERS[optimizer](model.parameters()))
 
 
-def test_torchs_scaler_may_step_what_is_not_sharded(ranks: RankPool) -> None:
-    ranks(2).run(_step_a_plain_model)
-
-
-def _step_a_plain_model() -> None:
+@on_ranks(2)
+def test_torchs_scaler_may_step_what_is_not_sharded() -> None:
     nested_mlp(fully_sharded())  # optimizers are watched from now on
     plain = nested_mlp(keep)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

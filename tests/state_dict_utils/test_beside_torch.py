@@ -27,7 +27,7 @@ from fsdp.state_dict_utils import (
     offload_state_dict_to_cpu,
     unflatten_state_dict,
 )
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.state_trees import assert_same_tree, counting
 
 # Flat keys
@@ -91,12 +91,8 @@ def sharded_tensor() -> ShardedTensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*ShardedTensor.*")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_sharded_tensor_is_an_error_with_its_path(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_refuse_sharded_tensors)
-
-
-def _refuse_sharded_tensors() -> None:
+@on_ranks(1, 2, 3)
+def test_a_sharded_tensor_is_an_error_with_its_path() -> None:
     tree, plain = {"a": {"b": sharded_tensor()}}, {"a": {"b": torch.zeros(2 * dist.get_world_size(), 3)}}
     calls: list[Callable[..., Any]] = [
         lambda **options: gather_state_dict(tree, **options),
@@ -123,11 +119,8 @@ def _refuse_sharded_tensors() -> None:
 # What the page says is different
 
 
-def test_keys_are_added_or_refused_where_torch_ignores_or_removes_them(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_other_keys)
-
-
-def _broadcast_other_keys() -> None:
+@on_ranks(2)
+def test_keys_are_added_or_refused_where_torch_ignores_or_removes_them() -> None:
     cpu = torch.device("cpu")
     full = {"both": counting(2), "full": counting(3), "number": 7} if dist.get_rank() == 0 else {}
     for strict in (False, True):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, broadcast_state_dict, gather_state_dict
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import (
@@ -57,11 +58,8 @@ def blank(tree: dict[str, Any], change: Callable[[DTensor], Tensor] = torch.zero
 
 
 @pytest.mark.parametrize(("world_size", "budget"), [(1, 0), (2, 100), (3, 0), (3, 100), (4, 100)])
-def test_each_rank_takes_its_part_bit_for_bit(ranks: RankPool, world_size: int, budget: int) -> None:
-    ranks(world_size).run(_broadcast_everything, budget)
-
-
-def _broadcast_everything(budget: int) -> None:
+@on_ranks("world_size")
+def test_each_rank_takes_its_part_bit_for_bit(budget: int) -> None:
     sharded, wholes = spread_everywhere()
     local = {"model": blank(sharded), "plain": {}}
     kept = [tensor for tree in local["model"].values() for tensor in tree.values()]
@@ -79,11 +77,8 @@ def _tensors(tree: dict[str, Any]) -> list[Tensor]:
 
 
 @parametrize_pairs(budget=[0, 1 << 20], world_size=[1, 3])
-def test_an_empty_tree_is_filled_with_memory_of_its_own(ranks: RankPool, world_size: int, budget: int) -> None:
-    ranks(world_size).run(_broadcast_into_nothing, budget)
-
-
-def _broadcast_into_nothing(budget: int) -> None:
+@on_ranks("world_size")
+def test_an_empty_tree_is_filled_with_memory_of_its_own(budget: int) -> None:
     full = plain_tree()
     full["model"]["columns"] = counting(3, 4).t()
     local: dict[str, Any] = {}
@@ -95,11 +90,8 @@ def _broadcast_into_nothing(budget: int) -> None:
     assert_same_tree(full["model"]["weight"], counting(2, 3))
 
 
-def test_tensors_keep_memory_and_dtype_and_other_leaves_are_replaced(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_into_a_tree)
-
-
-def _broadcast_into_a_tree() -> None:
+@on_ranks(2)
+def test_tensors_keep_memory_and_dtype_and_other_leaves_are_replaced() -> None:
     weight, half = nn.Parameter(torch.zeros(2, 3)), torch.zeros(3, dtype=torch.bfloat16)
     columns = torch.zeros(3, 2).t()
     local = OrderedDict(weight=weight, half=half, columns=columns, step=0, pair=(half, None), file=io.BytesIO())
@@ -121,22 +113,16 @@ def _broadcast_into_a_tree() -> None:
     assert_same_tree([local["step"], local["file"]], [7.5, io.BytesIO(b"new")])
 
 
-def test_a_tuple_at_the_root_is_returned(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_a_tuple)
-
-
-def _broadcast_a_tuple() -> None:
+@on_ranks(2)
+def test_a_tuple_at_the_root_is_returned() -> None:
     target = torch.zeros(3)
     result = broadcast_state_dict(from_rank_0(Moments(counting(3), 5)), Moments(target, None), CPU)
     assert_same_tree(result, Moments(counting(3), 5))
     assert result.first is target
 
 
-def test_only_ranks_of_the_group_take_part(ranks: RankPool) -> None:
-    ranks(4).run(_broadcast_in_pairs)
-
-
-def _broadcast_in_pairs() -> None:
+@on_ranks(4)
+def test_only_ranks_of_the_group_take_part() -> None:
     pair = mesh_of(2, 2).get_group(1)
     first = dist.get_rank() // 2 * 2
     local: dict[str, Any] = {}
@@ -153,11 +139,8 @@ def test_without_ranks_it_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_a_model_of_another_library_is_loaded_and_saved(ranks: RankPool, on_meta: bool) -> None:
-    ranks(3).run(_load_a_fully_sharded_model, on_meta)
-
-
-def _load_a_fully_sharded_model(on_meta: bool) -> None:
+@on_ranks(3)
+def test_a_model_of_another_library_is_loaded_and_saved(on_meta: bool) -> None:
     with torch.device("meta" if on_meta else "cpu"):
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
         plain = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)).to_empty(device="cpu")
@@ -176,12 +159,8 @@ def _load_a_fully_sharded_model(on_meta: bool) -> None:
 # Places without values
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_targets_on_the_meta_device_are_materialised(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_broadcast_to_meta)
-
-
-def _broadcast_to_meta() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_targets_on_the_meta_device_are_materialised() -> None:
     sharded, wholes = spread_everywhere()
     local: dict[str, Any] = blank(sharded, lambda tensor: torch.empty_like(tensor, device="meta"))
     local["plain"] = {
@@ -194,11 +173,8 @@ def _broadcast_to_meta() -> None:
     assert_same_tree(local, sharded)
 
 
-def test_none_is_a_place_for_anything(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_into_none)
-
-
-def _broadcast_into_none() -> None:
+@on_ranks(2)
+def test_none_is_a_place_for_anything() -> None:
     local = {"step": None, "state": [None]}
     broadcast_state_dict(from_rank_0({"step": torch.tensor(1), "state": [{"a": [1]}]}), local, CPU, strict=True)
     assert_same_tree(local, {"step": torch.tensor(1), "state": [{"a": [1]}]})
@@ -239,11 +215,8 @@ def _weigh_sharding(budget: int) -> int:
 
 
 @pytest.mark.parametrize(("budget", "messages"), [(0, 6), (31, 6), (32, 3), (64, 2), (1000, 1)])
-def test_neighbours_share_a_message_within_the_budget(ranks: RankPool, budget: int, messages: int) -> None:
-    ranks(2).run(_count_messages, budget, messages)
-
-
-def _count_messages(budget: int, messages: int) -> None:
+@on_ranks(2)
+def test_neighbours_share_a_message_within_the_budget(budget: int, messages: int) -> None:
     full = [counting(3) for _ in range(6)]  # 12 bytes each, 16 in a buffer
     local = [torch.zeros(3) for _ in range(6)]
     with mock.patch.object(DirectExchange, "broadcast", autospec=True, side_effect=DirectExchange.broadcast) as sent:
@@ -255,11 +228,8 @@ def _count_messages(budget: int, messages: int) -> None:
 # Keys
 
 
-def test_keys_are_added_and_kept_unless_strict(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_other_keys)
-
-
-def _broadcast_other_keys() -> None:
+@on_ranks(2)
+def test_keys_are_added_and_kept_unless_strict() -> None:
     full = from_rank_0({"both": 1, "full": {"a": counting(2)}})
     local = {"both": 0, "local": torch.zeros(1)}
     broadcast_state_dict(full, local, CPU)
@@ -273,11 +243,8 @@ def _broadcast_other_keys() -> None:
         ({"a": {}}, {"a": {"b": 1}}, r"^a: .*'b' is in the local one only, and the full tree has no such key"),
     ],
 )
-def test_strict_refuses_keys_that_the_other_lacks(ranks: RankPool, full: Any, local: Any, message: str) -> None:
-    ranks(2).run(_broadcast_strictly, full, local, message)
-
-
-def _broadcast_strictly(full: Any, local: Any, message: str) -> None:
+@on_ranks(2)
+def test_strict_refuses_keys_that_the_other_lacks(full: Any, local: Any, message: str) -> None:
     with pytest.raises(CompanionMismatch, match=message):
         broadcast_state_dict(from_rank_0(full), local, CPU, strict=True)
 
@@ -308,11 +275,8 @@ def _broadcast_to_a_wrong_tree(wrong: dict[str, Any], message: str) -> None:
     assert_same_tree(local["a"], torch.zeros(2))
 
 
-def test_what_rank_0_cannot_send_is_an_error_on_all(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_what_cannot_be_sent)
-
-
-def _broadcast_what_cannot_be_sent() -> None:
+@on_ranks(2)
+def test_what_rank_0_cannot_send_is_an_error_on_all() -> None:
     sharded = spread(counting(4), mesh_of(2), [Shard(0)])
     for leaf, error, message in (
         (sharded, TypeError, r"a\.0: a DTensor, where a whole tensor is expected: gather"),
@@ -326,21 +290,15 @@ def _broadcast_what_cannot_be_sent() -> None:
         assert local == {}
 
 
-def test_unknown_types_may_be_sent_by_pickle(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_custom)
-
-
-def _broadcast_custom() -> None:
+@on_ranks(2)
+def test_unknown_types_may_be_sent_by_pickle() -> None:
     local: list[Any] = [None]
     broadcast_state_dict(from_rank_0([Custom()]), local, CPU, type_check=False)
     assert local == [Custom()]
 
 
-def test_parts_of_sums_and_parts_of_odd_sizes_cannot_be_written(ranks: RankPool) -> None:
-    ranks(3).run(_broadcast_into_odd_parts)
-
-
-def _broadcast_into_odd_parts() -> None:
+@on_ranks(3)
+def test_parts_of_sums_and_parts_of_odd_sizes_cannot_be_written() -> None:
     with pytest.raises(CompanionMismatch, match=r"^0: .*Partial.* has no part of a whole value"):
         broadcast_state_dict(from_rank_0([counting(4)]), [partial_sums(counting(4))], CPU)
     size = dist.get_rank() + 1
@@ -349,11 +307,8 @@ def _broadcast_into_odd_parts() -> None:
         broadcast_state_dict(from_rank_0([counting(6)]), [odd], CPU)
 
 
-def test_bad_arguments_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_badly)
-
-
-def _broadcast_badly() -> None:
+@on_ranks(2)
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"device='meta': the group sends tensors on cpu"):
         broadcast_state_dict({}, {}, "meta")
     with pytest.raises(ValueError, match=r"max_coalesced_bytes is a number of bytes, got -1"):
@@ -362,11 +317,8 @@ def _broadcast_badly() -> None:
         broadcast_state_dict({}, {}, CPU, -100)  # type: ignore[arg-type]
 
 
-def test_a_replicated_target_takes_the_whole(ranks: RankPool) -> None:
-    ranks(2).run(_broadcast_to_replicas)
-
-
-def _broadcast_to_replicas() -> None:
+@on_ranks(2)
+def test_a_replicated_target_takes_the_whole() -> None:
     local = {"a": spread(torch.zeros(3), mesh_of(2), [Replicate()])}
     broadcast_state_dict(from_rank_0({"a": counting(3)}), local, CPU)
     assert_same_tree(local["a"].to_local(), counting(3))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, distribute_state_dict
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import Peak, assert_same_tree, counting, mesh_of, plain_tree, spread, spread_everywhere
 
@@ -25,12 +26,8 @@ def blank(tree: dict[str, Any], change: Callable[[DTensor], Tensor] = torch.zero
     return {name: {key: change(tensor) for key, tensor in inside.items()} for name, inside in tree.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_rank_takes_its_part_bit_for_bit(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_distribute_everything)
-
-
-def _distribute_everything() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_each_rank_takes_its_part_bit_for_bit() -> None:
     sharded, wholes = spread_everywhere()
     local = {"model": blank(sharded), "plain": {}}
     kept = [tensor for tree in local["model"].values() for tensor in tree.values()]
@@ -45,12 +42,8 @@ def _tensors(tree: dict[str, Any]) -> list[Tensor]:
     return [tensor for inside in tree.values() for tensor in inside.values()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_targets_on_the_meta_device_are_materialised(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_distribute_to_meta)
-
-
-def _distribute_to_meta() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_targets_on_the_meta_device_are_materialised() -> None:
     sharded, wholes = spread_everywhere()
     local = blank(sharded, lambda tensor: torch.empty_like(tensor, device="meta"))
     distribute_state_dict(wholes, local, CPU, strict=True, cpu_offload=True)
@@ -62,11 +55,8 @@ def _distribute_to_meta() -> None:
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
-def test_parameters_take_values_in_place(ranks: RankPool) -> None:
-    ranks(3).run(_distribute_to_parameters)
-
-
-def _distribute_to_parameters() -> None:
+@on_ranks(3)
+def test_parameters_take_values_in_place() -> None:
     blank, filled = (spread(whole, mesh_of(3), [Shard(0)]) for whole in (torch.zeros(4, 2), counting(4, 2)))
     sharded, plain = nn.Parameter(blank), nn.Parameter(torch.zeros(2))
     result = distribute_state_dict([counting(4, 2), counting(2)], [sharded, plain], CPU)
@@ -105,22 +95,16 @@ def _weigh_distributing(dim: int) -> int:
     return peak.bytes
 
 
-def test_nothing_is_sent(ranks: RankPool) -> None:
-    ranks(2).run(_distribute_alone)
-
-
-def _distribute_alone() -> None:
+@on_ranks(2)
+def test_nothing_is_sent() -> None:
     local = [spread(torch.zeros(5), mesh_of(2), [Shard(0)])]
     if dist.get_rank() == 0:  # the other rank would have to answer if something was sent
         distribute_state_dict([counting(5)], local, CPU)
         assert_same_tree(local[0].to_local(), counting(3))
 
 
-def test_a_rank_outside_of_the_mesh_keeps_what_it_has(ranks: RankPool) -> None:
-    ranks(3).run(_distribute_to_two_of_three)
-
-
-def _distribute_to_two_of_three() -> None:
+@on_ranks(3)
+def test_a_rank_outside_of_the_mesh_keeps_what_it_has() -> None:
     mesh = DeviceMesh("cpu", [0, 2])
     size = {0: 3, 1: 0, 2: 2}[dist.get_rank()]
     target = DTensor.from_local(
@@ -133,11 +117,8 @@ def _distribute_to_two_of_three() -> None:
 # Trees that do not fit
 
 
-def test_a_tree_that_does_not_fit_is_an_error_where_it_is(ranks: RankPool) -> None:
-    ranks(2).run(_distribute_to_a_wrong_tree)
-
-
-def _distribute_to_a_wrong_tree() -> None:
+@on_ranks(2)
+def test_a_tree_that_does_not_fit_is_an_error_where_it_is() -> None:
     local = {"a": torch.zeros(2), "b": torch.zeros(2 + dist.get_rank())}
     if dist.get_rank() == 1:
         with pytest.raises(CompanionMismatch, match=r"^b: tensor \[2\] of float32 and tensor \[3\] of float32$"):
@@ -147,11 +128,8 @@ def _distribute_to_a_wrong_tree() -> None:
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU)
 
 
-def test_with_a_group_it_is_an_error_on_all_of_its_ranks(ranks: RankPool) -> None:
-    ranks(3).run(_distribute_to_wrong_trees_together)
-
-
-def _distribute_to_wrong_trees_together() -> None:
+@on_ranks(3)
+def test_with_a_group_it_is_an_error_on_all_of_its_ranks() -> None:
     local = {"a": torch.zeros(2), "b": torch.zeros(2 + dist.get_rank() // 2)}
     with pytest.raises(CompanionMismatch, match=r"^b: .*tensor \[2\] of float32 and tensor \[3\] of float32$"):
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU, dist.group.WORLD)
@@ -182,11 +160,8 @@ def test_lists_must_be_of_one_length_in_any_case() -> None:
         distribute_state_dict({"a": [1]}, {"a": [1, 2]}, CPU)
 
 
-def test_only_whole_tensors_with_values_are_distributed(ranks: RankPool) -> None:
-    ranks(1).run(_distribute_what_is_not_whole)
-
-
-def _distribute_what_is_not_whole() -> None:
+@on_ranks(1)
+def test_only_whole_tensors_with_values_are_distributed() -> None:
     with pytest.raises(TypeError, match=r"^0: a DTensor, where a whole tensor is expected"):
         distribute_state_dict([spread(counting(2), mesh_of(1), [Shard(0)])], [None], CPU)
     with pytest.raises(ValueError, match=r"^0: on the meta device, where there are no values"):

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import use_torch_collectives
 from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import (
     Peak,
     assert_same_tree,
@@ -32,11 +32,8 @@ WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 @WORLDS
-def test_every_placement_becomes_the_whole_bit_for_bit(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_gather_everything)
-
-
-def _gather_everything() -> None:
+@on_ranks("world_size")
+def test_every_placement_becomes_the_whole_bit_for_bit() -> None:
     sharded, wholes = spread_everywhere()
     before = [tensor.to_local().clone() for tree in sharded.values() for tensor in tree.values()]
     gathered = gather_state_dict({"model": [sharded], "plain": plain_tree()})
@@ -46,19 +43,13 @@ def _gather_everything() -> None:
 
 
 @WORLDS
-def test_partial_tensors_are_summed(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_gather_sums)
-
-
-def _gather_sums() -> None:
+@on_ranks("world_size")
+def test_partial_tensors_are_summed() -> None:
     assert_same_tree(gather_state_dict([partial_sums(counting(3, 2))]), [counting(3, 2)])
 
 
-def test_parts_are_joined_in_the_order_of_the_mesh(ranks: RankPool) -> None:
-    ranks(4).run(_gather_from_unordered_meshes)
-
-
-def _gather_from_unordered_meshes() -> None:
+@on_ranks(4)
+def test_parts_are_joined_in_the_order_of_the_mesh() -> None:
     for whole in (counting(8, 4), counting(7, 5)):
         line, square = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])
         tree = [spread(whole, line, [Shard(0)]), spread(whole, square, [Shard(1), Shard(0)])]
@@ -68,11 +59,8 @@ def _gather_from_unordered_meshes() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(), (1,)])
-def test_backends_with_collectives_of_their_own_gather_the_same(ranks: RankPool, wanted: tuple[int, ...]) -> None:
-    ranks(4).run(_gather_by_collectives, wanted)
-
-
-def _gather_by_collectives(wanted: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_backends_with_collectives_of_their_own_gather_the_same(wanted: tuple[int, ...]) -> None:
     sharded, wholes = spread_everywhere()
     use_torch_collectives()
     try:
@@ -83,31 +71,22 @@ def _gather_by_collectives(wanted: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 3)])
-def test_every_placement_is_gathered_for_some(ranks: RankPool, wanted: tuple[int, ...]) -> None:
-    ranks(4).run(_gather_everything_for, wanted)
-
-
-def _gather_everything_for(wanted: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_every_placement_is_gathered_for_some(wanted: tuple[int, ...]) -> None:
     sharded, wholes = spread_everywhere()
     result = gather_state_dict(sharded, ranks_only=wanted)
     assert_same_tree(result, wholes if dist.get_rank() in wanted else {})
 
 
-def test_a_mesh_may_reach_beyond_the_group(ranks: RankPool) -> None:
-    ranks(4).run(_gather_beyond_the_group)
-
-
-def _gather_beyond_the_group() -> None:
+@on_ranks(4)
+def test_a_mesh_may_reach_beyond_the_group() -> None:
     tree = [spread(counting(7), mesh_of(4), [Shard(0)])]
     result = gather_state_dict(tree, pg=mesh_of(2, 2).get_group(1), ranks_only=(1,))
     assert_same_tree(result, [counting(7)] if dist.get_rank() % 2 else [])
 
 
-def test_sums_of_parts_are_summed_and_joined(ranks: RankPool) -> None:
-    ranks(4).run(_gather_sums_of_parts)
-
-
-def _gather_sums_of_parts() -> None:
+@on_ranks(4)
+def test_sums_of_parts_are_summed_and_joined() -> None:
     whole = counting(7, 5, dtype=torch.int64)
     for mesh in (mesh_of(2, 2), DeviceMesh("cpu", [[3, 1], [0, 2]])):
         rows = spread(whole, mesh, [Replicate(), Shard(0)]).to_local()
@@ -119,21 +98,15 @@ def _gather_sums_of_parts() -> None:
         assert_same_tree(gather_state_dict([tensor]), [whole])
 
 
-def test_interleaved_parts_on_an_unordered_mesh_are_refused(ranks: RankPool) -> None:
-    ranks(4).run(_gather_interleaved_parts)
-
-
-def _gather_interleaved_parts() -> None:
+@on_ranks(4)
+def test_interleaved_parts_on_an_unordered_mesh_are_refused() -> None:
     tensor = spread(counting(8), DeviceMesh("cpu", [[3, 1], [0, 2]]), [_StridedShard(0, split_factor=2), Shard(0)])
     with pytest.raises(NotImplementedError, match=r"on a mesh of ranks \[\[3, 1\], \[0, 2\]\]: .* init_device_mesh"):
         gather_state_dict([tensor])
 
 
-def test_what_was_gathered_has_memory_of_its_own_and_no_more_than_it_needs(ranks: RankPool) -> None:
-    ranks(3).run(_weigh_results)
-
-
-def _weigh_results() -> None:
+@on_ranks(3)
+def test_what_was_gathered_has_memory_of_its_own_and_no_more_than_it_needs() -> None:
     sharded, _ = spread_everywhere()
     for name, tree in gather_state_dict(sharded).items():
         for key, tensor in tree.items():
@@ -152,11 +125,8 @@ def test_plain_tensors_share_memory_with_the_result() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (2,), (0, 1), [1]])
-def test_only_chosen_ranks_get_the_result(ranks: RankPool, wanted: tuple[int, ...]) -> None:
-    ranks(3).run(_gather_for, wanted)
-
-
-def _gather_for(wanted: tuple[int, ...]) -> None:
+@on_ranks(3)
+def test_only_chosen_ranks_get_the_result(wanted: tuple[int, ...]) -> None:
     whole = counting(7, 5)
     tree = OrderedDict(weight=spread(whole, mesh_of(3), [Shard(0)]), step=3)
     result = gather_state_dict(tree, ranks_only=wanted)
@@ -164,11 +134,8 @@ def _gather_for(wanted: tuple[int, ...]) -> None:
     assert_same_tree(result, OrderedDict(weight=whole, step=3) if dist.get_rank() in wanted else OrderedDict())
 
 
-def test_ranks_are_counted_in_the_group(ranks: RankPool) -> None:
-    ranks(4).run(_gather_in_a_pair)
-
-
-def _gather_in_a_pair() -> None:
+@on_ranks(4)
+def test_ranks_are_counted_in_the_group() -> None:
     mesh = mesh_of(2, 2)
     pair = mesh.get_group(1)  # ranks 0 and 1, 2 and 3
     tree = [spread(counting(5), mesh, [Replicate(), Shard(0)])]
@@ -177,19 +144,13 @@ def _gather_in_a_pair() -> None:
 
 
 @pytest.mark.parametrize(("tree", "nothing"), [({"a": 1}, {}), ([1], []), ((1,), ()), (1, None)])
-def test_others_get_an_empty_container(ranks: RankPool, tree: Any, nothing: Any) -> None:
-    ranks(2).run(_gather_nothing, tree, nothing)
-
-
-def _gather_nothing(tree: Any, nothing: Any) -> None:
+@on_ranks(2)
+def test_others_get_an_empty_container(tree: Any, nothing: Any) -> None:
     assert_same_tree(gather_state_dict(tree, ranks_only=(0,)), nothing if dist.get_rank() else tree)
 
 
-def test_a_rank_outside_of_the_mesh_may_leave_the_result_to_others(ranks: RankPool) -> None:
-    ranks(3).run(_gather_from_a_smaller_mesh)
-
-
-def _gather_from_a_smaller_mesh() -> None:
+@on_ranks(3)
+def test_a_rank_outside_of_the_mesh_may_leave_the_result_to_others() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     tree = {"weight": spread(counting(5), mesh, [Shard(0)]) if dist.get_rank() < 2 else _of_others(mesh)}
     assert_same_tree(gather_state_dict(tree, ranks_only=(1,)), {"weight": counting(5)} if dist.get_rank() == 1 else {})
@@ -208,19 +169,13 @@ def _of_others(mesh: DeviceMesh) -> DTensor:
 
 
 @pytest.mark.parametrize("options", [{"cpu_offload": True}, {"device": "cpu"}, {"device": "cpu", "cpu_offload": True}])
-def test_the_result_may_go_to_the_host(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_gather_to_the_host, options)
-
-
-def _gather_to_the_host(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_the_result_may_go_to_the_host(options: dict[str, Any]) -> None:
     assert_same_tree(gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)])], **options), [counting(5)])
 
 
-def test_a_result_may_go_to_any_device(ranks: RankPool) -> None:
-    ranks(2).run(_gather_to_meta)
-
-
-def _gather_to_meta() -> None:
+@on_ranks(2)
+def test_a_result_may_go_to_any_device() -> None:
     # The meta device stands for one that is not there.
     weight, plain = gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)]), counting(2)], device="meta")
     assert weight.is_meta
@@ -232,11 +187,8 @@ def _gather_to_meta() -> None:
 
 
 @parametrize_pairs(rows=[24, 25], dim=[0, 1])
-def test_ranks_hold_their_result_and_at_most_one_tensor_more(ranks: RankPool, rows: int, dim: int) -> None:
-    ranks(3).run(_weigh_gather, rows, dim)
-
-
-def _weigh_gather(rows: int, dim: int) -> None:
+@on_ranks(3)
+def test_ranks_hold_their_result_and_at_most_one_tensor_more(rows: int, dim: int) -> None:
     mesh = mesh_of(3)
     whole = counting(rows, rows)
     tree = [spread(whole, mesh, [Shard(dim)]) for _ in range(8)]
@@ -275,11 +227,8 @@ def test_unknown_types_may_be_carried_along() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_a_bad_leaf_on_one_rank_is_an_error_on_all_ranks_of_the_mesh(ranks: RankPool, shape: tuple[int, ...]) -> None:
-    ranks(4).run(_gather_with_a_bad_leaf, shape)
-
-
-def _gather_with_a_bad_leaf(shape: tuple[int, ...]) -> None:
+@on_ranks(4)
+def test_a_bad_leaf_on_one_rank_is_an_error_on_all_ranks_of_the_mesh(shape: tuple[int, ...]) -> None:
     sharded = spread(counting(5), mesh_of(*shape), [Shard(0)] * len(shape))
     for leaf, error, message in (
         (Custom(), TypeError, r"leaf: a Custom is neither"),

@@ -21,7 +21,7 @@ from fsdp.state_dict_utils import (
     offload_state_dict_to_cpu,
 )
 from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.state_trees import assert_same_tree, counting, mesh_of, spread
 
 TREE = {"weight": counting(2, 3), "scalar": torch.tensor(1.5), "nothing": torch.empty(0, 3), "half": counting(3).half()}
@@ -43,11 +43,8 @@ def test_shared_tensors_lie_each_in_shared_memory_of_its_own() -> None:
     assert_same_tree(copy_state_dict(TREE, new), TREE)
 
 
-def test_shared_memory_of_dtensors(ranks: RankPool) -> None:
-    ranks(3).run(_share_dtensors)
-
-
-def _share_dtensors() -> None:
+@on_ranks(3)
+def test_shared_memory_of_dtensors() -> None:
     from torch.distributed.tensor import Shard
 
     sharded = spread(counting(2, 3), mesh_of(3), [Shard(0)])

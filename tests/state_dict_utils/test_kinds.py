@@ -29,7 +29,7 @@ from fsdp.state_dict_utils import (
     offload_state_dict_to_cpu,
     unflatten_state_dict,
 )
-from tests.helpers.parity import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.state_trees import counting, mesh_of, spread
 
 CPU = "cpu"
@@ -313,11 +313,9 @@ def test_any_tree_is_carried_whole_or_refused(tree: Any, type_check: bool) -> No
 # On several ranks
 
 
-def test_any_tree_arrives_on_every_rank_or_is_an_error_on_every_rank(ranks: RankPool) -> None:
-    ranks(2).run(_write_random_trees, 80)
-
-
-def _write_random_trees(count: int) -> None:
+@on_ranks(2)
+def test_any_tree_arrives_on_every_rank_or_is_an_error_on_every_rank() -> None:
+    count = 80
     mesh = mesh_of(2)
     outcomes = set()
     for seed in range(count):
@@ -352,11 +350,8 @@ def _write_random_trees(count: int) -> None:
     assert len(outcomes) == 4
 
 
-def test_a_dtensor_of_special_tensors_is_refused_on_every_rank(ranks: RankPool) -> None:
-    ranks(2).run(_gather_special_dtensors)
-
-
-def _gather_special_dtensors() -> None:
+@on_ranks(2)
+def test_a_dtensor_of_special_tensors_is_refused_on_every_rank() -> None:
     mesh = mesh_of(2)
     wrapper = DTensor.from_local(TwoTensor(counting(2), counting(2)), mesh, [Shard(0)], run_check=False)
     plain = DTensor.from_local(counting(2), mesh, [Replicate()], run_check=False)

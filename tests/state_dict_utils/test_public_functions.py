@@ -25,7 +25,7 @@ from fsdp.state_dict_utils import (
     gather_state_dict,
     offload_state_dict_to_cpu,
 )
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.state_trees import (
     Moments,
     assert_same_tree,
@@ -128,12 +128,8 @@ def test_copying_writes_parameters_in_place_and_casts_to_their_dtype() -> None:
     assert_same_tree(weight.data, counting(3, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_copying_dtensors_copies_each_ranks_part(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_copy_everything)
-
-
-def _copy_everything() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_copying_dtensors_copies_each_ranks_part() -> None:
     source, _ = spread_everywhere()
     into = create_cpu_state_dict(source)
     for name, tree in into.items():
@@ -186,11 +182,8 @@ def test_tensors_on_the_meta_device_are_neither_source_nor_target() -> None:
         copy_state_dict([torch.empty(2)], [torch.empty(2, device="meta")])
 
 
-def test_dtensors_that_are_spread_differently_are_not_copied(ranks: RankPool) -> None:
-    ranks(2).run(_copy_between_placements)
-
-
-def _copy_between_placements() -> None:
+@on_ranks(2)
+def test_dtensors_that_are_spread_differently_are_not_copied() -> None:
     rows, columns = (spread(counting(4, 4), mesh_of(2), [Shard(dim)]) for dim in (0, 1))
     with pytest.raises(
         CompanionMismatch, match=r"^0: of \[4, 4\], Shard\(dim=0\) over .* and of \[4, 4\], Shard\(dim=1\)"
@@ -260,12 +253,8 @@ def test_a_tree_can_be_created_from_the_meta_device() -> None:
     assert not new[0].requires_grad
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_created_dtensor_is_spread_as_the_first(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_create_everything)
-
-
-def _create_everything() -> None:
+@on_ranks(1, 3)
+def test_a_created_dtensor_is_spread_as_the_first() -> None:
     tree, _ = spread_everywhere()
     assert check_state_dict_similarity(tree, create_cpu_state_dict(tree, share_memory=True), raise_error=True)
 
@@ -290,11 +279,8 @@ def test_offloading_what_has_no_values_is_an_error() -> None:
         offload_state_dict_to_cpu({"a": [torch.empty(1, device="meta")]})
 
 
-def test_chosen_ranks_get_the_offloaded_tree_and_dtensors_stay_sharded(ranks: RankPool) -> None:
-    ranks(3).run(_offload_for_some)
-
-
-def _offload_for_some() -> None:
+@on_ranks(3)
+def test_chosen_ranks_get_the_offloaded_tree_and_dtensors_stay_sharded() -> None:
     tree = {
         "weight": spread(counting(7), mesh_of(3), [Shard(0)]),
         "bias": spread(counting(2), mesh_of(3), [Replicate()]),

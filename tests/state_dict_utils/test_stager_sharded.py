@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp import FlatParameter, StateDictStager
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, Training, adam, fully_sharded, nested_mlp, tiny_transformer
 from tests.helpers.ranks import RankPool
@@ -79,11 +80,8 @@ def _stage_and_train_on(options: dict[str, Any]) -> None:
     assert stager.held_bytes >= shards
 
 
-def test_a_training_goes_on_from_a_staged_state_that_went_through_a_file(ranks: RankPool) -> None:
-    ranks(2).run(_go_on_from_a_file)
-
-
-def _go_on_from_a_file() -> None:
+@on_ranks(2)
+def test_a_training_goes_on_from_a_staged_state_that_went_through_a_file() -> None:
     model = tiny_transformer(fully_sharded())
     optimizer = adam(model.parameters())
     _train(model, optimizer, 0, TOKENS)
@@ -102,11 +100,8 @@ def _go_on_from_a_file() -> None:
     assert all(torch.equal(*pair) for pair in zip(_values(other.state_dict()), expected, strict=True))
 
 
-def test_pieces_stay_views_of_their_shard(ranks: RankPool) -> None:
-    ranks(2).run(_stage_pieces)
-
-
-def _stage_pieces() -> None:
+@on_ranks(2)
+def test_pieces_stay_views_of_their_shard() -> None:
     model: Any = nested_mlp(fully_sharded(use_orig_params=True))
     copied = StateDictStager().stage(list(model.parameters()))
     originals = list(model.parameters())
@@ -127,11 +122,8 @@ def test_a_staged_flat_parameter_knows_what_it_is_made_of() -> None:
     assert [view.shape for view in copied.get_param_views()] == [(2, 3), (4,)]
 
 
-def test_a_weight_that_is_sharded_says_so(ranks: RankPool) -> None:
-    ranks(2).run(_stage_a_placeholder)
-
-
-def _stage_a_placeholder() -> None:
+@on_ranks(2)
+def test_a_weight_that_is_sharded_says_so() -> None:
     model: Any = fully_sharded()(torch.nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="weight is sharded"):
         StateDictStager().stage({"w": model.module.weight})

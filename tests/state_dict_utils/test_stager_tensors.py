@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp import StateDictStager
 from fsdp.state_dict_utils import origins, restore
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 
 def staged(tree: Any) -> Any:
@@ -336,11 +336,8 @@ def test_deepcopy_of_a_copy_is_a_copy_in_memory_of_its_own() -> None:
 # DTensors
 
 
-def test_dtensors_keep_their_placements_and_local_parts_are_copied(ranks: RankPool) -> None:
-    ranks(3).run(_stage_dtensors)
-
-
-def _stage_dtensors() -> None:
+@on_ranks(3)
+def test_dtensors_keep_their_placements_and_local_parts_are_copied() -> None:
     mesh = init_device_mesh("cpu", (3,))
     whole = torch.arange(14.0).view(7, 2)
     original = distribute_tensor(whole, mesh, [Shard(0)])

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp import EMA, fully_shard
 from fsdp.distributed.dtensor import MeshPart, full_tensor, local_part
 from tests.helpers.equality import assert_close_state, assert_same_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, assert_parallel_parity, gpt, mesh_of, over_data, own_rows
 
 OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
@@ -36,11 +36,8 @@ def query(model: nn.Module) -> Any:
     return next(module for name, module in model.named_modules() if name.endswith("query"))
 
 
-def test_copies_train_alike(ranks: RankPool) -> None:
-    ranks(4).run(_train_a_copy)
-
-
-def _train_a_copy() -> None:
+@on_ranks(4)
+def test_copies_train_alike() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh, kind="sequence")
     step(model, mesh)  # used before it is copied
@@ -54,11 +51,8 @@ def _train_a_copy() -> None:
     assert_same_state(copied.state_dict(), model.state_dict())
 
 
-def test_an_average_follows_the_local_parts(ranks: RankPool) -> None:
-    ranks(4).run(_average)
-
-
-def _average() -> None:
+@on_ranks(4)
+def test_an_average_follows_the_local_parts() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     first = model.state_dict()
@@ -71,11 +65,8 @@ def _average() -> None:
         torch.testing.assert_close(value, (first[name] + sharded_state[name]) / 2)
 
 
-def test_pickling_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_pickle)
-
-
-def _pickle() -> None:
+@on_ranks(2)
+def test_pickling_is_refused() -> None:
     mesh = mesh_of(1, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     with pytest.raises(NotImplementedError, match=r"DTensors.*state_dict\(\)"):
@@ -83,13 +74,8 @@ def _pickle() -> None:
 
 
 @parametrize_pairs(at_most=3, options=OPTIONS, spread=[False, True])
-def test_new_values_that_are_assigned_between_steps_are_kept(
-    ranks: RankPool, options: dict[str, Any], spread: bool
-) -> None:
-    ranks(4).run(_assign, options, spread)
-
-
-def _assign(options: dict[str, Any], spread: bool) -> None:
+@on_ranks(4)
+def test_new_values_that_are_assigned_between_steps_are_kept(options: dict[str, Any], spread: bool) -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh, **options), mesh=mesh)
     optimizer = sgd_with_momentum(model.parameters())
@@ -105,11 +91,8 @@ def _assign(options: dict[str, Any], spread: bool) -> None:
     assert_close_state(model.state_dict(), plain.state_dict(), rtol=1.3e-6, atol=1e-5)
 
 
-def test_a_module_inside_of_a_unit_is_loaded_by_itself(ranks: RankPool) -> None:
-    ranks(4).run(_load_inside)
-
-
-def _load_inside() -> None:
+@on_ranks(4)
+def test_a_module_inside_of_a_unit_is_loaded_by_itself() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     value = torch.arange(64.0).view(8, 8)
@@ -121,11 +104,8 @@ def _load_inside() -> None:
 
 
 @pytest.mark.parametrize(("kind", "norm_type"), [("heads", 2.0), ("sequence", torch.inf)])
-def test_ignored_dtensors_are_clipped_with_the_rest(ranks: RankPool, kind: str, norm_type: float) -> None:
-    ranks(4).run(_ignore, kind, norm_type)
-
-
-def _ignore(kind: str, norm_type: float) -> None:
+@on_ranks(4)
+def test_ignored_dtensors_are_clipped_with_the_rest(kind: str, norm_type: float) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = mesh_of(2, 2)
     inputs, targets = SENTENCES.batch(torch.Generator().manual_seed(0), 2)  # alike on all ranks: nobody averages
@@ -149,11 +129,8 @@ def by_kind(name: str, param: nn.Parameter) -> str:
     return "matrix" if param.dim() > 1 else "vector"
 
 
-def test_groups_by_key_train_as_one_process(ranks: RankPool) -> None:
-    ranks(4).run(_train_grouped)
-
-
-def _train_grouped() -> None:
+@on_ranks(4)
+def test_groups_by_key_train_as_one_process() -> None:
     mesh = mesh_of(2, 2)
     options = {"group_by": by_kind}
     assert_parallel_parity(mesh, sgd_with_momentum, model={"kind": "sequence"}, options=options, clip=0.3)
@@ -162,11 +139,8 @@ def _train_grouped() -> None:
 # Collectives of DTensors' own
 
 
-def test_a_gradient_that_is_still_being_summed_is_awaited(ranks: RankPool) -> None:
-    ranks(2).run(_take_a_gradient_in_flight)
-
-
-def _take_a_gradient_in_flight() -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_still_being_summed_is_awaited() -> None:
     mesh = mesh_of(1, 2)["tp"]
     part = MeshPart.of(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
     assert part is not None
@@ -200,11 +174,8 @@ WRITES = [by_data, by_copying_data, through_the_local_tensor, through_data_of_th
 
 
 @pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
-def test_what_is_written_in_place_while_weights_are_unsharded_is_kept(ranks: RankPool, door: str) -> None:
-    ranks(4).run(_write_in_place, door)
-
-
-def _write_in_place(door: str) -> None:
+@on_ranks(4)
+def test_what_is_written_in_place_while_weights_are_unsharded_is_kept(door: str) -> None:
     mesh = mesh_of(2, 2)
     wrap = over_data(mesh, use_orig_params=True, reshard_after_forward=False)
     if door == "fully_shard":
@@ -231,11 +202,8 @@ class Clamped(nn.Linear):
         return super().forward(inputs)
 
 
-def test_what_a_forward_writes_through_data_is_kept(ranks: RankPool) -> None:
-    ranks(4).run(_clamp)
-
-
-def _clamp() -> None:
+@on_ranks(4)
+def test_what_a_forward_writes_through_data_is_kept() -> None:
     mesh = mesh_of(2, 2)
     torch.manual_seed(0)
     plain = nn.Sequential(Clamped(8, 4), nn.Linear(4, 2))

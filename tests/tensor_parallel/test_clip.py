@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.equality import assert_close
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, Task, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -87,13 +88,8 @@ def _clip(norm_type: float, how: dict[str, Any], options: dict[str, Any]) -> flo
     ],
     ids=str,
 )
-def test_parts_on_two_tensor_dimensions_are_counted_once(
-    ranks: RankPool, norm_type: float, placements: list[Any], hidden: int
-) -> None:
-    ranks(4).run(_clip_on_two_dimensions, norm_type, placements, hidden)
-
-
-def _clip_on_two_dimensions(norm_type: float, placements: list[Any], hidden: int) -> None:
+@on_ranks(4)
+def test_parts_on_two_tensor_dimensions_are_counted_once(norm_type: float, placements: list[Any], hidden: int) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = cube()
     cut: dict[str, Any] = {"mesh": mesh["a", "b"], "hidden": hidden, "placements": placements}
@@ -111,11 +107,8 @@ DOUBLES = Task(
 )
 
 
-def test_values_are_clamped_as_in_the_whole_model(ranks: RankPool) -> None:
-    ranks(4).run(_clamp)
-
-
-def _clamp() -> None:
+@on_ranks(4)
+def test_values_are_clamped_as_in_the_whole_model() -> None:
     model, plain, rank, size = build({}, {"kind": "sequence"})
     backward(model, SENTENCES, rank, size)
     mean_gradients(plain, SENTENCES, size)
@@ -143,11 +136,8 @@ def _count_reductions() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("bad", "norm_type"), [(math.nan, math.inf), (math.inf, 2.0)])
-def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks(ranks: RankPool, bad: float, norm_type: float) -> None:
-    ranks(4).run(_clip_nonfinite, bad, norm_type)
-
-
-def _clip_nonfinite(bad: float, norm_type: float) -> None:
+@on_ranks(4)
+def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks(bad: float, norm_type: float) -> None:
     model, _, rank, size = build({}, {})
     backward(model, SENTENCES, rank, size)
     spoil_on_the_last_rank(model, bad)
@@ -197,11 +187,8 @@ def _overflow(shape: tuple[int, int]) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()) is spoiled
 
 
-def test_a_scaler_must_ask_the_tensor_ranks_too(ranks: RankPool) -> None:
-    ranks(4).run(_scale_over_data_only)
-
-
-def _scale_over_data_only() -> None:
+@on_ranks(4)
+def test_a_scaler_must_ask_the_tensor_ranks_too() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     optimizer = sgd_with_momentum(model.parameters())
@@ -211,11 +198,8 @@ def _scale_over_data_only() -> None:
         scaler.step(optimizer)
 
 
-def test_torchs_own_scaler_is_refused_without_data_parallelism(ranks: RankPool) -> None:
-    ranks(2).run(_scale_alone)
-
-
-def _scale_alone() -> None:
+@on_ranks(2)
+def test_torchs_own_scaler_is_refused_without_data_parallelism() -> None:
     mesh = mesh_of(1, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     optimizer = sgd_with_momentum(model.parameters())

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tensor_parallel import SENTENCES, gpt, mesh_of, over_data, perceptron
 
 
@@ -25,11 +25,8 @@ class Holder(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def test_a_group_that_holds_the_tensor_ranks_is_refused(ranks: RankPool) -> None:
-    ranks(4).run(_wrap_over_all)
-
-
-def _wrap_over_all() -> None:
+@on_ranks(4)
+def test_a_group_that_holds_the_tensor_ranks_is_refused() -> None:
     mesh = mesh_of(2, 2)
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
     for group in (None, mesh["tp"].get_group()):
@@ -41,11 +38,8 @@ def _wrap_over_all() -> None:
     assert isinstance(module.weight, DTensor)  # as it was
 
 
-def test_a_group_that_mixes_different_parts_is_found_by_the_ranks(ranks: RankPool) -> None:
-    ranks(4).run(_mix_parts)
-
-
-def _mix_parts() -> None:
+@on_ranks(4)
+def test_a_group_that_mixes_different_parts_is_found_by_the_ranks() -> None:
     mesh = mesh_of(2, 2)
     # Rank 0 has the first half and rank 3 the second: of equal shapes, so that nothing else would tell.
     across = [dist.new_group([0, 3]), dist.new_group([1, 2])]
@@ -56,22 +50,16 @@ def _mix_parts() -> None:
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)], ids=str)
-def test_other_placements_are_refused(ranks: RankPool, placement: Placement) -> None:
-    ranks(4).run(_wrap_placement, placement)
-
-
-def _wrap_placement(placement: Placement) -> None:
+@on_ranks(4)
+def test_other_placements_are_refused(placement: Placement) -> None:
     mesh = mesh_of(2, 2)
     module = Holder(DTensor.from_local(torch.ones(4, 2), mesh["tp"], [placement], run_check=False))
     with pytest.raises(TypeError, match=r"weight is a DTensor with placements .*Redistribute it before sharding"):
         over_data(mesh)(module)
 
 
-def test_a_rank_outside_of_the_mesh_is_refused(ranks: RankPool) -> None:
-    ranks(3).run(_wrap_outside)
-
-
-def _wrap_outside() -> None:
+@on_ranks(3)
+def test_a_rank_outside_of_the_mesh_is_refused() -> None:
     groups = [dist.new_group([rank]) for rank in range(3)]
     mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
     weight = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
@@ -80,11 +68,8 @@ def _wrap_outside() -> None:
             FullyShardedDataParallel(Holder(weight), groups[2])
 
 
-def test_a_mesh_in_another_order_than_its_ranks_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_on_a_mesh_in_another_order)
-
-
-def _wrap_on_a_mesh_in_another_order() -> None:
+@on_ranks(2)
+def test_a_mesh_in_another_order_than_its_ranks_is_refused() -> None:
     mesh = DeviceMesh("cpu", [1, 0])
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
     lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -92,11 +77,8 @@ def _wrap_on_a_mesh_in_another_order() -> None:
         FullyShardedDataParallel(module, lone)
 
 
-def test_a_mesh_of_another_device_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_move_to_another_device)
-
-
-def _move_to_another_device() -> None:
+@on_ranks(2)
+def test_a_mesh_of_another_device_is_refused() -> None:
     mesh = mesh_of(1, 2)
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match="weight is a DTensor on a mesh of cpu and would be computed with on meta"):
@@ -107,22 +89,16 @@ def _move_to_another_device() -> None:
     assert model.state_dict()["weight"].shape == (4, 2)
 
 
-def test_flattening_without_sharding_is_for_plain_parameters(ranks: RankPool) -> None:
-    ranks(2).run(_flatten)
-
-
-def _flatten() -> None:
+@on_ranks(2)
+def test_flattening_without_sharding_is_for_plain_parameters() -> None:
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh_of(1, 2)["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match="flattens plain parameters, got a DTensor"):
         FlattenParamsWrapper(module)
     assert isinstance(module.weight, DTensor)
 
 
-def test_an_optimizer_made_before_wrapping_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_step_too_early)
-
-
-def _step_too_early() -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_wrapping_is_refused() -> None:
     mesh = mesh_of(1, 2)
     plain = gpt(lambda module: module, mesh=mesh)
     cut = [param for param in plain.parameters() if isinstance(param, DTensor)]
@@ -133,11 +109,8 @@ def _step_too_early() -> None:
         optimizer.step()
 
 
-def test_meshes_that_overlap_in_part_have_no_common_norm(ranks: RankPool) -> None:
-    ranks(4).run(_clip_over_meshes)
-
-
-def _clip_over_meshes() -> None:
+@on_ranks(4)
+def test_meshes_that_overlap_in_part_have_no_common_norm() -> None:
     one = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "all"))
     other = mesh_of(2, 2)
     group = one["dp"].get_group()

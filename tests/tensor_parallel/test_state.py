@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.helpers.equality import assert_same_state
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, cube, gpt, mesh_of, over_data, perceptron
@@ -54,11 +55,8 @@ def _save(shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) 
         assert_same_state(model.state_dict(), plain.state_dict())
 
 
-def test_tied_parameters_are_saved_once(ranks: RankPool) -> None:
-    ranks(4).run(_save_tied)
-
-
-def _save_tied() -> None:
+@on_ranks(4)
+def test_tied_parameters_are_saved_once() -> None:
     mesh = mesh_of(2, 2)
     state = gpt(over_data(mesh), mesh=mesh, vocabulary=True, tied=True).state_dict()
     assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
@@ -87,11 +85,8 @@ def _save_and_load(mesh: DeviceMesh, tensor: Any, hidden: int, placements: Any) 
     assert_same_state(model.state_dict(), doubled)
 
 
-def test_saved_tensors_are_the_callers_own(ranks: RankPool) -> None:
-    ranks(4).run(_write_to_saved)
-
-
-def _write_to_saved() -> None:
+@on_ranks(4)
+def test_saved_tensors_are_the_callers_own() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh, kind="sequence")
     with model.summon_full_params():  # type: ignore[operator]
@@ -100,11 +95,8 @@ def _write_to_saved() -> None:
     assert_same_state(model.state_dict(), gpt().state_dict())
 
 
-def test_a_state_dict_can_be_cast(ranks: RankPool) -> None:
-    ranks(4).run(_save_cast)
-
-
-def _save_cast() -> None:
+@on_ranks(4)
+def test_a_state_dict_can_be_cast() -> None:
     mesh = mesh_of(2, 2)
     state = gpt(over_data(mesh), mesh=mesh).state_dict(dtype=torch.bfloat16)  # type: ignore[call-overload]
     assert_same_state(state, gpt().bfloat16().state_dict())
@@ -114,11 +106,8 @@ def _save_cast() -> None:
 
 
 @parametrize_pairs(options=OPTIONS, kind=["heads", "sequence"])
-def test_a_plain_state_dict_is_loaded(ranks: RankPool, kind: str, options: dict[str, Any]) -> None:
-    ranks(4).run(_load, kind, options)
-
-
-def _load(kind: str, options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_a_plain_state_dict_is_loaded(kind: str, options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh, **options), mesh=mesh, kind=kind, vocabulary=True)
     model.load_state_dict(other_values())
@@ -127,11 +116,8 @@ def _load(kind: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(model(tokens()), plain(tokens()))
 
 
-def test_a_state_dict_of_dtensors_is_loaded(ranks: RankPool) -> None:
-    ranks(4).run(_load_dtensors)
-
-
-def _load_dtensors() -> None:
+@on_ranks(4)
+def test_a_state_dict_of_dtensors_is_loaded() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     # Spread as the parameters are, and in other ways.
@@ -147,11 +133,8 @@ def _load_dtensors() -> None:
         assert_same_state(model.state_dict(), other_values())
 
 
-def test_loading_inside_summon_full_params_is_kept(ranks: RankPool) -> None:
-    ranks(4).run(_load_summoned)
-
-
-def _load_summoned() -> None:
+@on_ranks(4)
+def test_loading_inside_summon_full_params_is_kept() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     with model.summon_full_params():  # type: ignore[operator]
@@ -159,11 +142,8 @@ def _load_summoned() -> None:
     assert_same_state(model.state_dict(), other_values())
 
 
-def test_other_shapes_are_reported_in_whole_shapes(ranks: RankPool) -> None:
-    ranks(4).run(_load_other_shapes)
-
-
-def _load_other_shapes() -> None:
+@on_ranks(4)
+def test_other_shapes_are_reported_in_whole_shapes() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     state = other_values()
@@ -180,11 +160,8 @@ def _load_other_shapes() -> None:
 
 
 @every_option
-def test_modules_hold_dtensors_inside_summon_full_params(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(4).run(_summon, options)
-
-
-def _summon(options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_modules_hold_dtensors_inside_summon_full_params(options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh, **options), mesh=mesh)
     plain = gpt()
@@ -202,11 +179,8 @@ def _summon(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("spread", ["plain", "as it was", "in another way"])
-def test_parameters_are_assigned_inside_summon_full_params(ranks: RankPool, spread: str) -> None:
-    ranks(4).run(_assign, spread)
-
-
-def _assign(spread: str) -> None:
+@on_ranks(4)
+def test_parameters_are_assigned_inside_summon_full_params(spread: str) -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     name, value = "layers.0.query.weight", torch.arange(64.0).view(8, 8)
@@ -228,11 +202,8 @@ def _spread(value: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
     return distribute_tensor(value, mesh["tp"], [Shard(0) if how == "as it was" else Shard(1)])
 
 
-def test_assigned_parameters_of_a_part_are_refused(ranks: RankPool) -> None:
-    ranks(4).run(_assign_a_part)
-
-
-def _assign_a_part() -> None:
+@on_ranks(4)
+def test_assigned_parameters_of_a_part_are_refused() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     with (
@@ -243,11 +214,8 @@ def _assign_a_part() -> None:
     assert_same_state(model.state_dict(), gpt().state_dict())
 
 
-def test_sharded_parameters_show_whole_shapes(ranks: RankPool) -> None:
-    ranks(4).run(_look_while_sharded)
-
-
-def _look_while_sharded() -> None:
+@on_ranks(4)
+def test_sharded_parameters_show_whole_shapes() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     weight = _query(model).weight
@@ -262,11 +230,8 @@ def _look_while_sharded() -> None:
     assert held == pytest.approx((sum(whole.values()) - cut) / 2 + cut / 4, abs=6)  # padding
 
 
-def test_casts_are_followed(ranks: RankPool) -> None:
-    ranks(4).run(_cast)
-
-
-def _cast() -> None:
+@on_ranks(4)
+def test_casts_are_followed() -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh), mesh=mesh)
     model(tokens()).sum().backward()

@@ -19,9 +19,9 @@ import fsdp
 from fsdp.testing import Report, StreamOrderError, check_streams
 from fsdp.testing.pytest_plugin import stream_order as stream_order
 from fsdp.testing.stream_order import StreamOrder
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT
-from tests.helpers.ranks import RankPool
 
 DEVICE = "cuda"
 
@@ -301,11 +301,8 @@ def test_memory_that_several_storages_look_at() -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_a_collective_gives_before_it_was_awaited(ranks: RankPool, wait: bool) -> None:
-    ranks(2).run(_reduce, wait)
-
-
-def _reduce(wait: bool) -> None:
+@on_ranks(2)
+def test_what_a_collective_gives_before_it_was_awaited(wait: bool) -> None:
     def body() -> None:
         value = ones()
         work = dist.all_reduce(value, async_op=True)
@@ -319,11 +316,8 @@ def _reduce(wait: bool) -> None:
     assert pairs(body) == ([] if wait else [("allreduce_", "sum")])
 
 
-def test_what_is_sent_on_the_host_is_written_again(ranks: RankPool) -> None:
-    ranks(2).run(_send)
-
-
-def _send() -> None:
+@on_ranks(2)
+def test_what_is_sent_on_the_host_is_written_again() -> None:
     def body() -> None:
         value = torch.ones(4)
         work = dist.isend(value, 1) if dist.get_rank() == 0 else dist.irecv(value, 0)

@@ -24,6 +24,7 @@ from fsdp.state_dict_utils import broadcast_state_dict, gather_state_dict, offlo
 from fsdp.testing import check_streams
 from tests.checkpoint.test_folders import folder_of_its_own
 from tests.engine.test_written_at_once import BATCH, CALLS, build, step, write
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 
@@ -40,11 +41,8 @@ def way(name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["direct", "checked"])
-def test_memory_may_be_written_when_a_call_has_returned(ranks: RankPool, name: str) -> None:
-    ranks(2).run(_call_and_write, name)
-
-
-def _call_and_write(name: str) -> None:
+@on_ranks(2)
+def test_memory_may_be_written_when_a_call_has_returned(name: str) -> None:
     for call in CALLS if name == "direct" else CALLS[::6]:
         with way(name), check_streams(device=None) as order:
             call()
@@ -52,22 +50,16 @@ def _call_and_write(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["direct", "torch"])
-def test_parts_that_are_sent_to_the_rank_that_writes_them(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    ranks(2).run(_save_apart, tmp_path, name)
-
-
-def _save_apart(folder: Path, name: str) -> None:
-    with way(name), check_streams(), folder_of_its_own(folder / f"{dist.get_rank()}"):
+@on_ranks(2)
+def test_parts_that_are_sent_to_the_rank_that_writes_them(tmp_path: Path, name: str) -> None:
+    with way(name), check_streams(), folder_of_its_own(tmp_path / f"{dist.get_rank()}"):
         # In several blocks, which the host brings from the device one after the other.
         model = fsdp.FullyShardedDataParallel(nn.Linear(1500, 1500, bias=False).to("cuda"))
         fsdp.save("run", model)
 
 
-def test_values_of_the_first_rank_that_replicas_get(ranks: RankPool) -> None:
-    ranks(2).run(_load_replicas)
-
-
-def _load_replicas() -> None:
+@on_ranks(2)
+def test_values_of_the_first_rank_that_replicas_get() -> None:
     for name in ("direct", "torch"):
         with way(name), check_streams(device=None):
             model = build(sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)
@@ -80,11 +72,8 @@ def _load_replicas() -> None:
             assert all(value.eq(1).all() for value in model.state_dict().values())
 
 
-def test_trees_that_are_broadcast_gathered_and_brought_to_the_host(ranks: RankPool) -> None:
-    ranks(2).run(_send_trees)
-
-
-def _send_trees() -> None:
+@on_ranks(2)
+def test_trees_that_are_broadcast_gathered_and_brought_to_the_host() -> None:
     for name in ("direct", "torch"):
         with way(name), check_streams(device=None):
             full = {"large": torch.ones(300), "small": [torch.ones(3), torch.ones(2)]}
@@ -99,11 +88,8 @@ def _send_trees() -> None:
         assert copied["a"].sum() == 4
 
 
-def test_a_communication_hook_begins_when_all_ranks_are_there(ranks: RankPool) -> None:
-    ranks(2).run(_reduce_by_hook)
-
-
-def _reduce_by_hook() -> None:
+@on_ranks(2)
+def test_a_communication_hook_begins_when_all_ranks_are_there() -> None:
     with check_streams(device=None):
         model = build()
         model.register_comm_hook(None, _average)
@@ -114,11 +100,8 @@ def _average(state: Any, gradient: Tensor, shard: Tensor) -> None:
     shard.copy_(gradient.view(dist.get_world_size(), -1)[dist.get_rank()])  # the ranks' are equal
 
 
-def test_first_values_are_those_of_the_first_rank(ranks: RankPool) -> None:
-    ranks(2).run(_take_first_values)
-
-
-def _take_first_values() -> None:
+@on_ranks(2)
+def test_first_values_are_those_of_the_first_rank() -> None:
     for name in ("direct", "torch"):
         with way(name), check_streams(device=None):
             model = nn.Linear(5, 5)
@@ -126,12 +109,9 @@ def _take_first_values() -> None:
             model(BATCH)
 
 
-def test_a_group_that_is_given_up_waits_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, backend=None).run(_give_up, tmp_path)
-
-
-def _give_up(folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), 2)
+@on_ranks(2, backend=None)
+def test_a_group_that_is_given_up_waits_for_nobody(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2, store=store)
     group = dist.group.WORLD
     assert group is not None

@@ -11,7 +11,8 @@ from torch import nn
 
 import fsdp
 from fsdp.testing import Report, StreamOrderError, check_streams
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module
+from tests.helpers.accelerator import ACCELERATOR, device_module
+from tests.helpers.on_ranks import on_accelerators
 
 pytestmark = pytest.mark.accelerator
 
@@ -53,11 +54,8 @@ def test_waits_that_are_missing_are_reported() -> None:
     assert all(__file__ in report.second_place for report in found)
 
 
-def test_autograd_s_threads_are_observed(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(1).run(_train_beside)
-
-
-def _train_beside() -> None:
+@on_accelerators(1)
+def test_autograd_s_threads_are_observed() -> None:
     def body() -> None:
         model = nn.Linear(4, 4).to(ACCELERATOR)
         model(torch.ones(2, 4, device=ACCELERATOR)).sum().backward()
@@ -70,11 +68,8 @@ def _train_beside() -> None:
 
 @pytest.mark.parametrize("way", ["flat", "rows"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_nothing_of_the_package_is_reported(accelerator_ranks: AcceleratorRanks, way: str, offload: bool) -> None:
-    accelerator_ranks(2).run(_train, way, offload)
-
-
-def _train(way: str, offload: bool) -> None:
+@on_accelerators(2)
+def test_nothing_of_the_package_is_reported(way: str, offload: bool) -> None:
     with check_streams():
         if way == "flat":
             wrap = partial(fsdp.FullyShardedDataParallel, offload="cpu" if offload else None)

@@ -24,6 +24,7 @@ from fsdp.engine.offload import HostStorage
 from fsdp.engine.unit import unit_of
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
 from tests.helpers.offload import BOTH, GRADS
+from tests.helpers.on_ranks import on_accelerators
 
 pytestmark = pytest.mark.accelerator
 
@@ -118,13 +119,8 @@ def test_ranks_that_share_an_accelerator_train_through_the_host(
 
 
 @pytest.mark.parametrize("form", ["original", "original_on_host"])
-def test_unsharded_parameters_and_optimizer_state_are_taken_and_put_back(
-    accelerator_ranks: AcceleratorRanks, form: str
-) -> None:
-    accelerator_ranks(2).run(_take_and_put_back, form)
-
-
-def _take_and_put_back(form: str) -> None:
+@on_accelerators(2)
+def test_unsharded_parameters_and_optimizer_state_are_taken_and_put_back(form: str) -> None:
     model = build(FORMS[form])
     optimizer = adamw(model)
     train(model, optimizer, 2)
@@ -142,11 +138,8 @@ def _take_and_put_back(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["rows", "rows_on_host"])
-def test_replicas_and_whole_parameters_among_neighbours(accelerator_ranks: AcceleratorRanks, form: str) -> None:
-    accelerator_ranks(4).run(_train_among_neighbours, form)
-
-
-def _train_among_neighbours(form: str) -> None:
+@on_accelerators(4)
+def test_replicas_and_whole_parameters_among_neighbours(form: str) -> None:
     mesh = init_device_mesh(ACCELERATOR, (2, 2), mesh_dim_names=("replicate", "shard"))
     for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
         model = build(partial(FORMS[form], **options))
@@ -154,41 +147,28 @@ def _train_among_neighbours(form: str) -> None:
         assert_trained(model, 3)
 
 
-def test_the_state_dict_of_rows_goes_through_torchs_checkpoints(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path
-) -> None:
-    accelerator_ranks(2).run(_through_torchs_checkpoint, tmp_path)
-
-
-def _through_torchs_checkpoint(folder: Path) -> None:
+@on_accelerators(2)
+def test_the_state_dict_of_rows_goes_through_torchs_checkpoints(tmp_path: Path) -> None:
     model = build(rows)
     train(model, adamw(model), 2)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     again = build(rows, seed=1)
     state = again.state_dict()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     again.load_state_dict(state)
     assert_trained(again, 2)
 
 
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
-def test_activations_are_computed_again_or_brought_back(
-    accelerator_ranks: AcceleratorRanks, offload_to_cpu: bool
-) -> None:
-    accelerator_ranks(2).run(_recompute, offload_to_cpu)
-
-
-def _recompute(offload_to_cpu: bool) -> None:
+@on_accelerators(2)
+def test_activations_are_computed_again_or_brought_back(offload_to_cpu: bool) -> None:
     model = build(lambda module: flat(fsdp.checkpoint_wrapper(module, offload_to_cpu=offload_to_cpu)))
     train(model, adamw(model), 3)
     assert_trained(model, 3)
 
 
-def test_ranks_with_more_batches_than_others_accumulate_and_clip(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_train_unevenly)
-
-
-def _train_unevenly() -> None:
+@on_accelerators(2)
+def test_ranks_with_more_batches_than_others_accumulate_and_clip() -> None:
     states = []
     for device in ("cpu", ACCELERATOR):
         torch.manual_seed(0)
@@ -212,11 +192,8 @@ def flat_on(device: str) -> Any:
     return fsdp.FullyShardedDataParallel(nn.Linear(6, 6).to(device))
 
 
-def test_scaled_gradients_of_half_precision(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(2).run(_train_scaled)
-
-
-def _train_scaled() -> None:
+@on_accelerators(2)
+def test_scaled_gradients_of_half_precision() -> None:
     model = build(partial(flat, mixed_precision=True, compute_dtype=torch.float16))
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), fsdp.ShardedGradScaler(init_scale=2.0**8)
     losses = []
@@ -233,11 +210,8 @@ def _train_scaled() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_tensor_parallel_modules_are_sharded_besides(accelerator_ranks: AcceleratorRanks) -> None:
-    accelerator_ranks(4).run(_train_tensor_parallel)
-
-
-def _train_tensor_parallel() -> None:
+@on_accelerators(4)
+def test_tensor_parallel_modules_are_sharded_besides() -> None:
     mesh = init_device_mesh(ACCELERATOR, (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
@@ -255,14 +229,9 @@ def _train_tensor_parallel() -> None:
 
 
 @pytest.mark.parametrize("form", ["original_on_host", "rows_on_host"])
-def test_shards_on_the_host_are_followed_where_memory_comes_back_at_once(
-    accelerator_ranks: AcceleratorRanks, form: str
-) -> None:
+@on_accelerators(2)
+def test_shards_on_the_host_are_followed_where_memory_comes_back_at_once(form: str) -> None:
     """Pinned memory that was freed is the first to be given out again: a new shard may lie where the old one did."""
-    accelerator_ranks(2).run(_move_what_is_on_the_host, form)
-
-
-def _move_what_is_on_the_host(form: str) -> None:
     blocks: dict[int, Tensor] = {}
     allocate = HostStorage.allocate
 
@@ -284,11 +253,8 @@ def _move_what_is_on_the_host(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["original_on_host", "rows_on_host"])
-def test_shards_may_be_written_as_soon_as_a_call_has_returned(accelerator_ranks: AcceleratorRanks, form: str) -> None:
-    accelerator_ranks(2).run(_write_at_once, form)
-
-
-def _write_at_once(form: str) -> None:
+@on_accelerators(2)
+def test_shards_may_be_written_as_soon_as_a_call_has_returned(form: str) -> None:
     model = build(FORMS[form])
     batch = torch.ones(2, 6, device=ACCELERATOR)
     expected = model(batch).cpu()
@@ -313,11 +279,8 @@ def whole_state(model: Any) -> dict[str, Tensor]:
 
 
 @every_form
-def test_hooks_get_gradients_that_are_there(accelerator_ranks: AcceleratorRanks, form: str) -> None:
-    accelerator_ranks(2).run(_look_at_gradients, form)
-
-
-def _look_at_gradients(form: str) -> None:
+@on_accelerators(2)
+def test_hooks_get_gradients_that_are_there(form: str) -> None:
     model = build(FORMS[form])
     seen: dict[nn.Parameter, Tensor] = {}
 
@@ -337,13 +300,10 @@ def _look_at_gradients(form: str) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("options", [{}, BOTH, GRADS], ids=["device", "both", "grads"])
+@on_accelerators(2)
 def test_gradients_that_are_summoned_are_there_and_changes_of_them_are_kept(
-    accelerator_ranks: AcceleratorRanks, use_orig_params: bool, options: dict[str, Any]
+    use_orig_params: bool, options: dict[str, Any]
 ) -> None:
-    accelerator_ranks(2).run(_change_gradients, use_orig_params, options)
-
-
-def _change_gradients(use_orig_params: bool, options: dict[str, Any]) -> None:
     plain, model = build(), build(partial(flat, use_orig_params=use_orig_params, **options))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for each, device in ((plain, "cpu"), (model, ACCELERATOR)):
@@ -364,13 +324,8 @@ def _change_gradients(use_orig_params: bool, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", ["flat", "rows"])
-def test_an_all_gather_that_is_not_wanted_any_more_writes_to_nobody_elses_memory(
-    accelerator_ranks: AcceleratorRanks, form: str
-) -> None:
-    accelerator_ranks(2).run(_unshard_in_vain, form)
-
-
-def _unshard_in_vain(form: str) -> None:
+@on_accelerators(2)
+def test_an_all_gather_that_is_not_wanted_any_more_writes_to_nobody_elses_memory(form: str) -> None:
     model = build(FORMS[form])
     train(model, adamw(model), 1)
     units = filter(None, map(unit_of, model[0].modules()))
@@ -387,12 +342,9 @@ def _unshard_in_vain(form: str) -> None:
             assert all(bool(other.eq(1).all()) for other in others)
 
 
-def test_shards_that_another_stream_has_stepped_are_awaited(accelerator_ranks: AcceleratorRanks) -> None:
+@on_accelerators(2)
+def test_shards_that_another_stream_has_stepped_are_awaited() -> None:
     """As with `set_post_optim_event`."""
-    accelerator_ranks(2).run(_step_on_another_stream)
-
-
-def _step_on_another_stream() -> None:
     model = build(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     stepping = device_module().Stream()

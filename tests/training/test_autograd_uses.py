@@ -17,8 +17,8 @@ from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
     OPTIONS,
     assert_at_rest,
@@ -83,12 +83,9 @@ def _changing(wrap: Wrap, change: Callable[[Tensor], Tensor]) -> nn.Module:
     return wrap(seeded(partial(Changing, wrap, change)))
 
 
-def test_outputs_of_units_may_be_changed_in_place(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_outputs_of_units_may_be_changed_in_place() -> None:
     """Views or not: a view's own place in the graph is another after it was changed."""
-    ranks(2).run(_train_changing_outputs)
-
-
-def _train_changing_outputs() -> None:
     for change in (_add, F.relu_, _scale_a_part, _squash_by_a_view):
         for options in EVERY_FORM if change is _add else EVERY_FORM[:1]:
             for step in (once, two_forwards_then_one_backward):
@@ -153,11 +150,8 @@ def _relaxing(wrap: Wrap, trains_inside: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("trains_inside", [False, True], ids=["grad", "backward"])
-def test_a_backward_inside_of_a_forward_leaves_the_units_that_run_alone(ranks: RankPool, trains_inside: bool) -> None:
-    ranks(2).run(_train_relaxing, trains_inside)
-
-
-def _train_relaxing(trains_inside: bool) -> None:
+@on_ranks(2)
+def test_a_backward_inside_of_a_forward_leaves_the_units_that_run_alone(trains_inside: bool) -> None:
     for options in EVERY_FORM[:2] if trains_inside else EVERY_FORM[::3]:
         steps = [once] if trains_inside else [eval_first, backward_twice]
         assert_trains_like_plain(partial(_relaxing, trains_inside=trains_inside), *steps, options=options)
@@ -192,11 +186,8 @@ def _checkpointed(wrap: Wrap) -> nn.Module:
     return wrap(seeded(partial(Checkpointed, wrap)))
 
 
-def test_a_backward_inside_of_a_checkpointed_unit_leaves_it_whole(ranks: RankPool) -> None:
-    ranks(2).run(_train_checkpointed)
-
-
-def _train_checkpointed() -> None:
+@on_ranks(2)
+def test_a_backward_inside_of_a_checkpointed_unit_leaves_it_whole() -> None:
     for options in EVERY_FORM:
         assert_trains_like_plain(_checkpointed, once, two_forwards_then_one_backward, options=options)
 
@@ -246,11 +237,8 @@ def _collecting(wrap: Wrap, way: str) -> nn.Module:
     return wrap(seeded(partial(Collecting, wrap, way)))
 
 
-def test_results_that_leave_a_unit_by_another_way_than_its_output(ranks: RankPool) -> None:
-    ranks(2).run(_train_collecting)
-
-
-def _train_collecting() -> None:
+@on_ranks(2)
+def test_results_that_leave_a_unit_by_another_way_than_its_output() -> None:
     for way in ("attribute", "closure", "generator"):
         assert_trains_like_plain(partial(_collecting, way=way), once, two_forwards_then_one_backward)
     for options in EVERY_FORM[1:]:
@@ -270,12 +258,9 @@ class Penalised(nn.Module):
         return output
 
 
-def test_what_backward_meets_before_its_unit_is_gathered_is_an_error(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_what_backward_meets_before_its_unit_is_gathered_is_an_error() -> None:
     """And no crash of the process, which reading freed memory is."""
-    ranks(2).run(_differentiate_penalty)
-
-
-def _differentiate_penalty() -> None:
     torch.manual_seed(0)
     wrap = fully_sharded()
     penalised = Penalised()
@@ -301,16 +286,10 @@ class Remembering(nn.Module):
         return self.exit(self.hidden)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("form", [*EVERY_FORM, None], ids=str)
-def test_a_second_backward_that_begins_inside_of_a_unit_is_an_error(
-    ranks: RankPool, world_size: int, form: dict[str, Any] | None
-) -> None:
+def test_a_second_backward_that_begins_inside_of_a_unit_is_an_error(form: dict[str, Any] | None) -> None:
     """It is named, also if the first backward has freed the parameters; the next step is as ever."""
-    ranks(world_size).run(_backward_from_inside, form)
-
-
-def _backward_from_inside(form: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     wrap = ours() if form is None else fully_sharded(**form)
     remembering = Remembering(wrap)
@@ -332,14 +311,9 @@ def _backward_from_inside(form: dict[str, Any] | None) -> None:
 
 
 @pytest.mark.parametrize("form", [*EVERY_FORM[::2], EVERY_FORM[3], None], ids=["flat", "unflattened", "pieces", "rows"])
-def test_gradients_of_listed_parameters_without_backward_are_refused(
-    ranks: RankPool, form: dict[str, Any] | None
-) -> None:
+@on_ranks(2)
+def test_gradients_of_listed_parameters_without_backward_are_refused(form: dict[str, Any] | None) -> None:
     """They are not in the graph: torch says so, or nothing, and then the step does."""
-    ranks(2).run(_differentiate_listed, form)
-
-
-def _differentiate_listed(form: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     wrap = ours() if form is None else fully_sharded(**form)
     model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5)))
@@ -394,11 +368,8 @@ def _weight(name: str) -> bool:
 
 
 @pytest.mark.parametrize("form", [*EVERY_FORM, None], ids=["flat", "kept", "unflattened", "pieces", "rows"])
-def test_backward_takes_listed_parameters_as_inputs(ranks: RankPool, form: dict[str, Any] | None) -> None:
-    ranks(2).run(_train_listed, form)
-
-
-def _train_listed(form: dict[str, Any] | None) -> None:
+@on_ranks(2)
+def test_backward_takes_listed_parameters_as_inputs(form: dict[str, Any] | None) -> None:
     of_one = [_weight] if form is None or "use_orig_params" in form or "flatten_parameters" in form else []
     for some in (_any, _of_the_unit, *of_one):
         step = partial(_backward_to, some)
@@ -408,11 +379,8 @@ def _train_listed(form: dict[str, Any] | None) -> None:
             assert_trains_like_plain(_layers, step, once, options=form)
 
 
-def test_backward_finds_inputs_beside_sharded_ones(ranks: RankPool) -> None:
-    ranks(2).run(_differentiate_beside)
-
-
-def _differentiate_beside() -> None:
+@on_ranks(2)
+def test_backward_finds_inputs_beside_sharded_ones() -> None:
     model = _layers(fully_sharded())
     inputs, unrelated = torch.ones(2, 5, requires_grad=True), torch.ones(3, requires_grad=True)
     model(inputs).sum().backward(inputs=[*model.parameters(), inputs])

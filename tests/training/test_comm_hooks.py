@@ -27,6 +27,7 @@ from tests.helpers.comm_hooks import (
 )
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -75,13 +76,8 @@ def _compare_with_no_hook(hook: CommHook, make_optimizer: MakeOptimizer, **optio
 
 
 @pytest.mark.parametrize(("world_size", "make_optimizer"), [(2, adamw), (3, sgd_with_momentum), (4, adamw)])
-def test_torchs_reduce_scatter_hook_trains_as_torchs_collectives_do_to_the_bit(
-    ranks: RankPool, world_size: int, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(_compare_with_torchs_collectives, make_optimizer)
-
-
-def _compare_with_torchs_collectives(make_optimizer: MakeOptimizer) -> None:
+@on_ranks("world_size")
+def test_torchs_reduce_scatter_hook_trains_as_torchs_collectives_do_to_the_bit(make_optimizer: MakeOptimizer) -> None:
     use_torch_collectives()
     try:
         # A bucket would be summed in another order.
@@ -155,15 +151,9 @@ def _train_both(options: dict[str, Any], machine: str, training: dict[str, Any],
         assert_bit_equal(train_sharded(plan(make_model=hooked), fully_sharded(**options)), plain)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one_order(
-    ranks: RankPool, world_size: int
-) -> None:
+@on_ranks(2, 3)
+def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one_order() -> None:
     """torch's collectives could not tell two units apart."""
-    ranks(world_size).run(_complete_in_different_orders)
-
-
-def _complete_in_different_orders() -> None:
     twins = Twins(partial(with_hook, branches, torchs_reduce_scatter), one_sgd)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
@@ -171,11 +161,8 @@ def _complete_in_different_orders() -> None:
     twins.assert_close_weights()
 
 
-def test_optimizers_of_original_parameters_train_with_a_hook(ranks: RankPool) -> None:
-    ranks(2).run(_train_original)
-
-
-def _train_original() -> None:
+@on_ranks(2)
+def test_optimizers_of_original_parameters_train_with_a_hook() -> None:
     twins = Twins(partial(with_hook, nested_mlp, average), decay_matrices_only)
     for number in range(2):
         twins.step(number)
@@ -187,13 +174,8 @@ def _train_original() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2, 3], state_is_the_group=[False, True])
-def test_bf16_compress_hook_averages_rounded_gradients_in_float32(
-    ranks: RankPool, world_size: int, state_is_the_group: bool
-) -> None:
-    ranks(world_size).run(_average_rounded, state_is_the_group)
-
-
-def _average_rounded(state_is_the_group: bool) -> None:
+@on_ranks("world_size")
+def test_bf16_compress_hook_averages_rounded_gradients_in_float32(state_is_the_group: bool) -> None:
     world_size = dist.get_world_size()
     model: Any = fully_sharded()(nn.Linear(5, 7))
     state = model.state_dict()
@@ -227,14 +209,10 @@ def _whole_gradient(model: Any) -> Tensor:
 
 
 @parametrize_pairs(world_size=[2, 3], bucket_cap_mb=[25, 0])
-def test_bf16_compress_hook_halves_the_bytes_of_reductions(
-    ranks: RankPool, world_size: int, bucket_cap_mb: float
-) -> None:
-    ranks(world_size).run(_compare_bytes, {"bucket_cap_mb": bucket_cap_mb, "reshard_after_forward": False})
-
-
-def _compare_bytes(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_bf16_compress_hook_halves_the_bytes_of_reductions(bucket_cap_mb: float) -> None:
     """With one gather for each reduction, these are half of what is sent."""
+    options = {"bucket_cap_mb": bucket_cap_mb, "reshard_after_forward": False}
     full = sent_in_a_step(**options)
     sent = {}
     for hook in (average, bf16_compress_hook):
@@ -248,14 +226,9 @@ def _compare_bytes(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(make_optimizer=[sgd_with_momentum, adamw], world_size=[2, 3])
-def test_training_in_bf16_gradients_stays_close(
-    ranks: RankPool, world_size: int, make_optimizer: MakeOptimizer
-) -> None:
+@on_ranks("world_size")
+def test_training_in_bf16_gradients_stays_close(make_optimizer: MakeOptimizer) -> None:
     """Ten steps of the unsharded model, within what rounding of gradients explains; and not closer, by accident."""
-    ranks(world_size).run(_stay_close, make_optimizer)
-
-
-def _stay_close(make_optimizer: MakeOptimizer) -> None:
     make_model = partial(with_hook, nested_mlp, bf16_compress_hook)
     distance = assert_parity(make_model, make_optimizer, 10, tolerance=0.03).distance
     assert distance.weight > 1e-5
@@ -267,11 +240,9 @@ def _stay_close(make_optimizer: MakeOptimizer) -> None:
 @parametrize_pairs(
     at_most=4, world_size=[2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
 )
-def test_torchs_compressing_hooks_work_unchanged(ranks: RankPool, world_size: int, layout: str, name: str) -> None:
-    ranks(world_size).run(_use_torchs, name, LAYOUTS[layout])
-
-
-def _use_torchs(name: str, options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_torchs_compressing_hooks_work_unchanged(layout: str, name: str) -> None:
+    options = LAYOUTS[layout]
     make_model = partial(with_hook, nested_mlp, torchs(name), state=torchs_state(name))
     # torch's hooks end by recording a stream for their result, which raises for any tensor on CPU.
     with mock.patch.object(Tensor, "record_stream"):

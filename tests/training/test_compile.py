@@ -35,6 +35,7 @@ from tests.helpers.compile_backends import (
 )
 from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import from_one_rank, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -216,13 +217,11 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
 
 
 @parametrize_pairs(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
+@on_ranks("world_size")
 def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(
-    ranks: RankPool, way: Way, options: dict[str, Any], world_size: int, reshard_after_forward: bool
+    way: Way, options: dict[str, Any], reshard_after_forward: bool
 ) -> None:
-    ranks(world_size).run(_train_blocks, way, options | {"reshard_after_forward": reshard_after_forward})
-
-
-def _train_blocks(way: Way, options: dict[str, Any]) -> None:
+    options = options | {"reshard_after_forward": reshard_after_forward}
     backend = _train_all(way, options)
     assert backend.breaks == []
     # All blocks are calls of one graph, as they are of the plain model; evaluation has its own.
@@ -230,13 +229,10 @@ def _train_blocks(way: Way, options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(at_most=6, way=ACROSS_UNITS, world_size=[2, 1], options=OPTIONS[:2])
+@on_ranks("world_size")
 def test_what_is_compiled_across_units_trains_as_the_plain_model_and_breaks_at_their_borders(
-    ranks: RankPool, way: Way, world_size: int, options: dict[str, Any]
+    way: Way, options: dict[str, Any]
 ) -> None:
-    ranks(world_size).run(_train_across_units, way, options)
-
-
-def _train_across_units(way: Way, options: dict[str, Any]) -> None:
     backend = _train_all(way, options)
     assert backend.breaks
     assert all("ForwardHooks." in reason for reason in backend.breaks)
@@ -262,11 +258,8 @@ def _train_all(way: Way, options: dict[str, Any]) -> Counter:
 # Graphs
 
 
-def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool) -> None:
-    ranks(1).run(_count_shapes)
-
-
-def _count_shapes() -> None:
+@on_ranks(1)
+def test_blocks_of_other_shapes_take_a_graph_each() -> None:
     for wrap in (keep, *(fully_sharded(**options) for options in OPTIONS)):
         backend = Counter()
         model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5))
@@ -275,11 +268,8 @@ def _count_shapes() -> None:
         assert backend.sizes == [Block.OPERATIONS] * 3, wrap
 
 
-def test_auto_wrap_finds_blocks_in_compiled_modules(ranks: RankPool) -> None:
-    ranks(2).run(_auto_wrap_compiled)
-
-
-def _auto_wrap_compiled() -> None:
+@on_ranks(2)
+def test_auto_wrap_finds_blocks_in_compiled_modules() -> None:
     backend = Counter()
     torch.manual_seed(0)
     plain = Stack(keep, partial(torch_compile, backend=backend, fullgraph=True))

@@ -26,6 +26,7 @@ from tests.helpers.compile_backends import (
     user_module,
 )
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -107,11 +108,8 @@ def _accumulate(options: dict[str, Any], prepare: Wrap, no_sync: bool) -> dict[s
     return dict(model.state_dict())
 
 
-def test_a_checkpoint_around_a_batch_norm_in_full_precision_stays_uncompiled_but_right(ranks: RankPool) -> None:
-    ranks(2).run(_train_broken_checkpoint)
-
-
-def _train_broken_checkpoint() -> None:
+@on_ranks(2)
+def test_a_checkpoint_around_a_batch_norm_in_full_precision_stays_uncompiled_but_right() -> None:
     backend = Counter()
     prepares: list[Wrap] = [keep, lambda block: call_compile(checkpoint_wrapper(block), backend)]
     expected, found = (list(_accumulate(BESIDE["mixed precision"], each, False).values()) for each in prepares)
@@ -146,11 +144,8 @@ def test_a_graph_break_in_a_checkpoint_neither_compiles_for_every_call_nor_count
     assert len(backend.sizes) <= 2
 
 
-def test_a_compiled_block_computes_inside_summon_full_params(ranks: RankPool) -> None:
-    ranks(2).run(_summon)
-
-
-def _summon() -> None:
+@on_ranks(2)
+def test_a_compiled_block_computes_inside_summon_full_params() -> None:
     backend = Counter()
     model = stack(fully_sharded(), partial(call_compile, backend=backend, fullgraph=True))
     inputs, graphs = batch(0, 0).float(), []
@@ -234,11 +229,8 @@ def _step_compiled_with_same_bits() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_pain_point_29_a_compiled_function_finds_no_sharded_weight(ranks: RankPool, backend: str) -> None:
-    ranks(2).run(_read_weight_compiled, backend)
-
-
-def _read_weight_compiled(backend: str) -> None:
+@on_ranks(2)
+def test_pain_point_29_a_compiled_function_finds_no_sharded_weight(backend: str) -> None:
     model = stack(fully_sharded())
     widen = user_module(user_module(model).blocks[0]).widen
     with torch.no_grad():
@@ -258,11 +250,8 @@ class ReturnsWeights(nn.Module):
         return self.inner(inputs), self.weight[1:3], self.weight
 
 
-def test_pain_point_29_weights_that_a_compiled_block_returns_stay_valid(ranks: RankPool) -> None:
-    ranks(2).run(_return_weights)
-
-
-def _return_weights() -> None:
+@on_ranks(2)
+def test_pain_point_29_weights_that_a_compiled_block_returns_stay_valid() -> None:
     plain = ReturnsWeights()
     model = FullyShardedDataParallel(torch_compile(ReturnsWeights(), Counter(), fullgraph=True))
     for found in (plain(torch.ones(2, 3)), model(torch.ones(2, 3))):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.helpers.forms import FORMS, Beside, assert_trains, batch, sharded
 from tests.helpers.module_kinds import seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 
 class Cached(nn.Module):
@@ -55,22 +55,14 @@ def _loss(model: Any, inputs: Tensor, step: int) -> Tensor:
 
 
 @parametrize_pairs(form=FORMS, kind=["list", "dict", "computed"], units=[(), (Cached,)], world_size=[2, 3])
-def test_a_cache_that_follows_assignments_is_computed_with(
-    ranks: RankPool, form: str, kind: str, units: Any, world_size: int
-) -> None:
-    ranks(world_size).run(_train, form, kind, units)
-
-
-def _train(form: str, kind: str, units: Any) -> None:
+@on_ranks("world_size")
+def test_a_cache_that_follows_assignments_is_computed_with(form: str, kind: str, units: Any) -> None:
     assert_trains(partial(Net, kind), form, _loss, units)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_cache_is_filled_after_a_load_and_a_summoning(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_load_and_summon, form)
-
-
-def _load_and_summon(form: str) -> None:
+@on_ranks(2)
+def test_a_cache_is_filled_after_a_load_and_a_summoning(form: str) -> None:
     both = Beside(partial(Net, "list"), form)
     both.start()
     both.step(_loss, 0)
@@ -106,22 +98,16 @@ class Holding(nn.Module):
 
 
 @parametrize_pairs(form=FORMS, where=["list", "nested", "attribute"])
-def test_a_module_that_holds_an_original_parameter_is_refused(ranks: RankPool, form: str, where: str) -> None:
-    ranks(2).run(_refuse_held, form, where)
-
-
-def _refuse_held(form: str, where: str) -> None:
+@on_ranks(2)
+def test_a_module_that_holds_an_original_parameter_is_refused(form: str, where: str) -> None:
     model = sharded(seeded(partial(Holding, where)), form)
     with pytest.raises(RuntimeError, match=r"held holds the original parameter layer\.weight.*__setattr__"):
         model(torch.ones(3, 5))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_gradient_of_an_original_parameter_is_an_error(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_refuse_gradient, form)
-
-
-def _refuse_gradient(form: str) -> None:
+@on_ranks(2)
+def test_a_gradient_of_an_original_parameter_is_an_error(form: str) -> None:
     plain = seeded(partial(nn.Linear, 5, 1)).double()
     weight = plain.weight  # in a closure, where no module shows it
     model = sharded(plain, form)
@@ -132,11 +118,8 @@ def _refuse_gradient(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_original_parameter_may_be_held_where_nothing_computes_with_it(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_hold_outside, form)
-
-
-def _hold_outside(form: str) -> None:
+@on_ranks(2)
+def test_an_original_parameter_may_be_held_where_nothing_computes_with_it(form: str) -> None:
     both = Beside(partial(nn.Linear, 5, 1), form)
     both.start()
     held = list(seeded(partial(nn.Linear, 5, 1)).parameters())

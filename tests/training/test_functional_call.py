@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import cached
 
 from fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 Given = dict[str, Tensor]
 
@@ -95,13 +95,8 @@ def _values(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functional_call_computes_with_what_it_is_given_and_leaves_the_parameters_alone(
-    ranks: RankPool, kind: str
-) -> None:
-    ranks(2).run(_calls, kind)
-
-
-def _calls(kind: str) -> None:
+@on_ranks(2)
+def test_functional_call_computes_with_what_it_is_given_and_leaves_the_parameters_alone(kind: str) -> None:
     torch.manual_seed(0)
     plain = Net()
     model, inputs = _wrapped(plain, kind), _inputs()
@@ -138,11 +133,8 @@ def _calls(kind: str) -> None:
 
 
 @parametrize_pairs(kind=["flat", "pieces", "rows"], keeps_class=[True, False])
-def test_functional_call_in_the_middle_of_a_forward(ranks: RankPool, kind: str, keeps_class: bool) -> None:
-    ranks(2).run(_calls_inside, kind, keeps_class)
-
-
-def _calls_inside(kind: str, keeps_class: bool) -> None:
+@on_ranks(2)
+def test_functional_call_in_the_middle_of_a_forward(kind: str, keeps_class: bool) -> None:
     torch.manual_seed(0)
     plain = Meta(keeps_class=keeps_class)
     model, inputs = _wrapped(plain, kind), _inputs()
@@ -153,11 +145,8 @@ def _calls_inside(kind: str, keeps_class: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "pieces"])
-def test_functorch_differentiates_through_what_is_given(ranks: RankPool, kind: str) -> None:
-    ranks(2).run(_transforms, kind)
-
-
-def _transforms(kind: str) -> None:
+@on_ranks(2)
+def test_functorch_differentiates_through_what_is_given(kind: str) -> None:
     torch.manual_seed(0)
     plain = Net()
     model, inputs = _wrapped(plain, kind), _inputs()
@@ -178,11 +167,8 @@ def _transforms(kind: str) -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], kind=["flat", "pieces"])
-def test_modules_with_ways_of_their_own(ranks: RankPool, kind: str, world_size: int) -> None:
-    ranks(world_size).run(_own_ways, kind)
-
-
-def _own_ways(kind: str) -> None:
+@on_ranks("world_size")
+def test_modules_with_ways_of_their_own(kind: str) -> None:
     torch.manual_seed(0)
     # A list of weights beside the attributes, buffers, and weights that are computed.
     makes: Any = (lambda: nn.LSTM(4, 3), lambda: nn.BatchNorm1d(4), lambda: weight_norm(nn.Linear(4, 3)))
@@ -210,11 +196,8 @@ def _sum(output: Any) -> Tensor:
     return result
 
 
-def test_what_is_assigned_through_a_wrapper_arrives_in_the_module(ranks: RankPool) -> None:
-    ranks(2).run(_assign_through_the_wrapper)
-
-
-def _assign_through_the_wrapper() -> None:
+@on_ranks(2)
+def test_what_is_assigned_through_a_wrapper_arrives_in_the_module() -> None:
     for use_orig_params in (False, True):
         model: Any = FullyShardedDataParallel(nn.BatchNorm1d(4), use_orig_params=use_orig_params)
         for each in (model, pickle.loads(pickle.dumps(copy.deepcopy(nn.Sequential(model))))[0]):
@@ -227,11 +210,8 @@ def _assign_through_the_wrapper() -> None:
             assert each.module.module.running_mean.eq(5.0).all()
 
 
-def test_what_is_lent_is_not_saved(ranks: RankPool) -> None:
-    ranks(2).run(_save_lent)
-
-
-def _save_lent() -> None:
+@on_ranks(2)
+def test_what_is_lent_is_not_saved() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True)
     listed = model.module.module._parameters["weight"]
     model.module.module._parameters["weight"] = nn.Parameter(torch.ones(3, 4))
@@ -242,11 +222,8 @@ def _save_lent() -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "pieces", "rows"])
-def test_functional_call_refuses_parts_of_parameters(ranks: RankPool, kind: str) -> None:
-    ranks(2).run(_refuses, kind)
-
-
-def _refuses(kind: str) -> None:
+@on_ranks(2)
+def test_functional_call_refuses_parts_of_parameters(kind: str) -> None:
     torch.manual_seed(0)
     model = _wrapped(Net(), kind)
     before = _values(model)

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import FORMS, SideBySide, Units, auto_wrapped, whole, wrapped_parts
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -77,13 +78,10 @@ INFERENCE: list[Callable[[], AbstractContextManager[Any]]] = [torch.no_grad, tor
 
 
 @parametrize_pairs(at_most=5, options=FORMS, units=UNITS, world_size=[3, 2], mode=INFERENCE)
+@on_ranks("world_size")
 def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(
-    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, mode: Callable[[], Any]
+    options: dict[str, Any], units: Units, mode: Callable[[], Any]
 ) -> None:
-    ranks(world_size).run(_generate_between_steps, options, units, mode)
-
-
-def _generate_between_steps(options: dict[str, Any], units: Units, mode: Callable[[], Any]) -> None:
     pair = SideBySide(Generator, units, **options)
     for number in range(2):
         with mode():  # before the first step, too
@@ -95,11 +93,8 @@ def _generate_between_steps(options: dict[str, Any], units: Units, mode: Callabl
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_13_a_method_calls_units(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_encode_between_steps, options)
-
-
-def _encode_between_steps(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_13_a_method_calls_units(options: dict[str, Any]) -> None:
     pair = SideBySide(Generator, by_parts, **options)
     for number in range(2):
         pair.step(number)
@@ -110,11 +105,8 @@ def _encode_between_steps(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_13_training_through_a_method(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_train_through_a_method, options)
-
-
-def _train_through_a_method(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_13_training_through_a_method(options: dict[str, Any]) -> None:
     pair = SideBySide(Generator, by_parts, **options)
     for number in range(2):
         parts = [batch(number, rank) for rank in range(dist.get_world_size())]
@@ -127,11 +119,8 @@ def _train_through_a_method(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_pain_point_13_every_method_works_with_summoned_parameters(ranks: RankPool, units: Units) -> None:
-    ranks(2).run(_call_while_summoned, units)
-
-
-def _call_while_summoned(units: Units) -> None:
+@on_ranks(2)
+def test_pain_point_13_every_method_works_with_summoned_parameters(units: Units) -> None:
     pair = SideBySide(Generator, units)
     pair.step(0)
     with pair.sharded.summon_full_params(), torch.no_grad():
@@ -150,13 +139,8 @@ def _use(method: str, model: nn.Module, **how: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_13_a_raw_weight_names_itself_its_unit_and_the_way_out(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_touch_weights, options)
-
-
-def _touch_weights(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_13_a_raw_weight_names_itself_its_unit_and_the_way_out(options: dict[str, Any]) -> None:
     pair = SideBySide(Generator, by_parts, **options)
     pair.step(0)
     model = pair.sharded
@@ -184,11 +168,8 @@ class ReadsUnit(nn.Module):
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_13_a_parent_that_reads_the_weight_of_another_unit(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_read_another_units_weight, options)
-
-
-def _read_another_units_weight(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_13_a_parent_that_reads_the_weight_of_another_unit(options: dict[str, Any]) -> None:
     model = wrapped_parts(ReadsUnit(), fully_sharded(**options), parts=["child"])
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^weight is sharded: .* of child .*must be in the same unit"):
@@ -197,11 +178,8 @@ def _read_another_units_weight(options: dict[str, Any]) -> None:
     assert list(model.state_dict()) == list(ReadsUnit().state_dict())
 
 
-def test_pain_point_13_attention_in_units_of_its_parts_names_the_weight(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_parts_of_attention)
-
-
-def _wrap_parts_of_attention() -> None:
+@on_ranks(2)
+def test_pain_point_13_attention_in_units_of_its_parts_names_the_weight() -> None:
     # torch's attention never calls its out_proj; auto_wrap knows, and by hand it must be seen what is wrong.
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     model = wrapped_parts(attention, fully_sharded(), parts=["out_proj"])

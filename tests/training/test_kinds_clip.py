@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideBySide, Units, auto_wrapped, whole
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adam, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -82,20 +83,9 @@ def clip_both(pair: SideBySide, max_norm: float, norm_type: float) -> tuple[Tens
     make_optimizer=[sgd_with_momentum, adam],  # AdamW decays what is unused, for which a flat parameter has zeros
     max_norm=[0.05, 100.0],
 )
+@on_ranks("world_size")
 def test_pain_point_07_clipped_steps_equal_the_unsharded_model(
-    ranks: RankPool,
-    norm_type: float,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    max_norm: float,
-) -> None:
-    ranks(world_size).run(_train_clipped, options, units, make_optimizer, max_norm, norm_type)
-
-
-def _train_clipped(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, max_norm: float, norm_type: float
+    norm_type: float, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, max_norm: float
 ) -> None:
     pair = SideBySide(all_kinds, units, make_optimizer, apart=True, **options)
     for number in range(2):
@@ -118,13 +108,10 @@ def held_gradients(model: nn.Module) -> list[Tensor]:
 
 
 @parametrize_pairs(norm_type=NORM_TYPES, options=FORMS, units=[whole, auto_wrapped, each_in_another_form])
+@on_ranks(2)
 def test_pain_point_07_no_dtype_is_narrowed_for_the_norm(
-    ranks: RankPool, norm_type: float, options: dict[str, Any], units: Units
+    norm_type: float, options: dict[str, Any], units: Units
 ) -> None:
-    ranks(2).run(_norm_in_many_dtypes, options, units, norm_type)
-
-
-def _norm_in_many_dtypes(options: dict[str, Any], units: Units, norm_type: float) -> None:
     pair = SideBySide(in_many_dtypes, units, apart=True, **options)
     pair.sharded(torch.full((3, 5), 0.1 + dist.get_rank())).sum().backward()
     grads = [torch.view_as_real(g) if g.is_complex() else g for g in held_gradients(pair.sharded)]
@@ -140,11 +127,8 @@ def _norm_in_many_dtypes(options: dict[str, Any], units: Units, norm_type: float
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=0.0)
 
 
-def test_pain_point_07_float64_beside_complex64_is_summed_in_float64(ranks: RankPool) -> None:
-    ranks(2).run(_norm_of_two_wide_dtypes)
-
-
-def _norm_of_two_wide_dtypes() -> None:
+@on_ranks(2)
+def test_pain_point_07_float64_beside_complex64_is_summed_in_float64() -> None:
     torch.set_default_dtype(torch.float64)
     for dtypes in ((torch.float64, torch.complex64), (torch.complex64, torch.float64)):
         model: Any = auto_wrapped(nn.Sequential(*(nn.Linear(5, 5, dtype=dtype) for dtype in dtypes)), fully_sharded())
@@ -170,10 +154,25 @@ def _norm_of_two_wide_dtypes() -> None:
     units=[whole, each_in_another_form],
     world_size=[3, 2],
 )
+@on_ranks("world_size")
 def test_pain_point_07_error_if_nonfinite_changes_nothing_on_any_rank(
-    ranks: RankPool, value: float, norm_type: float, options: dict[str, Any], units: Units, world_size: int
+    value: float, norm_type: float, options: dict[str, Any], units: Units
 ) -> None:
-    ranks(world_size).run(_refuse_nonfinite, options, units, value, norm_type)
+    pair = SideBySide(all_kinds, units, apart=True, **options)
+    pair.backward(0)
+    if dist.get_rank() == dist.get_world_size() - 1:  # in one element, on one rank
+        grads = [param.grad for param in pair.sharded.parameters() if param.grad is not None]
+        next(grad for grad in grads if grad.numel()).view(-1)[0] = value
+    before = [grad.clone() for grad in held_gradients(pair.sharded)]
+    with pytest.raises(RuntimeError, match=r"the norm of the gradients is (nan|inf) .*left as they are, on every rank"):
+        pair.sharded.clip_grad_norm_(0.01, norm_type, error_if_nonfinite=True)
+    for found, expected in zip(held_gradients(pair.sharded), before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    assert not pair.sharded.clip_grad_norm_(0.01, norm_type).isfinite()
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    pair.step(1)
+    pair.assert_close()
 
 
 def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank(ranks: RankPool) -> None:
@@ -190,24 +189,6 @@ def _name_nonfinite() -> str:
     with pytest.raises(RuntimeError) as error:
         model.clip_grad_norm_(1.0, error_if_nonfinite=True)
     return str(error.value)
-
-
-def _refuse_nonfinite(options: dict[str, Any], units: Units, value: float, norm_type: float) -> None:
-    pair = SideBySide(all_kinds, units, apart=True, **options)
-    pair.backward(0)
-    if dist.get_rank() == dist.get_world_size() - 1:  # in one element, on one rank
-        grads = [param.grad for param in pair.sharded.parameters() if param.grad is not None]
-        next(grad for grad in grads if grad.numel()).view(-1)[0] = value
-    before = [grad.clone() for grad in held_gradients(pair.sharded)]
-    with pytest.raises(RuntimeError, match=r"the norm of the gradients is (nan|inf) .*left as they are, on every rank"):
-        pair.sharded.clip_grad_norm_(0.01, norm_type, error_if_nonfinite=True)
-    for found, expected in zip(held_gradients(pair.sharded), before, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
-    assert not pair.sharded.clip_grad_norm_(0.01, norm_type).isfinite()
-    for optimizer in pair.optimizers:
-        optimizer.zero_grad()
-    pair.step(1)
-    pair.assert_close()
 
 
 # By value
@@ -233,18 +214,10 @@ class RealKinds(nn.Module):
     make_optimizer=[sgd_with_momentum, adamw],
     clip_value=[1e-3, 100.0],
 )
+@on_ranks("world_size")
 def test_pain_point_07_clipping_by_value_equals_torchs(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    clip_value: float,
+    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, clip_value: float
 ) -> None:
-    ranks(world_size).run(_clip_values, options, units, make_optimizer, clip_value)
-
-
-def _clip_values(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, clip_value: float) -> None:
     pair = SideBySide(RealKinds, units, make_optimizer, apart=True, **options)
     for number in range(2):
         pair.backward(number)

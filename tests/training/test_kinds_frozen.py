@@ -32,6 +32,7 @@ from tests.helpers.module_kinds import (
     whole,
     wrapped_parts,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     MakeOptimizer,
@@ -123,13 +124,10 @@ def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Modu
 
 
 @parametrize_pairs(at_most=4, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
+@on_ranks(2)
 def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(
-    ranks: RankPool, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
+    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(2).run(_equal_ddp, units, make_optimizer, options)
-
-
-def _equal_ddp(units: Units, make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
     make_model = partial(in_units, partial(adapted, outputs=1), units)
     training = Training(make_model=make_model, make_optimizer=make_optimizer)
     sharded = train_sharded(training, fully_sharded(**options))
@@ -186,13 +184,8 @@ def train_step(model: nn.Module, inputs: Tensor) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=[whole, by_layers], world_size=[3, 2])
-def test_pain_point_04_what_is_frozen_is_gathered_and_never_reduced(
-    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int
-) -> None:
-    ranks(world_size).run(_count_bytes, options, units)
-
-
-def _count_bytes(options: dict[str, Any], units: Units) -> None:
+@on_ranks("world_size")
+def test_pain_point_04_what_is_frozen_is_gathered_and_never_reduced(options: dict[str, Any], units: Units) -> None:
     # Units keep their parameters until backward: every one is gathered once.
     model = units(seeded(adapted), fully_sharded(reshard_after_forward=False, **options))
     train_step(model, torch.ones(2, 5))  # the ranks also agree in the first one
@@ -204,11 +197,8 @@ def _count_bytes(options: dict[str, Any], units: Units) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_count_bytes_when_frozen, options)
-
-
-def _count_bytes_when_frozen(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(options: dict[str, Any]) -> None:
     model: Any = by_layers(seeded(adapted), fully_sharded(reshard_after_forward=False, **options))
     train_step(model, torch.ones(2, 5))
     model[2].requires_grad_(False)
@@ -222,13 +212,10 @@ def _count_bytes_when_frozen(options: dict[str, Any]) -> None:
 @parametrize_pairs(
     at_most=4, options=FORMS, units=[whole, by_layers], world_size=[3, 2], make_optimizer=[adamw, sgd_with_momentum]
 )
+@on_ranks("world_size")
 def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
-    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
+    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(world_size).run(_weigh, options, units, make_optimizer)
-
-
-def _weigh(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer) -> None:
     inputs = torch.ones(2, 5)
     before = live_bytes()
     model: Any = units(seeded(adapted), fully_sharded(**options))
@@ -360,13 +347,8 @@ def _toggle_flat(options: dict[str, Any], freeze: Freeze, make_optimizer: MakeOp
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_04_freezing_between_backward_and_step_keeps_the_gradient(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_freeze_before_step, options)
-
-
-def _freeze_before_step(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_04_freezing_between_backward_and_step_keeps_the_gradient(options: dict[str, Any]) -> None:
     pair = SideBySide(in_default_dtype, by_layers, adamw, **options)
     for number in range(4):
         pair.backward(number)
@@ -377,11 +359,8 @@ def _freeze_before_step(options: dict[str, Any]) -> None:
     pair.assert_close()
 
 
-def test_a_part_of_a_flat_parameter_cannot_be_frozen(ranks: RankPool) -> None:
-    ranks(2).run(_freeze_a_part)
-
-
-def _freeze_a_part() -> None:
+@on_ranks(2)
+def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
     inner = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
     model: Any = fully_sharded()(inner)
     for part in (inner[0], inner[1], inner[1][0]):
@@ -415,11 +394,8 @@ def _freeze_unsharded() -> None:
             model.zero_grad()
 
 
-def test_a_part_of_a_flat_parameter_cannot_be_frozen_while_it_is_unsharded(ranks: RankPool) -> None:
-    ranks(2).run(_freeze_a_part_unsharded)
-
-
-def _freeze_a_part_unsharded() -> None:
+@on_ranks(2)
+def test_a_part_of_a_flat_parameter_cannot_be_frozen_while_it_is_unsharded() -> None:
     layer = nn.Linear(3, 3)
     model = fully_sharded()(layer)
     model(torch.ones(2, 3))

@@ -30,6 +30,7 @@ from tests.helpers.module_kinds import (
     whole,
     wrapped_parts,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -285,13 +286,9 @@ EVALUATED = ["weight_norm", "spectral_norm", "old weight_norm", "old spectral_no
 
 
 @parametrize_pairs(at_most=8, kind=EVALUATED, units=UNITS, options=FORMS)
-def test_evaluation_between_steps_equals_the_plain_modules(
-    ranks: RankPool, kind: str, options: dict[str, Any], units: Units
-) -> None:
-    ranks(2).run(_evaluate_between_steps, KINDS[kind], units, options)
-
-
-def _evaluate_between_steps(make: Make, units: Units, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_evaluation_between_steps_equals_the_plain_modules(kind: str, options: dict[str, Any], units: Units) -> None:
+    make = KINDS[kind]
     pair = SideBySide(make, units, **options)
     for number, (name, mode) in enumerate(MODES.items()):
         pair.on_both(nn.Module.eval)
@@ -317,13 +314,8 @@ def by_encoder_layers(model: nn.Module, wrap: Wrap) -> nn.Module:
 
 
 @parametrize_pairs(options=FORMS, units=[whole, by_encoder_layers])
-def test_torchs_fast_path_for_inference_is_taken_where_it_can_be(
-    ranks: RankPool, options: dict[str, Any], units: Units
-) -> None:
-    ranks(2).run(_infer_fast, options, units)
-
-
-def _infer_fast(options: dict[str, Any], units: Units) -> None:
+@on_ranks(2)
+def test_torchs_fast_path_for_inference_is_taken_where_it_can_be(options: dict[str, Any], units: Units) -> None:
     pair = SideBySide(encoder, units, **options)
     pair.step(0)
     pair.on_both(nn.Module.eval)
@@ -342,13 +334,10 @@ def _infer_fast(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(make=[weight_norm, with_own_parametrizations], options=FORMS, units=UNITS)
+@on_ranks(2)
 def test_computed_weights_are_read_and_assigned_while_summoned(
-    ranks: RankPool, make: Make, options: dict[str, Any], units: Units
+    make: Make, options: dict[str, Any], units: Units
 ) -> None:
-    ranks(2).run(_assign_computed_weights, make, options, units)
-
-
-def _assign_computed_weights(make: Make, options: dict[str, Any], units: Units) -> None:
     pair = SideBySide(make, units, **options)
     pair.step(0)
     with pair.sharded.summon_full_params(), torch.no_grad():
@@ -362,13 +351,8 @@ def _assign_computed_weights(make: Make, options: dict[str, Any], units: Units) 
 
 
 @parametrize_pairs(make=[weight_norm, with_own_parametrizations], options=FORMS, units=UNITS)
-def test_computed_weights_are_cached_over_several_forwards(
-    ranks: RankPool, make: Make, options: dict[str, Any], units: Units
-) -> None:
-    ranks(2).run(_cache_computed_weights, make, options, units)
-
-
-def _cache_computed_weights(make: Make, options: dict[str, Any], units: Units) -> None:
+@on_ranks(2)
+def test_computed_weights_are_cached_over_several_forwards(make: Make, options: dict[str, Any], units: Units) -> None:
     pair = SideBySide(make, units, **options)
     for number in range(3):
         for model, inputs in ((pair.sharded, batch(number, dist.get_rank())), (pair.plain, None)):

@@ -27,6 +27,7 @@ from tests.helpers.module_kinds import (
     whole,
     wrapped_parts,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -115,11 +116,8 @@ def test_pain_point_03_tied_parameters_train_as_on_one_process(
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_each_is_sharded_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(2).run(_count_elements, options, units)
-
-
-def _count_elements(options: dict[str, Any], units: Units) -> None:
+@on_ranks(2)
+def test_pain_point_03_each_is_sharded_once(options: dict[str, Any], units: Units) -> None:
     model = units(seeded(Tied), fully_sharded(**options))
     layouts = [handle.layout for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
     sharded = sum(slot.numel for layout in layouts for slot in layout.slots)
@@ -129,11 +127,9 @@ def _count_elements(options: dict[str, Any], units: Units) -> None:
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_find_owners, options, by_hand)
-
-
-def _find_owners(options: dict[str, Any], units: Units) -> None:
+@on_ranks(2)
+def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(options: dict[str, Any]) -> None:
+    units = by_hand
     model = units(seeded(Tied), fully_sharded(**options))
     model(batch(0, 0).float())
     found: dict[str, list[set[str]]] = {}
@@ -149,11 +145,8 @@ def _find_owners(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_saved_under_every_name_and_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(2).run(_save, options, units)
-
-
-def _save(options: dict[str, Any], units: Units) -> None:
+@on_ranks(2)
+def test_pain_point_03_saved_under_every_name_and_once(options: dict[str, Any], units: Units) -> None:
     pair = SideBySide(Tied, units, **options)
     pair.step(0)
     state = pair.sharded.state_dict()
@@ -165,11 +158,8 @@ def _save(options: dict[str, Any], units: Units) -> None:
 
 
 @parametrize_pairs(options=FORMS, units=UNITS)
-def test_pain_point_03_loaded_under_any_name(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(2).run(_load, options, units)
-
-
-def _load(options: dict[str, Any], units: Units) -> None:
+@on_ranks(2)
+def test_pain_point_03_loaded_under_any_name(options: dict[str, Any], units: Units) -> None:
     pair = SideBySide(Tied, units, **options)
     pair.step(0)
     for name in sorted(set().union(*aliases(pair.plain))):
@@ -182,11 +172,8 @@ def _load(options: dict[str, Any], units: Units) -> None:
     pair.assert_close()
 
 
-def test_pain_point_03_a_later_name_wins_as_without_sharding(ranks: RankPool) -> None:
-    ranks(2).run(_load_different_values)
-
-
-def _load_different_values() -> None:
+@on_ranks(2)
+def test_pain_point_03_a_later_name_wins_as_without_sharding() -> None:
     pair = SideBySide(Tied, by_hand)
     state = {
         name: torch.full_like(value, number) for number, (name, value) in enumerate(pair.plain.state_dict().items())
@@ -206,13 +193,8 @@ def two_blocks() -> nn.Module:
 
 
 @pytest.mark.parametrize("options", [FLAT, ORIGINAL], ids=str)  # for unflattened ones see test_append_shared_param
-def test_pain_point_03_a_tie_that_cannot_be_kept_is_an_error_that_names_both(
-    ranks: RankPool, options: dict[str, Any]
-) -> None:
-    ranks(2).run(_cut_a_tie, options)
-
-
-def _cut_a_tie(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_03_a_tie_that_cannot_be_kept_is_an_error_that_names_both(options: dict[str, Any]) -> None:
     wrap = fully_sharded(**options)
     model = two_blocks()
     model[0] = wrap(model[0])
@@ -230,13 +212,8 @@ def shared_module() -> nn.Module:
 
 
 @parametrize_pairs(options=FORMS, world_size=[1, 2])
-def test_pain_point_03_a_shared_module_cannot_be_in_two_units(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_share_a_module, options)
-
-
-def _share_a_module(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_pain_point_03_a_shared_module_cannot_be_in_two_units(options: dict[str, Any]) -> None:
     wrap = fully_sharded(**options)
     model = shared_module()
     model[0] = wrap(model[0])

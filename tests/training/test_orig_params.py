@@ -23,6 +23,7 @@ from fsdp.engine.orig_params import LocalShard
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -196,29 +197,16 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
     training=[{"clip": 0.3}, {"accumulate": 2, "clip": 0.3}, {"accumulate": 2, "no_sync": False}],
     options=[{}, {"reshard_after_forward": False}, {"bucket_cap_mb": 0}],
 )
+@on_ranks("world_size")
 def test_a_transformer_trains_as_on_one_process(
-    ranks: RankPool,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    model: dict[str, Any],
-    training: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    ranks(world_size).run(_train_transformer, make_optimizer, model, training, options)
-
-
-def _train_transformer(
     make_optimizer: MakeOptimizer, model: dict[str, Any], training: dict[str, Any], options: dict[str, Any]
 ) -> None:
     make_model = partial(tiny_transformer, **model)
     assert_parity(make_model, make_optimizer, wrap=original(**options), task=TOKENS, **training)
 
 
-def test_units_of_auto_wrap_train(ranks: RankPool) -> None:
-    ranks(2).run(_train_auto_wrapped)
-
-
-def _train_auto_wrapped() -> None:
+@on_ranks(2)
+def test_units_of_auto_wrap_train() -> None:
     twins = Twins(_auto_wrapped, decay_matrices_only)
     for number in range(2):
         twins.step(number)
@@ -306,11 +294,8 @@ def first_rank_uses_all_of_the_last_unit(model: nn.Module, inputs: Tensor, rank:
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0])
-def test_ranks_whose_gradients_complete_in_different_orders_agree(ranks: RankPool, bucket_cap_mb: float) -> None:
-    ranks(2).run(_complete_in_different_orders, bucket_cap_mb)
-
-
-def _complete_in_different_orders(bucket_cap_mb: float) -> None:
+@on_ranks(2)
+def test_ranks_whose_gradients_complete_in_different_orders_agree(bucket_cap_mb: float) -> None:
     # On one rank the last unit's gradients are complete first, on the other only when backward ends.
     twins = Twins(branches, one_sgd, bucket_cap_mb=bucket_cap_mb)
     for number in range(3):
@@ -332,13 +317,8 @@ def half_frozen(wrap: Wrap) -> nn.Module:
 
 
 @parametrize_pairs(world_size=[1, 2, 3], make_optimizers=[one_sgd, decay_matrices_only])
-def test_pain_point_04_frozen_parameters_beside_trained_ones(
-    ranks: RankPool, world_size: int, make_optimizers: MakeOptimizers
-) -> None:
-    ranks(world_size).run(_train_half_frozen, make_optimizers)
-
-
-def _train_half_frozen(make_optimizers: MakeOptimizers) -> None:
+@on_ranks("world_size")
+def test_pain_point_04_frozen_parameters_beside_trained_ones(make_optimizers: MakeOptimizers) -> None:
     twins = Twins(half_frozen, make_optimizers)
     for number in range(2):
         twins.step(number)
@@ -350,13 +330,8 @@ def _train_half_frozen(make_optimizers: MakeOptimizers) -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], options=[{}, {"reshard_after_forward": False}])
-def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(
-    ranks: RankPool, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_toggle, options)
-
-
-def _toggle(options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(options: dict[str, Any]) -> None:
     twins = Twins(half_frozen, one_adamw, **options)
     # One that was frozen at wrap time, its whole group, one that was trained, and back.
     for number, names in enumerate([["entry.weight"], ["tools.b.0.bias", "scale"], ["entry.bias"], ["entry.weight"]]):
@@ -375,12 +350,8 @@ def _toggle_each(params: dict[str, nn.Parameter], names: Sequence[str]) -> None:
 # Param groups
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_pain_point_05_no_weight_decay_on_biases_and_norms(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_decay_with_no_gradient_to_speak_of)
-
-
-def _decay_with_no_gradient_to_speak_of() -> None:
+@on_ranks(2, 3)
+def test_pain_point_05_no_weight_decay_on_biases_and_norms() -> None:
     model = nested_mlp(original())
     (optimizer,) = decay_matrices_only(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -458,11 +429,8 @@ def _train_flat_and_original(
 
 
 @pytest.mark.parametrize("how", HOW, ids=["default", "fused", "foreach"])
-def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks: RankPool, how: dict[str, Any]) -> None:
-    ranks(2).run(_overflow_on_one_rank, how)
-
-
-def _overflow_on_one_rank(how: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(how: dict[str, Any]) -> None:
     model = nested_mlp(original(mixed_precision=True))
     (optimizer,) = decay_matrices_only(model, **how)
     scaler = ShardedGradScaler(init_scale=2.0**10, device="cpu")

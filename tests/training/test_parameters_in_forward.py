@@ -17,6 +17,7 @@ from fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingS
 from fsdp.engine.originals import is_ours
 from tests.helpers.forms import FORMS, assert_trains, batch, inside, sharded
 from tests.helpers.module_kinds import seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
@@ -107,14 +108,8 @@ def _loss(model: Any, inputs: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("form", "options"), [*((form, {}) for form in FORMS), ("orig", REPLICATED)])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gradient_inside_leaves_them_listed_while_others_are_accumulated(
-    ranks: RankPool, form: str, options: dict[str, Any], world_size: int
-) -> None:
-    ranks(world_size).run(_accumulate, form, options)
-
-
-def _accumulate(form: str, options: dict[str, Any]) -> None:
+@on_ranks(2, 3)
+def test_a_gradient_inside_leaves_them_listed_while_others_are_accumulated(form: str, options: dict[str, Any]) -> None:
     def body(model: Any, inputs: Tensor, step: int) -> Tensor:
         with without_sync(model):
             model(inputs + 1).square().mean().backward()
@@ -139,11 +134,8 @@ def without_sync(model: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_whole_model_lists_what_it_computes_with(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_list_whole, form)
-
-
-def _list_whole(form: str) -> None:
+@on_ranks(2)
+def test_the_whole_model_lists_what_it_computes_with(form: str) -> None:
     names: list[list[str]] = []
 
     def use(net: Any, inputs: Tensor) -> Any:
@@ -155,11 +147,8 @@ def _list_whole(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_are_listed_between_passes(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_list_between, form)
-
-
-def _list_between(form: str) -> None:
+@on_ranks(2)
+def test_shards_are_listed_between_passes(form: str) -> None:
     model = sharded(seeded(partial(Net, own_parts)).double(), form, (Inner,))
     before = list(inside(model).parameters())
     assert all(map(is_ours, before))
@@ -180,11 +169,8 @@ def _list_between(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_backward_lists_unsharded_parameters(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_list_in_backward, form)
-
-
-def _list_in_backward(form: str) -> None:
+@on_ranks(2)
+def test_a_backward_lists_unsharded_parameters(form: str) -> None:
     shapes: list[Any] = []
 
     def use(net: Any, inputs: Tensor) -> Any:
@@ -218,11 +204,8 @@ class Manual(nn.Module):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_scaled_and_stepped_inside_of_a_forward(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_train_manually, form)
-
-
-def _train_manually(form: str) -> None:
+@on_ranks(2)
+def test_gradients_are_scaled_and_stepped_inside_of_a_forward(form: str) -> None:
     plain = seeded(Manual).double()
     model = sharded(seeded(Manual).double(), form)
     for each in (model, plain):
@@ -236,11 +219,8 @@ def _train_manually(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["flat", "orig"])
-def test_a_forward_sees_the_dtype_that_it_computes_in(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_see_dtype, form)
-
-
-def _see_dtype(form: str) -> None:
+@on_ranks(2)
+def test_a_forward_sees_the_dtype_that_it_computes_in(form: str) -> None:
     seen: list[torch.dtype] = []
 
     def use(net: Any, inputs: Tensor) -> Any:

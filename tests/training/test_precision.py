@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp import MixedPrecision, use_torch_collectives
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     REGRESSION,
@@ -196,13 +197,8 @@ FLAGS: list[tuple[dict[str, Any], MixedPrecision]] = [
 
 
 @pytest.mark.parametrize(("flags", "policy"), FLAGS)
-def test_fairscales_flags_train_as_the_policy_that_says_the_same(
-    ranks: RankPool, flags: dict[str, Any], policy: MixedPrecision
-) -> None:
-    ranks(3).run(_compare_with_policy, flags, policy)
-
-
-def _compare_with_policy(flags: dict[str, Any], policy: MixedPrecision) -> None:
+@on_ranks(3)
+def test_fairscales_flags_train_as_the_policy_that_says_the_same(flags: dict[str, Any], policy: MixedPrecision) -> None:
     training = MIXED["bfloat16"].training(tiny_transformer, OPTIMIZERS["sgd"], TOKENS)
     wraps = [fully_sharded(mixed_precision=True, **flags), fully_sharded(mixed_precision=policy)]
     assert_bit_equal(*(train_sharded(training, wrap) for wrap in wraps))
@@ -214,13 +210,8 @@ def _compare_with_policy(flags: dict[str, Any], policy: MixedPrecision) -> None:
     world_size=[2, 3],
     accumulate=[1, 3],
 )
-def test_torchs_own_collectives_give_the_same_gradients_but_for_their_sums(
-    ranks: RankPool, precision: str, world_size: int, accumulate: int
-) -> None:
-    ranks(world_size).run(_compare_with_torchs_sums, precision, accumulate)
-
-
-def _compare_with_torchs_sums(precision: str, accumulate: int) -> None:
+@on_ranks("world_size")
+def test_torchs_own_collectives_give_the_same_gradients_but_for_their_sums(precision: str, accumulate: int) -> None:
     """gloo adds in the dtype that is sent: one rounding, to half a unit in the last place, for each rank."""
     precise = PRECISIONS[precision]
     own = _gradients(precise, accumulate)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 
 OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 
@@ -79,11 +79,8 @@ def quantised() -> nn.Module:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["flat", "original", "unflattened"])
-def test_pain_point_29_packed_weights_are_kept_beside_sharded_ones(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(2).run(_keep_packed, options)
-
-
-def _keep_packed(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_pain_point_29_packed_weights_are_kept_beside_sharded_ones(options: dict[str, Any]) -> None:
     plain, model = quantised(), fully_sharded(**options)(quantised())
     inputs = torch.linspace(-1, 1, 10).view(2, 5)
     for _ in range(2):
@@ -93,11 +90,8 @@ def _keep_packed(options: dict[str, Any]) -> None:
         model.load_state_dict(plain.state_dict())
 
 
-def test_pain_point_29_quantising_a_sharded_model_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_quantise_wrapped)
-
-
-def _quantise_wrapped() -> None:
+@on_ranks(2)
+def test_pain_point_29_quantising_a_sharded_model_is_refused() -> None:
     model = fully_sharded()(nn.Sequential(nn.Linear(4, 4)))
     for inplace in (True, False):
         with pytest.raises(RuntimeError, match=r"0\.weight is sharded"):
@@ -117,12 +111,8 @@ class NarrowWeight(nn.Module):
         return inputs @ self.weight.float().T + self.bias
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_pain_point_29_frozen_float8_parameters_are_sharded(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_shard_float8)
-
-
-def _shard_float8() -> None:
+@on_ranks(1, 2)
+def test_pain_point_29_frozen_float8_parameters_are_sharded() -> None:
     plain, model = NarrowWeight(), fully_sharded()(NarrowWeight())
     inputs = torch.linspace(-1, 1, 10).view(2, 5)
     expected, output = plain(inputs), model(inputs)
@@ -144,11 +134,8 @@ def _shard_float8() -> None:
     assert torch.equal(whole.float(), plain.weight.float())
 
 
-def test_pain_point_29_quantisation_aware_training_is_that_of_the_plain_model(ranks: RankPool) -> None:
-    ranks(2).run(_train_aware)
-
-
-def _train_aware() -> None:
+@on_ranks(2)
+def test_pain_point_29_quantisation_aware_training_is_that_of_the_plain_model() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5)).train()
     plain.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.forms import FORMS, Beside, assert_trains, inside
 from tests.helpers.module_kinds import seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
@@ -188,21 +189,15 @@ def more_frozen_before_backward(model: Any, inputs: Tensor) -> Tensor:
 
 
 @parametrize_pairs(form=["orig", "rows"], world_size=[2, 3])
-def test_more_of_a_unit_is_frozen_before_backward(ranks: RankPool, form: str, world_size: int) -> None:
+@on_ranks("world_size")
+def test_more_of_a_unit_is_frozen_before_backward(form: str) -> None:
     # The inputs need no gradient, whose arrival would tell that the graph of the forward is at its end.
-    ranks(world_size).run(_freeze_more, form)
-
-
-def _freeze_more(form: str) -> None:
     assert_trains(Net, form, _each(more_frozen_before_backward))
 
 
 @pytest.mark.parametrize("form", ["orig", "rows"])
-def test_parts_of_one_unit_are_frozen_while_gradients_accumulate(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_accumulate, form)
-
-
-def _accumulate(form: str) -> None:
+@on_ranks(2)
+def test_parts_of_one_unit_are_frozen_while_gradients_accumulate(form: str) -> None:
     both = Beside(Net, form)
     both.start()
     for step, frozen in enumerate([False, True, False]):
@@ -235,13 +230,8 @@ class Freezing(nn.Module):
 
 
 @parametrize_pairs(form=["orig", "rows"], how=["block", "own"], units=[(Block,), ()], world_size=[2, 3])
-def test_a_forward_freezes_and_thaws_its_own_parts(
-    ranks: RankPool, form: str, how: str, units: Any, world_size: int
-) -> None:
-    ranks(world_size).run(_train_freezing, form, how, units)
-
-
-def _train_freezing(form: str, how: str, units: Any) -> None:
+@on_ranks("world_size")
+def test_a_forward_freezes_and_thaws_its_own_parts(form: str, how: str, units: Any) -> None:
     assert_trains(partial(Freezing, how), form, _each(_square), units)
 
 
@@ -259,22 +249,16 @@ class Recomputed(Net):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_recomputed_units_are_frozen_for_a_second_forward(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_train_recomputed, form)
-
-
-def _train_recomputed(form: str) -> None:
+@on_ranks(2)
+def test_recomputed_units_are_frozen_for_a_second_forward(form: str) -> None:
     assert_trains(Recomputed, form, STEPS["reference_without_gradients"], (Block,))
 
 
 # Flat parameters
 
 
-def test_a_part_of_a_flat_parameter_cannot_be_frozen(ranks: RankPool) -> None:
-    ranks(2).run(_freeze_a_part_of_a_flat_parameter)
-
-
-def _freeze_a_part_of_a_flat_parameter() -> None:
+@on_ranks(2)
+def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
     from tests.helpers.forms import sharded
 
     model = sharded(seeded(Net), "flat", (Block,))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp import auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, Training, adamw, assert_parity, sgd_with_momentum, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, Measured, fast_sgd_with_momentum
@@ -95,11 +96,8 @@ def _train_in(name: str, options: dict[str, Any]) -> list[float]:
 
 
 @parametrize_pairs(at_most=3, hidden=[1, 7], options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}])
-def test_tensor_ranks_may_have_different_parts_or_none(ranks: RankPool, hidden: int, options: dict[str, Any]) -> None:
-    ranks(4).run(_train_uneven, hidden, options)
-
-
-def _train_uneven(hidden: int, options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_tensor_ranks_may_have_different_parts_or_none(hidden: int, options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     make = partial(perceptron, mesh=mesh["tp"], hidden=hidden, placements=[[Shard(0)], [Shard(1)]])
     assert_parity(make, adamw, wrap=over_data(mesh, **options), own=own_rows(mesh), clip=0.1)
@@ -114,11 +112,8 @@ def _train_uneven(hidden: int, options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_mesh_may_have_two_tensor_dimensions(ranks: RankPool, placements: list[Any]) -> None:
-    ranks(4).run(_train_on_two_dimensions, placements)
-
-
-def _train_on_two_dimensions(placements: list[Any]) -> None:
+@on_ranks(4)
+def test_a_mesh_may_have_two_tensor_dimensions(placements: list[Any]) -> None:
     mesh = cube()
     make = partial(perceptron, mesh=mesh["a", "b"], hidden=7, placements=placements)
     assert_parity(make, adamw, wrap=over_data(mesh), own=own_rows(mesh), clip=0.1)
@@ -127,11 +122,8 @@ def _train_on_two_dimensions(placements: list[Any]) -> None:
 # How modules meet their units
 
 
-def test_units_may_take_and_return_dtensors(ranks: RankPool) -> None:
-    ranks(4).run(_train_units_of_one_layer)
-
-
-def _train_units_of_one_layer() -> None:
+@on_ranks(4)
+def test_units_may_take_and_return_dtensors() -> None:
     mesh = mesh_of(2, 2)
     make = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=[[Shard(0)], [Shard(1)]], each=True)
     assert_parity(make, sgd_with_momentum, wrap=over_data(mesh), own=own_rows(mesh))
@@ -139,11 +131,8 @@ def _train_units_of_one_layer() -> None:
 
 # A linear layer that is cut by rows returns what is still being summed over the tensor ranks.
 @pytest.mark.parametrize(("kind", "units"), [(Layer, 3), (nn.Linear, 14)])
-def test_auto_wrap_finds_units(ranks: RankPool, kind: type[nn.Module], units: int) -> None:
-    ranks(4).run(_train_auto_wrapped, kind, units)
-
-
-def _train_auto_wrapped(kind: type[nn.Module], units: int) -> None:
+@on_ranks(4)
+def test_auto_wrap_finds_units(kind: type[nn.Module], units: int) -> None:
     mesh = mesh_of(2, 2)
     assert_parity(
         partial(_auto_wrapped, mesh=mesh, kind=kind, units=units),
@@ -189,11 +178,8 @@ class Around(nn.Module):
             return self.unit()
 
 
-def test_outputs_outlive_the_parameter_that_they_are_parts_of(ranks: RankPool) -> None:
-    ranks(4).run(_return_weights)
-
-
-def _return_weights() -> None:
+@on_ranks(4)
+def test_outputs_outlive_the_parameter_that_they_are_parts_of() -> None:
     mesh, whole = mesh_of(2, 2), torch.arange(12.0).view(6, 2)
     unit = over_data(mesh)(ReturnsItsWeight(distribute_tensor(whole, mesh["tp"], [Shard(0)])))
     model = over_data(mesh)(Around(unit, nn.Linear(2, 2)))  # a root would keep its parameters

@@ -20,6 +20,7 @@ from torch import nn
 
 from fsdp import ProcessGroupName
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs, parametrize_rows
 from tests.helpers.parity import (
     REGRESSION,
@@ -105,12 +106,9 @@ def _train_as_one_process(reshard_after_forward: bool, flatten_parameters: bool,
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-def test_the_noise_is_far_below_what_training_changes(ranks: RankPool, model: str) -> None:
+@on_ranks(3)
+def test_the_noise_is_far_below_what_training_changes(model: str) -> None:
     # Else equal trainings would show nothing.
-    ranks(3).run(_compare_noise_with_progress, model)
-
-
-def _compare_noise_with_progress(model: str) -> None:
     if dist.get_rank():  # the same on every rank
         return
     training = training_of(model, nested=True, optimizer="adam")
@@ -124,11 +122,8 @@ def _compare_noise_with_progress(model: str) -> None:
 
 
 @parametrize_pairs(at_most=4, world_size=[1, 2, 3, 4], accumulate=[1, 3])
-def test_gradients_are_the_mean_over_ranks(ranks: RankPool, world_size: int, accumulate: int) -> None:
-    ranks(world_size).run(_compare_gradients, accumulate)
-
-
-def _compare_gradients(accumulate: int) -> None:
+@on_ranks("world_size")
+def test_gradients_are_the_mean_over_ranks(accumulate: int) -> None:
     torch.set_default_dtype(torch.float64)
     for predivide in (None, 1.0, 3.0) if accumulate == 1 else (None,):
         for flatten_parameters in (True, False):
@@ -190,11 +185,8 @@ def _train_with_options(group: str, reduce_group: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("group", ["WORLD", "half"])
-def test_ranks_outside_the_group_take_no_part(ranks: RankPool, group: str) -> None:
-    ranks(4).run(_train_in_halves, group)
-
-
-def _train_in_halves(group: str) -> None:
+@on_ranks(4)
+def test_ranks_outside_the_group_take_no_part(group: str) -> None:
     # Two groups train side by side; each equals DistributedDataParallel over the same ranks.
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = dist.group.WORLD if group == "WORLD" else halves[dist.get_rank() // 2]
@@ -212,11 +204,8 @@ def _train_in_halves(group: str) -> None:
         torch.testing.assert_close(sharded_state[name], value, msg=name)
 
 
-def test_units_may_differ_in_their_options(ranks: RankPool) -> None:
-    ranks(3).run(_mix_options)
-
-
-def _mix_options() -> None:
+@on_ranks(3)
+def test_units_may_differ_in_their_options() -> None:
     assert_parity(_mixed, sgd_with_momentum, STEPS, wrap=fully_sharded(), accumulate=2, clip=1.0)
 
 

@@ -19,8 +19,8 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.uneven.regions import Visits
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
 from tests.helpers.uneven_models import PARTS, WIDTH, Choice, Pair, directly
 
@@ -32,11 +32,8 @@ def nothing_but(*parts: str) -> Choice:
 # Results
 
 
-def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8(ranks: RankPool) -> None:
-    ranks(3).run(_random_steps)
-
-
-def _random_steps() -> None:
+@on_ranks(3)
+def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8() -> None:
     pair = Pair()
     for _ in range(5):
         pair.backward()
@@ -58,13 +55,8 @@ def _random_steps() -> None:
         {"use_orig_params": True, "bucket_cap_mb": 0},
     ],
 )
-def test_choices_equal_the_unsharded_model(
-    ranks: RankPool, world_size: int, recompute: bool | None, accumulate: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size, timeout=120).run(_choices, recompute, accumulate, options)
-
-
-def _choices(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
+@on_ranks("world_size", timeout=120)
+def test_choices_equal_the_unsharded_model(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
     pair = Pair(recompute=recompute, **options)
     for _ in range(3):
         for turn in range(accumulate):
@@ -75,11 +67,8 @@ def _choices(recompute: bool | None, accumulate: int, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_alone(ranks: RankPool, part: str) -> None:
-    ranks(3).run(_alone, part)
-
-
-def _alone(part: str) -> None:
+@on_ranks(3)
+def test_each_part_alone(part: str) -> None:
     pair = Pair(bucket_cap_mb=0)
     around = ["left"] if part == "inner" else []
     for runs in ([True, False, False], [False, True, True]):
@@ -89,12 +78,9 @@ def _alone(part: str) -> None:
     pair.assert_close()
 
 
-def test_ranks_run_different_parts_side_by_side(ranks: RankPool) -> None:
+@on_ranks(3)
+def test_ranks_run_different_parts_side_by_side() -> None:
     """None of them knows the order of the others' backwards."""
-    ranks(3).run(_side_by_side)
-
-
-def _side_by_side() -> None:
     pair = Pair(bucket_cap_mb=0)
     for step in range(3):
         turns = [("left", "inner"), ("right", "plain"), ("tower", "layer")]
@@ -103,11 +89,8 @@ def _side_by_side() -> None:
     pair.assert_close()
 
 
-def test_an_accumulated_gradient_of_some_ranks_is_reduced_when_nobody_runs_the_part(ranks: RankPool) -> None:
-    ranks(3).run(_accumulated)
-
-
-def _accumulated() -> None:
+@on_ranks(3)
+def test_an_accumulated_gradient_of_some_ranks_is_reduced_when_nobody_runs_the_part() -> None:
     pair = Pair(bucket_cap_mb=0)
     for _ in range(2):
         pair.backward([nothing_but("layer", "plain"), nothing_but(), nothing_but("tower")], sync=False)
@@ -119,11 +102,8 @@ def _accumulated() -> None:
 # What is sent
 
 
-def test_no_bytes_move_for_a_part_that_nobody_runs(ranks: RankPool) -> None:
-    ranks(3).run(_nobody)
-
-
-def _nobody() -> None:
+@on_ranks(3)
+def test_no_bytes_move_for_a_part_that_nobody_runs() -> None:
     pair = Pair(bucket_cap_mb=0)
     for parts in (PARTS, (), PARTS, ()):  # also where the part is expected, since it ran the last time
         with sent() as messages:
@@ -136,11 +116,8 @@ def _nobody() -> None:
         assert sum(what.startswith("talk") for what in messages) == (6 if parts else 5)
 
 
-def test_ranks_that_do_not_run_a_part_gather_and_reduce_it_once(ranks: RankPool) -> None:
-    ranks(3).run(_mixed_messages)
-
-
-def _mixed_messages() -> None:
+@on_ranks(3)
+def test_ranks_that_do_not_run_a_part_gather_and_reduce_it_once() -> None:
     pair = Pair(bucket_cap_mb=0)
     with sent() as messages:
         pair.backward([nothing_but("layer"), nothing_but(), nothing_but()])
@@ -170,11 +147,8 @@ def sent() -> Iterator[list[str]]:
 # Ways to call it
 
 
-def test_a_part_runs_without_gradients(ranks: RankPool) -> None:
-    ranks(3).run(_without_gradients)
-
-
-def _without_gradients() -> None:
+@on_ranks(3)
+def test_a_part_runs_without_gradients() -> None:
     pair = Pair()
     choices = [nothing_but("left", "inner"), nothing_but("left"), nothing_but("layer", "plain")]
     inputs = torch.randn(2, WIDTH)
@@ -184,11 +158,8 @@ def _without_gradients() -> None:
     assert_at_rest(pair.model)
 
 
-def test_a_forward_without_backward_changes_nothing(ranks: RankPool) -> None:
-    ranks(3).run(_forward_only_first)
-
-
-def _forward_only_first() -> None:
+@on_ranks(3)
+def test_a_forward_without_backward_changes_nothing() -> None:
     pair = Pair()
     for _ in range(3):
         choices = [nothing_but("layer"), nothing_but("layer", "left"), nothing_but()]
@@ -198,11 +169,8 @@ def _forward_only_first() -> None:
     pair.assert_close()
 
 
-def test_a_world_of_one_runs_or_does_not(ranks: RankPool) -> None:
-    ranks(1).run(_world_of_one)
-
-
-def _world_of_one() -> None:
+@on_ranks(1)
+def test_a_world_of_one_runs_or_does_not() -> None:
     pair = Pair()
     for parts in (PARTS, (), ("left",)):
         pair.backward([nothing_but(*parts)])
@@ -213,8 +181,12 @@ def _world_of_one() -> None:
 # Errors
 
 
-def test_ranks_at_different_parts_are_told(ranks: RankPool) -> None:
-    ranks(2).run(_different_parts)
+@on_ranks(2)
+def test_ranks_at_different_parts_are_told() -> None:
+    model = FullyShardedDataParallel(_Calling())
+    with pytest.raises(RuntimeError, match=r"rank 0 is at fsdp\.cond of first and rank 1 at fsdp\.cond of second"):
+        model(torch.ones(2, 3), _by_rank)
+    assert_usable(model)
 
 
 class _Calling(nn.Module):
@@ -235,28 +207,14 @@ def _by_rank(model: _Calling, inputs: Tensor) -> Any:
     return fsdp.cond(model.second if dist.get_rank() else model.first, True, inputs)
 
 
-def _different_parts() -> None:
-    model = FullyShardedDataParallel(_Calling())
-    with pytest.raises(RuntimeError, match=r"rank 0 is at fsdp\.cond of first and rank 1 at fsdp\.cond of second"):
-        model(torch.ones(2, 3), _by_rank)
-    assert_usable(model)
-
-
 def assert_usable(model: nn.Module) -> None:
     assert_at_rest(model)
     model(torch.ones(2, 3), lambda own, inputs: fsdp.cond(own.first, dist.get_rank() == 0, inputs)).sum().backward()
     assert_at_rest(model)
 
 
-def test_an_exception_in_a_part_ends_the_forward_of_all(ranks: RankPool) -> None:
-    ranks(3).run(_exception)
-
-
-def _raising(model: _Calling, inputs: Tensor) -> Any:
-    return fsdp.cond(model.first, dist.get_rank() == 1, torch.ones(2, 7))
-
-
-def _exception() -> None:
+@on_ranks(3)
+def test_an_exception_in_a_part_ends_the_forward_of_all() -> None:
     model = FullyShardedDataParallel(_Calling())
     match = (
         "shapes cannot be multiplied" if dist.get_rank() == 1 else r"rank 1 of the model failed in fsdp\.cond of first"
@@ -266,16 +224,12 @@ def _exception() -> None:
     assert_usable(model)
 
 
-def test_a_part_runs_once_in_a_forward_if_not_on_all_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_twice)
+def _raising(model: _Calling, inputs: Tensor) -> Any:
+    return fsdp.cond(model.first, dist.get_rank() == 1, torch.ones(2, 7))
 
 
-def _first_twice(model: _Calling, inputs: Tensor) -> Any:
-    fsdp.cond(model.first, dist.get_rank() == 0, inputs)
-    return fsdp.cond(model.first, True, inputs)
-
-
-def _twice() -> None:
+@on_ranks(2)
+def test_a_part_runs_once_in_a_forward_if_not_on_all_ranks() -> None:
     model = FullyShardedDataParallel(_Calling())
     with pytest.raises(RuntimeError, match="first runs a second time in one forward"):
         model(torch.ones(2, 3), _first_twice)
@@ -284,11 +238,13 @@ def _twice() -> None:
         model(torch.ones(2, 3), _first_twice)
 
 
-def test_a_second_backward_says_that_nobody_waits(ranks: RankPool) -> None:
-    ranks(1).run(_second_backward)
+def _first_twice(model: _Calling, inputs: Tensor) -> Any:
+    fsdp.cond(model.first, dist.get_rank() == 0, inputs)
+    return fsdp.cond(model.first, True, inputs)
 
 
-def _second_backward() -> None:
+@on_ranks(1)
+def test_a_second_backward_says_that_nobody_waits() -> None:
     """On one rank, which pretends that there is another that does not run the part."""
     model = FullyShardedDataParallel(_Calling())
     real = Visits.open
@@ -306,11 +262,8 @@ def _second_backward() -> None:
             loss.backward()
 
 
-def test_what_is_no_part_of_the_model_says_so(ranks: RankPool) -> None:
-    ranks(1).run(_no_part)
-
-
-def _no_part() -> None:
+@on_ranks(1)
+def test_what_is_no_part_of_the_model_says_so() -> None:
     model = FullyShardedDataParallel(_Calling())
     with pytest.raises(TypeError, match=r"nn\.Module, got a function"):
         fsdp.cond(assert_usable, True)  # type: ignore[arg-type]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardedGradScaler
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
 from tests.helpers.uneven_models import WIDTH, Choosing, choose, directly
 
@@ -60,12 +60,8 @@ def train_plain(model: nn.Module, accumulate: int = 1, clip: float | None = None
     return running
 
 
-@pytest.mark.parametrize("world_size", [3, 1, 2, 4])
-def test_ranks_with_3_5_and_8_batches_finish_pain_point_28(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_uneven)
-
-
-def _uneven() -> None:
+@on_ranks(3, 1, 2, 4)
+def test_ranks_with_3_5_and_8_batches_finish_pain_point_28() -> None:
     plain, model = pair()
     expected, running = train_plain(plain), []
     optimizer = make_adam(model)
@@ -89,13 +85,10 @@ def _uneven() -> None:
     zeroed_by=["optimizer", "model", "hand"],
     options=[{}, {"use_orig_params": True}, {"reshard_after_forward": False, "bucket_cap_mb": 0}],
 )
+@on_ranks(3)
 def test_what_steps_do_finished_ranks_do_too(
-    ranks: RankPool, accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str, options: dict[str, Any]
+    accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str, options: dict[str, Any]
 ) -> None:
-    ranks(3).run(_with, accumulate, clip, set_to_none, zeroed_by, options)
-
-
-def _with(accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str, options: dict[str, Any]) -> None:
     plain, model = pair(**options)
     train_plain(plain, accumulate, clip, decay=0.9)
     optimizer = make_adam(model)
@@ -118,11 +111,8 @@ def _with(accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
 
 
-def test_values_are_clipped_on_finished_ranks(ranks: RankPool) -> None:
-    ranks(3).run(_clip_values)
-
-
-def _clip_values() -> None:
+@on_ranks(3)
+def test_values_are_clipped_on_finished_ranks() -> None:
     torch.set_default_dtype(torch.float64)
     model = nested_mlp(fully_sharded())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -137,11 +127,8 @@ def _clip_values() -> None:
         assert (value - before[name]).abs().max() <= 2e-3 + 1e-9
 
 
-def test_evaluation_with_uneven_batches(ranks: RankPool) -> None:
-    ranks(3).run(_evaluate)
-
-
-def _evaluate() -> None:
+@on_ranks(3)
+def test_evaluation_with_uneven_batches() -> None:
     plain, model = pair()
     optimizer = make_adam(model)
     with fsdp.join(model, optimizer), torch.no_grad():
@@ -150,11 +137,8 @@ def _evaluate() -> None:
     assert_at_rest(model)
 
 
-def test_parts_that_not_every_rank_runs_inside_of_uneven_batches(ranks: RankPool) -> None:
-    ranks(3, timeout=120).run(_with_cond)
-
-
-def _with_cond() -> None:
+@on_ranks(3, timeout=120)
+def test_parts_that_not_every_rank_runs_inside_of_uneven_batches() -> None:
     torch.set_default_dtype(torch.float64)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -179,11 +163,8 @@ def _with_cond() -> None:
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
 
 
-def test_after_step_is_called_where_batches_have_run_out(ranks: RankPool) -> None:
-    ranks(3).run(_after_step)
-
-
-def _after_step() -> None:
+@on_ranks(3)
+def test_after_step_is_called_where_batches_have_run_out() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -196,11 +177,8 @@ def _after_step() -> None:
     assert schedule.last_epoch == max(COUNTS[:3])
 
 
-def test_training_goes_on_as_usual_afterwards(ranks: RankPool) -> None:
-    ranks(3).run(_afterwards)
-
-
-def _afterwards() -> None:
+@on_ranks(3)
+def test_training_goes_on_as_usual_afterwards() -> None:
     plain, model = pair()
     train_plain(plain)
     optimizer = make_adam(model)
@@ -221,11 +199,8 @@ def _afterwards() -> None:
 # Errors
 
 
-def test_what_needs_all_ranks_is_refused_inside(ranks: RankPool) -> None:
-    ranks(2).run(_refused)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_needs_all_ranks_is_refused_inside() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     scaler = ShardedGradScaler(device="cpu")
@@ -247,11 +222,8 @@ def _refused() -> None:
     model.state_dict()
 
 
-def test_what_cannot_join_says_why(ranks: RankPool) -> None:
-    ranks(2).run(_cannot_join)
-
-
-def _cannot_join() -> None:
+@on_ranks(2)
+def test_what_cannot_join_says_why() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     model(torch.ones(2, 5))
@@ -265,11 +237,8 @@ def _cannot_join() -> None:
             pass
 
 
-def test_an_exception_inside_leaves_the_model_usable(ranks: RankPool) -> None:
-    ranks(2).run(_raise_inside)
-
-
-def _raise_inside() -> None:
+@on_ranks(2)
+def test_an_exception_inside_leaves_the_model_usable() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     with pytest.raises(KeyError, match="on purpose"):
@@ -285,11 +254,8 @@ def _raise_in_join(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise KeyError("on purpose")
 
 
-def test_ranks_that_step_with_different_options_are_told(ranks: RankPool) -> None:
-    ranks(3).run(_different_options)
-
-
-def _different_options() -> None:
+@on_ranks(3)
+def test_ranks_that_step_with_different_options_are_told() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
     with pytest.raises(RuntimeError, match="different options"):

@@ -26,6 +26,7 @@ from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -247,17 +248,17 @@ def _scaled(wrap: Wrap) -> nn.Module:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_function_has_no_gradient_for_keeps_none(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_train_scaled, form)
-
-
-def _train_scaled(form: str) -> None:
+@on_ranks(2)
+def test_what_a_function_has_no_gradient_for_keeps_none(form: str) -> None:
     train_like_plain(_scaled, FORMS[form]())
 
 
-def test_ranks_with_a_loss_on_different_outputs_agree_where_nothing_is_gathered_for_backward(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_ranks_with_a_loss_on_different_outputs_agree_where_nothing_is_gathered_for_backward() -> None:
     """Units that stay whole are reached by backward on one rank only."""
-    ranks(2).run(_train_heads)
+    for options in ({}, {"bucket_cap_mb": 0}, {"use_orig_params": True}):
+        wrap = fully_sharded(reshard_after_forward=False, **options)
+        train_like_plain(_heads, wrap, _one_head_each)
 
 
 class Heads(nn.Module):
@@ -279,9 +280,3 @@ def _heads(wrap: Wrap) -> nn.Module:
 
 def _one_head_each(step: int, rank: int, part: str) -> bool:
     return part == f"{(step + rank) % 3}.a"
-
-
-def _train_heads() -> None:
-    for options in ({}, {"bucket_cap_mb": 0}, {"use_orig_params": True}):
-        wrap = fully_sharded(reshard_after_forward=False, **options)
-        train_like_plain(_heads, wrap, _one_head_each)

@@ -34,8 +34,8 @@ from fsdp import (
 from fsdp.engine.names import clean_name
 from tests.helpers import models
 from tests.helpers.models import TinyTransformer, Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS, RanksTestCase, adamw, assert_parity, sgd_with_momentum, tiny_transformer
-from tests.helpers.ranks import RankPool
 
 Policy = Any
 
@@ -111,11 +111,8 @@ def _wrap_by_size(numel: int, expected: dict[str, int], settings: dict[str, Any]
     model(inputs).sum().backward()
 
 
-def test_nothing_is_wrapped_outside_of_the_context(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_outside)
-
-
-def _wrap_outside() -> None:
+@on_ranks(2)
+def test_nothing_is_wrapped_outside_of_the_context() -> None:
     module = sized()
     assert auto_wrap(module, at_least(1)) is module
     assert wrap(module) is module
@@ -193,12 +190,8 @@ def tied(wrap_it: Wrap) -> nn.Module:
     return plain if wrap_it is keep else wrapped_by(at_least(200), plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_tie_that_the_policy_would_cut_is_kept(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_keep_a_tie)
-
-
-def _keep_a_tie() -> None:
+@on_ranks(1, 2)
+def test_a_tie_that_the_policy_would_cut_is_kept() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -225,11 +218,8 @@ class BlockWithConfig(nn.Linear):
     wrapper_config = {"flatten_parameters": False, "reshard_after_forward": False}  # noqa: RUF012 (a client's class)
 
 
-def test_settings_of_context_module_and_call(ranks: RankPool) -> None:
-    ranks(2).run(_combine_settings)
-
-
-def _combine_settings() -> None:
+@on_ranks(2)
+def test_settings_of_context_module_and_call() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(5, 7), BlockWithConfig(7, 3))
@@ -256,11 +246,8 @@ class Marked(FullyShardedDataParallel):
         self.use_sharded_state = use_sharded_state
 
 
-def test_a_subclass_gets_its_extra_keyword(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_with_a_subclass)
-
-
-def _wrap_with_a_subclass() -> None:
+@on_ranks(2)
+def test_a_subclass_gets_its_extra_keyword() -> None:
     with enable_wrap(wrapper_cls=Marked, use_sharded_state=True, flatten_parameters=False):
         model: Any = wrap(auto_wrap(sized(), at_least(300)), use_sharded_state=False)
     units = get_fsdp_instances(model)
@@ -275,11 +262,8 @@ def _wrap_with_a_subclass() -> None:
         wrap(nn.Linear(2, 2))
 
 
-def test_what_is_wrapped_already_is_refused_by_name(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_twice)
-
-
-def _wrap_twice() -> None:
+@on_ranks(2)
+def test_what_is_wrapped_already_is_refused_by_name() -> None:
     model = wrapped_by(at_least(300), sized())
     names = unit_names(model)
     for again in (model, nn.Sequential(model)):
@@ -289,8 +273,17 @@ def _wrap_twice() -> None:
     model(torch.ones(2, 10)).sum().backward()
 
 
-def test_layer_by_layer_in_a_constructor(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_in_a_constructor)
+@on_ranks(2)
+def test_layer_by_layer_in_a_constructor() -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    assert not get_fsdp_instances(plain)
+    torch.manual_seed(0)
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+        model = wrap(Stack())
+    assert unit_names(model) == ["", "layers.0", "layers.1", "layers.2"]
+    assert all(isinstance(param, FlatParameter) for param in model.parameters())
+    assert torch.equal(model(torch.ones(2, 10)), plain(torch.ones(2, 10)))
 
 
 class Stack(nn.Module):
@@ -304,26 +297,11 @@ class Stack(nn.Module):
         return self.layers(inputs)
 
 
-def _wrap_in_a_constructor() -> None:
-    torch.manual_seed(0)
-    plain = Stack()
-    assert not get_fsdp_instances(plain)
-    torch.manual_seed(0)
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
-        model = wrap(Stack())
-    assert unit_names(model) == ["", "layers.0", "layers.1", "layers.2"]
-    assert all(isinstance(param, FlatParameter) for param in model.parameters())
-    assert torch.equal(model(torch.ones(2, 10)), plain(torch.ones(2, 10)))
-
-
 # The project's own GPT
 
 
-def test_the_gpt_of_the_training_job(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_the_gpt)
-
-
-def _wrap_the_gpt() -> None:
+@on_ranks(2)
+def test_the_gpt_of_the_training_job() -> None:
     config = SIZES["tiny"]
     torch.manual_seed(0)
     plain = GPT(config)
@@ -341,11 +319,8 @@ def _wrap_the_gpt() -> None:
     assert max(param.numel() for param in model.parameters()) <= -(-max(unit_numels(model).values()) // 2)
 
 
-def test_models_of_the_tests_have_the_units_that_they_promise(ranks: RankPool) -> None:
-    ranks(2).run(_count_units_of_the_transformer)
-
-
-def _count_units_of_the_transformer() -> None:
+@on_ranks(2)
+def test_models_of_the_tests_have_the_units_that_they_promise() -> None:
     by_hand = tiny_transformer(FullyShardedDataParallel)
     by_policy = wrapped_by(module_wrap_policy({models.Block}), tiny_transformer())
     assert unit_names(by_hand) == unit_names(by_policy)
@@ -357,11 +332,8 @@ def _count_units_of_the_transformer() -> None:
 # Ranks that would train apart
 
 
-def test_what_leaves_ranks_to_train_apart_is_noticed(ranks: RankPool) -> None:
-    ranks(2).run(_train_apart)
-
-
-def _train_apart() -> None:
+@on_ranks(2)
+def test_what_leaves_ranks_to_train_apart_is_noticed() -> None:
     for wrap_outside, name in ((fsdp.auto_wrap, "auto_wrap"), (fsdp.wrap, "wrap")):
         module = nn.Linear(2, 2)
         with pytest.warns(UserWarning, match=rf"^{name}\(\) outside of enable_wrap.*each of the 2 ranks"):

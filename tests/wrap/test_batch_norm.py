@@ -25,6 +25,7 @@ from fsdp import (
 )
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.accelerator import AcceleratorRanks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
@@ -136,11 +137,8 @@ def test_batch_norms_without_weights_have_their_statistics() -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_evaluation_uses_the_statistics_of_training(ranks: RankPool, wrap: str) -> None:
-    ranks(2).run(_evaluate, wrap)
-
-
-def _evaluate(wrap: str) -> None:
+@on_ranks(2)
+def test_evaluation_uses_the_statistics_of_training(wrap: str) -> None:
     plain = residual()
     model = WRAPS[wrap](copy.deepcopy(plain))
     for number in range(3):
@@ -157,11 +155,8 @@ def _evaluate(wrap: str) -> None:
 # auto_wrap_bn
 
 
-def test_each_batch_norm_becomes_a_unit_of_full_precision(ranks: RankPool) -> None:
-    ranks(3).run(_look_at_units)
-
-
-def _look_at_units() -> None:
+@on_ranks(3)
+def test_each_batch_norm_becomes_a_unit_of_full_precision() -> None:
     module = residual()
     assert auto_wrap_bn(module) is module
     units = get_fsdp_instances(module)
@@ -197,11 +192,8 @@ def test_a_model_without_batch_norms_is_left_alone() -> None:
     assert get_fsdp_instances(module) == []
 
 
-def test_a_process_group_of_ones_own(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_with_group)
-
-
-def _wrap_with_group() -> None:
+@on_ranks(2)
+def test_a_process_group_of_ones_own() -> None:
     group = dist.new_group()
     units = batch_norm_units(auto_wrap_bn(residual(), process_group=group))
     assert len(units) == 2
@@ -218,11 +210,8 @@ def test_arguments_of_ones_own_replace_the_default_ones() -> None:
     assert all(unit.flatten_parameters for unit in units), "the wrapper's own default"
 
 
-def test_each_rank_can_train_batch_norms_of_its_own(ranks: RankPool) -> None:
-    ranks(2).run(_train_alone)
-
-
-def _train_alone() -> None:
+@on_ranks(2)
+def test_each_rank_can_train_batch_norms_of_its_own() -> None:
     module = residual()
     model = FullyShardedDataParallel(auto_wrap_bn(module, single_rank_pg=True))
     units = batch_norm_units(model)
@@ -237,11 +226,8 @@ def _train_alone() -> None:
     torch.testing.assert_close(bias, plain.norm.bias.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_sharded_batch_norms_are_trained_by_all_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_train_together)
-
-
-def _train_together() -> None:
+@on_ranks(2)
+def test_sharded_batch_norms_are_trained_by_all_ranks() -> None:
     model, plain = FullyShardedDataParallel(auto_wrap_bn(residual())), residual()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for number in range(3):
@@ -300,13 +286,10 @@ def test_a_refused_note_leaves_no_note() -> None:
     widens=[True, False],
     flatten_parameters=[True, False],
 )
+@on_ranks("world_size")
 def test_mixed_training_with_batch_norms_follows_float32(
-    ranks: RankPool, world_size: int, dtype: torch.dtype, is_unit: bool, widens: bool, flatten_parameters: bool
+    dtype: torch.dtype, is_unit: bool, widens: bool, flatten_parameters: bool
 ) -> None:
-    ranks(world_size).run(_follow_float32, dtype, is_unit, widens, flatten_parameters)
-
-
-def _follow_float32(dtype: torch.dtype, is_unit: bool, widens: bool, flatten_parameters: bool) -> None:
     module, plain = residual(), residual()
     if is_unit:
         auto_wrap_bn(module, fsdp_config={"force_input_to_fp32": widens, "flatten_parameters": flatten_parameters})
@@ -335,12 +318,9 @@ def synced() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(residual())
 
 
-def test_synchronised_batch_norms_evaluate_without_a_gpu(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_synchronised_batch_norms_evaluate_without_a_gpu() -> None:
     """Their training is for GPUs only, in torch itself."""
-    ranks(2).run(_evaluate_synchronised)
-
-
-def _evaluate_synchronised() -> None:
     model = FullyShardedDataParallel(synced(), mixed_precision=MixedPrecision(param_dtype=BRAIN)).eval()
     found, expected = model(batch(0)), residual().eval()(batch(0))
     assert found.dtype is BRAIN

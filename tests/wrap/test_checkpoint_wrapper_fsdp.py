@@ -27,6 +27,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper, disable_checkpointing
 from tests.helpers.models import Block, Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -124,11 +125,8 @@ def test_one_checkpoint_around_several_units(ranks: RankPool, options: dict[str,
     ranks(2).run(assert_trains_like_plain, several_in_one, *STEPS[1:6], options=options)
 
 
-def test_checkpointed_layers_become_units_by_policy(ranks: RankPool) -> None:
-    ranks(2).run(_auto_wrapped)
-
-
-def _auto_wrapped() -> None:
+@on_ranks(2)
+def test_checkpointed_layers_become_units_by_policy() -> None:
     wrapped = []
 
     def wrap_by_policy(model: nn.Module) -> nn.Module:
@@ -159,13 +157,10 @@ def _auto_wrapped() -> None:
         {"move_params_to_cpu": True},
     ],
 )
+@on_ranks(2)
 def test_training_is_the_same_to_the_bit_with_and_without_checkpoints(
-    ranks: RankPool, where: str, offload_to_cpu: bool, options: dict[str, Any]
+    where: str, offload_to_cpu: bool, options: dict[str, Any]
 ) -> None:
-    ranks(2).run(_train_with_and_without, where, offload_to_cpu, options)
-
-
-def _train_with_and_without(where: str, offload_to_cpu: bool, options: dict[str, Any]) -> None:
     wrap = fully_sharded(**options)
     training = Training(make_model=tiny_transformer, make_optimizer=sgd_with_momentum, task=TOKENS)
     with_checkpoints = train_sharded(training, partial(checkpointed, where, wrap, offload_to_cpu=offload_to_cpu))
@@ -181,11 +176,8 @@ def normed() -> nn.Sequential:
     where=["inside", "around", "both"],
     mixed=[None, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)],
 )
-def test_batch_norms_and_dropout_of_a_unit(ranks: RankPool, where: str, mixed: MixedPrecision | None) -> None:
-    ranks(2).run(_statistics_and_masks, where, mixed)
-
-
-def _statistics_and_masks(where: str, mixed: MixedPrecision | None) -> None:
+@on_ranks(2)
+def test_batch_norms_and_dropout_of_a_unit(where: str, mixed: MixedPrecision | None) -> None:
     wrap = fully_sharded(mixed_precision=mixed or False)
     states = []
     for model in (wrap(normed()), checkpointed(where, wrap, normed())):
@@ -204,11 +196,8 @@ def _statistics_and_masks(where: str, mixed: MixedPrecision | None) -> None:
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "both"])
-def test_names_and_state_dicts_do_not_know_of_checkpoints(ranks: RankPool, where: str) -> None:
-    ranks(2).run(_same_names, where)
-
-
-def _same_names(where: str) -> None:
+@on_ranks(2)
+def test_names_and_state_dicts_do_not_know_of_checkpoints(where: str) -> None:
     wrap = fully_sharded()
     plain, model = nested_mlp(wrap), mlp(where, wrap)
     assert isinstance(model, FullyShardedDataParallel)
@@ -223,13 +212,10 @@ def _same_names(where: str) -> None:
 @parametrize_pairs(
     where=["inside", "around"], trained=["input", "parameter", "neither"], flatten_parameters=[True, False]
 )
+@on_ranks(2)
 def test_outputs_require_a_gradient_only_if_an_input_or_a_parameter_does(
-    ranks: RankPool, where: str, trained: str, flatten_parameters: bool
+    where: str, trained: str, flatten_parameters: bool
 ) -> None:
-    ranks(2).run(_requires_grad, where, trained, flatten_parameters)
-
-
-def _requires_grad(where: str, trained: str, flatten_parameters: bool) -> None:
     module = nn.Linear(5, 5).requires_grad_(trained == "parameter")
     unit = checkpointed(where, fully_sharded(flatten_parameters=flatten_parameters), module)
     inputs = torch.ones(2, 5, requires_grad=trained == "input")
@@ -241,11 +227,8 @@ def _requires_grad(where: str, trained: str, flatten_parameters: bool) -> None:
     assert_at_rest(unit)
 
 
-def test_saved_tensors_are_inputs_and_no_parameters_are_held(ranks: RankPool) -> None:
-    ranks(2).run(_saved_tensors)
-
-
-def _saved_tensors() -> None:
+@on_ranks(2)
+def test_saved_tensors_are_inputs_and_no_parameters_are_held() -> None:
     model = checkpointed("inside", fully_sharded(), tanh_layers())
     inputs = torch.ones(3, 5, requires_grad=True)
     saved: list[torch.Size] = []
@@ -263,11 +246,8 @@ def _saved_tensors() -> None:
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "one for all"])
-def test_units_are_gathered_once_for_backward_however_they_are_checkpointed(ranks: RankPool, where: str) -> None:
-    ranks(2).run(_count_gathers, where)
-
-
-def _count_gathers(where: str) -> None:
+@on_ranks(2)
+def test_units_are_gathered_once_for_backward_however_they_are_checkpointed(where: str) -> None:
     wrap = fully_sharded()
     model = several_in_one(wrap) if where == "one for all" else mlp(where, wrap)
     for _ in range(3):  # until the order is known
@@ -289,11 +269,8 @@ def _count_gathers(where: str) -> None:
     assert len(starts) - forward == units - 2  # the root and the last unit are still there
 
 
-def test_disabled_checkpoints_in_some_steps(ranks: RankPool) -> None:
-    ranks(2).run(_sometimes_disabled)
-
-
-def _sometimes_disabled() -> None:
+@on_ranks(2)
+def test_disabled_checkpoints_in_some_steps() -> None:
     def disabled(model: nn.Module, inputs: Tensor) -> None:
         with disable_checkpointing():
             once(model, inputs)

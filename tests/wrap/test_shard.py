@@ -21,8 +21,8 @@ from fsdp import (
 )
 from fsdp.engine.names import clean_name
 from tests.helpers.models import Block, TinyTransformer, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS, Alone, adamw, assert_parity
-from tests.helpers.ranks import RankPool
 
 FORMS: dict[str, dict[str, Any]] = {"flat": {}, "original": {"use_orig_params": True}}
 
@@ -82,13 +82,9 @@ def test_units_are_the_modules_that_are_named_and_the_model(kind: str) -> None:
     assert not [param for param in sharded.parameters() if not isinstance(param, fsdp.FlatParameter)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("form", FORMS)
-def test_it_trains_as_the_plain_model(ranks: RankPool, form: str, world_size: int) -> None:
-    ranks(world_size).run(_train, form)
-
-
-def _train(form: str) -> None:
+def test_it_trains_as_the_plain_model(form: str) -> None:
     sharded = partial(fsdp.shard, units={Block}, **FORMS[form])
     assert unit_names(sharded(plain())) == ["", "blocks.0", "blocks.1"]
     assert_parity(partial(tiny_transformer, nested=False), adamw, task=TOKENS, wrap=sharded)

@@ -14,6 +14,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.equality import assert_same
 from tests.helpers.local_shards import awkward, consolidated, different, through_files
 from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -116,16 +117,13 @@ class Paths(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "unflattened"])
-def test_a_module_in_several_places_is_under_each_name(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2).run(_in_several_places, form, tmp_path)
-
-
-def _in_several_places(form: str, folder: Path) -> None:
+@on_ranks(2)
+def test_a_module_in_several_places_is_under_each_name(tmp_path: Path, form: str) -> None:
     torch.manual_seed(0)
     plain = Paths(lambda module: module).state_dict()
     torch.manual_seed(0)
     wrap = fully_sharded(**FORMS[form])
-    weights, metadata = through_files(wrap(Paths(wrap)), folder)
+    weights, metadata = through_files(wrap(Paths(wrap)), tmp_path)
     copies = [{key: value.clone() for key, value in one.items()} for one in weights]  # no names share memory
     for shards in ((weights, metadata), (copies, metadata)):
         whole = consolidated(shards)
@@ -149,11 +147,8 @@ def _inner_ties(folder: Path) -> Any:
     return shards[1][0], {key: value for key, value in whole.items() if isinstance(value, Tensor)}
 
 
-def test_a_parameter_that_wrappers_share_is_one_tensor(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_appended, tmp_path)
-
-
-def _appended(folder: Path) -> None:
+@on_ranks(2)
+def test_a_parameter_that_wrappers_share_is_one_tensor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
@@ -163,7 +158,7 @@ def _appended(folder: Path) -> None:
     one: Any = wrap(first)
     two: Any = wrap(second)
     two.append_shared_param(one.module.weight)
-    whole = consolidated(through_files(wrap(nn.Sequential(one, two, expected[2])), folder))
+    whole = consolidated(through_files(wrap(nn.Sequential(one, two, expected[2])), tmp_path))
     assert_same(whole, plain)
     assert whole["0.weight"] is whole["1.weight"]
 
@@ -215,12 +210,9 @@ def _beside_shards() -> Any:
 # What is made of them
 
 
-def test_nothing_given_is_changed_or_shared_with_the_result(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_leaves_inputs_alone, tmp_path)
-
-
-def _leaves_inputs_alone(folder: Path) -> None:
-    weights, metadata = through_files(awkward(fully_sharded()), folder)
+@on_ranks(2)
+def test_nothing_given_is_changed_or_shared_with_the_result(tmp_path: Path) -> None:
+    weights, metadata = through_files(awkward(fully_sharded()), tmp_path)
     given = {id(value.untyped_storage()) for one in weights for value in one.values() if isinstance(value, Tensor)}
     before = repr((weights, metadata))
     for value in consolidated((weights, metadata)).values():
@@ -230,22 +222,16 @@ def _leaves_inputs_alone(folder: Path) -> None:
     assert repr((weights, metadata)) == before
 
 
-def test_each_parameter_has_memory_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_own_memory, tmp_path)
-
-
-def _own_memory(folder: Path) -> None:
-    whole = consolidated(through_files(tiny_transformer(fully_sharded()), folder))
+@on_ranks(2)
+def test_each_parameter_has_memory_of_its_own(tmp_path: Path) -> None:
+    whole = consolidated(through_files(tiny_transformer(fully_sharded()), tmp_path))
     for name, value in whole.items():
         assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), name
 
 
-def test_buffers_are_left_out_if_asked(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_without_buffers, tmp_path)
-
-
-def _without_buffers(folder: Path) -> None:
-    shards = through_files(awkward(fully_sharded()), folder)
+@on_ranks(2)
+def test_buffers_are_left_out_if_asked(tmp_path: Path) -> None:
+    shards = through_files(awkward(fully_sharded()), tmp_path)
     assert set(consolidated(shards, with_module_buffers=False)) == {name for name, _ in _named_everywhere(awkward())}
 
 
@@ -253,12 +239,9 @@ def _named_everywhere(model: nn.Module) -> Any:
     return model.named_parameters(remove_duplicate=False)
 
 
-def test_shards_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_swapped, tmp_path)
-
-
-def _swapped(folder: Path) -> None:
-    weights, metadata = through_files(nested_mlp(fully_sharded()), folder)
+@on_ranks(2)
+def test_shards_in_another_order_are_refused(tmp_path: Path) -> None:
+    weights, metadata = through_files(nested_mlp(fully_sharded()), tmp_path)
     with pytest.raises(
         ValueError, match="'flat_param_0': what was given as rank 1 is shard 0 of 2, after shard 1 of 2"
     ):

@@ -16,6 +16,7 @@ from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import every_nth, group_option, neighbours
 from tests.helpers.local_shards import awkward, consolidated, different, through_files
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -25,49 +26,37 @@ from tests.helpers.tensor_parallel import gpt, mesh_of, over_data
 
 
 @parametrize_pairs(given=[4, 2], form=[{}, {"use_orig_params": True}])
-def test_replicas_may_be_given_or_not(ranks: RankPool, tmp_path: Path, given: int, form: dict[str, Any]) -> None:
-    ranks(4).run(_hybrid, given, form, tmp_path)
-
-
-def _hybrid(given: int, form: dict[str, Any], folder: Path) -> None:
+@on_ranks(4)
+def test_replicas_may_be_given_or_not(tmp_path: Path, given: int, form: dict[str, Any]) -> None:
     model = awkward(fully_sharded(process_group=group_option("mesh", 2, 2), **form))
-    weights, metadata = through_files(model, folder)
+    weights, metadata = through_files(model, tmp_path)
     assert_same(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
     for key in ("flat_param_0", "inner.flat_param_0") if not form else ():
         assert torch.equal(weights[0][key], weights[2][key])
 
 
-def test_another_replica_than_the_first_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_second_replica, tmp_path)
-
-
-def _second_replica(folder: Path) -> None:
+@on_ranks(4)
+def test_another_replica_than_the_first_is_refused(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded(process_group=group_option("pair", 2, 2)))
-    weights, metadata = through_files(model, folder)
+    weights, metadata = through_files(model, tmp_path)
     with pytest.raises(ValueError, match="'flat_param_0' has 0 elements on the 2 ranks given"):
         consolidated((weights[2:], metadata[2:]))
 
 
-def test_each_replica_loads_the_same_shards(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_loads_of_first_replica, tmp_path)
-
-
-def _loads_of_first_replica(folder: Path) -> None:
+@on_ranks(4)
+def test_each_replica_loads_the_same_shards(tmp_path: Path) -> None:
     group = group_option("pair", 2, 2)
-    weights, _ = through_files(nested_mlp(fully_sharded(process_group=group)), folder)
+    weights, _ = through_files(nested_mlp(fully_sharded(process_group=group)), tmp_path)
     model: Any = different(nested_mlp, process_group=group)
     model.load_local_state_dict(weights[dist.get_rank() % 2])
     assert_same(model.state_dict(), nested_mlp().state_dict())
 
 
 @pytest.mark.parametrize("given", [3, 1])
-def test_without_sharding_any_first_ranks_will_do(ranks: RankPool, tmp_path: Path, given: int) -> None:
-    ranks(2).run(_no_shard, given, tmp_path)
-
-
-def _no_shard(given: int, folder: Path) -> None:
+@on_ranks(2)
+def test_without_sharding_any_first_ranks_will_do(tmp_path: Path, given: int) -> None:
     model = awkward(fully_sharded(sharding_strategy=ShardingStrategy.NO_SHARD))
-    weights, metadata = through_files(model, folder)
+    weights, metadata = through_files(model, tmp_path)
     assert_same(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
 
 
@@ -91,13 +80,10 @@ def alone() -> Any:
 
 
 @pytest.mark.parametrize("group", [partial(neighbours, 2), partial(every_nth, 2), alone], ids=["next", "nth", "alone"])
-def test_the_first_rank_s_group_gives_a_unit_s_weights(ranks: RankPool, tmp_path: Path, group: Any) -> None:
-    ranks(4).run(_first_group_counts, group, tmp_path)
-
-
-def _first_group_counts(group: Any, folder: Path) -> None:
+@on_ranks(4)
+def test_the_first_rank_s_group_gives_a_unit_s_weights(tmp_path: Path, group: Any) -> None:
     model: Any = inner_in(group())
-    whole = consolidated(through_files(model, folder))
+    whole = consolidated(through_files(model, tmp_path))
     (expected,) = _of_first(model.state_dict())
     assert_same(whole, expected)
 
@@ -131,11 +117,8 @@ def test_a_world_of_one_without_torch_distributed() -> None:
 # Tensor parallelism
 
 
-def test_dtensors_go_round_on_the_same_ranks_and_have_no_metadata(ranks: RankPool) -> None:
-    ranks(4).run(_dtensors)
-
-
-def _dtensors() -> None:
+@on_ranks(4)
+def test_dtensors_go_round_on_the_same_ranks_and_have_no_metadata() -> None:
     mesh = mesh_of(2, 2)
     model: Any = gpt(over_data(mesh), mesh=mesh)
     state = {key: value.clone() for key, value in model.local_state_dict().items()}

@@ -13,9 +13,9 @@ from torch import nn
 from fsdp import MixedPrecision
 from tests.helpers.equality import assert_close_state
 from tests.helpers.module_kinds import SideBySide, seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.tied_siblings import (
     KINDS,
     UNFLATTENED,
@@ -43,11 +43,8 @@ def siblings(**options: Any) -> Any:
 
 
 @parametrize_pairs(kind=[0, 1, 2, 4], is_used=[False, True])
-def test_saved_under_every_name_and_once(ranks: RankPool, kind: int, is_used: bool) -> None:
-    ranks(2).run(_save, kind, is_used)
-
-
-def _save(kind: int, is_used: bool) -> None:
+@on_ranks(2)
+def test_saved_under_every_name_and_once(kind: int, is_used: bool) -> None:
     pair = SideBySide(*KINDS[kind])
     if is_used:
         pair.step(0)
@@ -76,11 +73,8 @@ def _assert_ties(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @parametrize_pairs(kind=[0, 1, 2, 4], is_used=[False, True])
-def test_loaded_under_any_name(ranks: RankPool, kind: int, is_used: bool) -> None:
-    ranks(2).run(_load, kind, is_used)
-
-
-def _load(kind: int, is_used: bool) -> None:
+@on_ranks(2)
+def test_loaded_under_any_name(kind: int, is_used: bool) -> None:
     pair = SideBySide(*KINDS[kind])
     if is_used:
         pair.step(0)
@@ -94,11 +88,8 @@ def _load(kind: int, is_used: bool) -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], sibling=["l1", "l3"], is_used=[False, True])
-def test_that_of_one_sibling_alone_is_complete(ranks: RankPool, sibling: str, is_used: bool, world_size: int) -> None:
-    ranks(world_size).run(_save_one, sibling, is_used)
-
-
-def _save_one(sibling: str, is_used: bool) -> None:
+@on_ranks("world_size")
+def test_that_of_one_sibling_alone_is_complete(sibling: str, is_used: bool) -> None:
     pair = SideBySide(Siblings, under_the_root)
     if is_used:
         pair.step(0)
@@ -116,11 +107,8 @@ def _save_one(sibling: str, is_used: bool) -> None:
 
 
 @parametrize_pairs(block=["left", "right"], is_used=[False, True])
-def test_that_of_a_unit_around_one_sibling_is_complete(ranks: RankPool, block: str, is_used: bool) -> None:
-    ranks(2).run(_save_block, block, is_used)
-
-
-def _save_block(block: str, is_used: bool) -> None:
+@on_ranks(2)
+def test_that_of_a_unit_around_one_sibling_is_complete(block: str, is_used: bool) -> None:
     pair = SideBySide(Blocks, wrapped_blocks)
     if is_used:
         pair.step(0)
@@ -133,11 +121,8 @@ def _save_block(block: str, is_used: bool) -> None:
     pair.assert_close()
 
 
-def test_a_gather_while_another_shows_it_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_gather_while_summoned)
-
-
-def _gather_while_summoned() -> None:
+@on_ranks(2)
+def test_a_gather_while_another_shows_it_is_an_error() -> None:
     pair = SideBySide(Siblings, under_the_root)
     pair.step(0)
     message = "another unit that shares its parameter is inside summon_full_params"
@@ -151,11 +136,8 @@ def _gather_while_summoned() -> None:
 
 
 @used
-def test_casting_freezing_and_assigning_reach_it(ranks: RankPool, is_used: bool) -> None:
-    ranks(2).run(_change, is_used)
-
-
-def _change(is_used: bool) -> None:
+@on_ranks(2)
+def test_casting_freezing_and_assigning_reach_it(is_used: bool) -> None:
     pair = SideBySide(Siblings, under_the_root)
     if is_used:
         pair.step(0)
@@ -172,11 +154,8 @@ def _change(is_used: bool) -> None:
     pair.assert_close()
 
 
-def test_another_outermost_unit_may_be_used_later(ranks: RankPool) -> None:
-    ranks(2).run(_use_in_a_larger_model)
-
-
-def _use_in_a_larger_model() -> None:
+@on_ranks(2)
+def test_another_outermost_unit_may_be_used_later() -> None:
     pair = SideBySide(Siblings, under_the_root)
     pair.step(0)
     pair.sharded._reset_lazy_init()
@@ -237,11 +216,8 @@ def test_what_is_not_tied_is_refused() -> None:
     assert_refused(lambda: model.l1.append_shared_param(model.l1.module.weight), "those are: none")
 
 
-def test_a_tie_that_was_not_shared_is_an_error_at_first_use(ranks: RankPool) -> None:
-    ranks(2).run(_forget_to_share)
-
-
-def _forget_to_share() -> None:
+@on_ranks(2)
+def test_a_tie_that_was_not_shared_is_an_error_at_first_use() -> None:
     model = UNFLATTENED(siblings())
     for use in (lambda: model(torch.ones(2, 5)), model.state_dict, model.l3.state_dict):  # type: ignore[union-attr, operator]
         assert_refused(
@@ -251,11 +227,8 @@ def _forget_to_share() -> None:
     model(torch.ones(2, 5))
 
 
-def test_after_the_first_use_is_too_late(ranks: RankPool) -> None:
-    ranks(2).run(_share_too_late)
-
-
-def _share_too_late() -> None:
+@on_ranks(2)
+def test_after_the_first_use_is_too_late() -> None:
     model = siblings()
     with model.l1.summon_full_params():
         assert_refused(
@@ -270,11 +243,8 @@ def _share_too_late() -> None:
     UNFLATTENED(model)(torch.ones(2, 5))
 
 
-def test_one_sibling_used_alone_is_an_error(ranks: RankPool) -> None:
-    ranks(2).run(_use_one_alone)
-
-
-def _use_one_alone() -> None:
+@on_ranks(2)
+def test_one_sibling_used_alone_is_an_error() -> None:
     model = wrapped_siblings(seeded(Siblings), fully_sharded())
     for one in (model.l1, model.l3):
         with pytest.raises(
@@ -288,11 +258,8 @@ def _use_one_alone() -> None:
     assert_refused(lambda: root.l1.module.weight + 1, "weight is sharded: outside of .* backward of", RuntimeError)
 
 
-def test_wrappers_that_differ_are_refused(ranks: RankPool) -> None:
-    ranks(2).run(_differ)
-
-
-def _differ() -> None:
+@on_ranks(2)
+def test_wrappers_that_differ_are_refused() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     bfloat = MixedPrecision(param_dtype=torch.bfloat16)
     for options, what in (({"process_group": group}, "process_group"), ({"mixed_precision": bfloat}, "precision")):
@@ -304,11 +271,8 @@ def _differ() -> None:
         )
 
 
-def test_the_unit_around_them_must_have_the_same_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_differ_around)
-
-
-def _differ_around() -> None:
+@on_ranks(2)
+def test_the_unit_around_them_must_have_the_same_ranks() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model = siblings(process_group=group)
     share_between(model.l1, model.l3)

@@ -16,9 +16,9 @@ from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
 from tests.helpers.equality import assert_same
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
-from tests.helpers.ranks import RankPool
 
 PARTS = {
     "the module in the wrapper": "",
@@ -48,13 +48,9 @@ def assert_idle(model: nn.Module) -> None:
     whole=[False, True],
     make_optimizer=[momentum, adamw],
 )
-def test_a_module_inside_is_loaded(
-    ranks: RankPool, part: str, world_size: int, layout: str, whole: bool, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(_load, PARTS[part], layout, whole, make_optimizer)
-
-
-def _load(path: str, layout: str, whole: bool, make_optimizer: MakeOptimizer) -> None:
+@on_ranks("world_size")
+def test_a_module_inside_is_loaded(part: str, layout: str, whole: bool, make_optimizer: MakeOptimizer) -> None:
+    path = PARTS[part]
     twins = Twins(layout, make_optimizer=make_optimizer, reshard_after_forward=not whole)
 
     def change() -> None:
@@ -68,11 +64,8 @@ def _load(path: str, layout: str, whole: bool, make_optimizer: MakeOptimizer) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_module_is_loaded_before_anything_has_run(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_load_at_once, layout)
-
-
-def _load_at_once(layout: str) -> None:
+@on_ranks(2)
+def test_a_module_is_loaded_before_anything_has_run(layout: str) -> None:
     twins = Twins(layout)
     for model in twins.models:
         find(model, "trunk.2.0").load_state_dict(other_state("trunk.2.0"))
@@ -97,11 +90,8 @@ def contained(wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> nn.Modul
 
 
 @in_every_layout
-def test_a_container_with_units_inside_is_loaded(ranks: RankPool, world_size: int, layout: str, whole: bool) -> None:
-    ranks(world_size).run(_load_container, layout, whole)
-
-
-def _load_container(layout: str, whole: bool) -> None:
+@on_ranks("world_size")
+def test_a_container_with_units_inside_is_loaded(layout: str, whole: bool) -> None:
     # In training mode batches would be normalised per rank.
     twins = Twins(layout, contained, reshard_after_forward=not whole)
     for model in twins.models:
@@ -132,13 +122,11 @@ def with_another(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @parametrize_pairs(
     at_most=5, part=list(PARTS), layout=list(LAYOUTS), spoil=[without_weight, with_another], strict=[True, False]
 )
+@on_ranks(2)
 def test_keys_that_do_not_fit_are_named_as_in_the_plain_model(
-    ranks: RankPool, part: str, layout: str, spoil: Callable[[Any], Any], strict: bool
+    part: str, layout: str, spoil: Callable[[Any], Any], strict: bool
 ) -> None:
-    ranks(2).run(_load_spoiled, PARTS[part], layout, spoil, strict)
-
-
-def _load_spoiled(path: str, layout: str, spoil: Callable[[Any], Any], strict: bool) -> None:
+    path = PARTS[part]
     twins = Twins(layout)
     said = [_told(find(model, path), spoil(other_state(path)), strict) for model in twins.models]
     assert said[0] == said[1]
@@ -161,13 +149,9 @@ def _told(module: nn.Module, state: dict[str, Tensor], strict: bool) -> list[str
 @parametrize_pairs(
     at_most=4, part=["the module in the wrapper", "a part of a unit"], world_size=[2, 1], layout=list(LAYOUTS)
 )
-def test_a_value_of_another_shape_is_an_error_that_names_it(
-    ranks: RankPool, part: str, world_size: int, layout: str
-) -> None:
-    ranks(world_size).run(_load_another_shape, PARTS[part], layout)
-
-
-def _load_another_shape(path: str, layout: str) -> None:
+@on_ranks("world_size")
+def test_a_value_of_another_shape_is_an_error_that_names_it(part: str, layout: str) -> None:
+    path = PARTS[part]
     twins = Twins(layout)
     name = "weight" if path else "entry.weight"
     for model in twins.models:
@@ -197,13 +181,8 @@ def stubborn(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 @parametrize_pairs(path=["", "1"], world_size=[2, 1], layout=list(LAYOUTS))
-def test_an_exception_in_the_middle_leaves_the_model_usable(
-    ranks: RankPool, path: str, world_size: int, layout: str
-) -> None:
-    ranks(world_size).run(_interrupt, path, layout)
-
-
-def _interrupt(path: str, layout: str) -> None:
+@on_ranks("world_size")
+def test_an_exception_in_the_middle_leaves_the_model_usable(path: str, layout: str) -> None:
     twins = Twins(layout, stubborn)
     state = {name: value + 1 for name, value in find(twins.plain, path).state_dict().items()}
     Stubborn.refuse = True
@@ -227,11 +206,8 @@ class Doubling(nn.Linear):
         self.bias.data.copy_(state_dict[prefix + "bias"])
 
 
-def test_what_a_load_writes_through_data_is_kept(ranks: RankPool) -> None:
-    ranks(2).run(_load_by_data)
-
-
-def _load_by_data() -> None:
+@on_ranks(2)
+def test_what_a_load_writes_through_data_is_kept() -> None:
     plain = Doubling(5, 3)
     model = FullyShardedDataParallel(copy.deepcopy(plain))
     state = {"weight": torch.zeros(3, 5), "bias": torch.ones(3)}
@@ -241,11 +217,9 @@ def _load_by_data() -> None:
 
 
 @parametrize_pairs(at_most=6, part=list(PARTS), world_size=[2, 1], layout=list(LAYOUTS))
-def test_a_module_is_loaded_inside_summon_full_params(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_load_summoned, PARTS[part], layout)
-
-
-def _load_summoned(path: str, layout: str) -> None:
+@on_ranks("world_size")
+def test_a_module_is_loaded_inside_summon_full_params(part: str, layout: str) -> None:
+    path = PARTS[part]
     twins = Twins(layout)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
@@ -257,11 +231,9 @@ def _load_summoned(path: str, layout: str) -> None:
 @parametrize_pairs(
     at_most=5, part=list(PARTS), world_size=[2, 1], layout=[name for name in LAYOUTS if name != "unflattened"]
 )
-def test_the_state_of_a_module_inside_is_refused(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_save_part, PARTS[part], layout)
-
-
-def _save_part(path: str, layout: str) -> None:
+@on_ranks("world_size")
+def test_the_state_of_a_module_inside_is_refused(part: str, layout: str) -> None:
+    path = PARTS[part]
     twins = Twins(layout)
     twins.step()
     with pytest.raises(
@@ -276,13 +248,9 @@ def _save_part(path: str, layout: str) -> None:
 
 
 @parametrize_pairs(part=list(PARTS), world_size=[2, 1])
-def test_without_flattening_a_module_inside_lists_and_saves_its_shards(
-    ranks: RankPool, part: str, world_size: int
-) -> None:
-    ranks(world_size).run(_save_listed, PARTS[part])
-
-
-def _save_listed(path: str) -> None:
+@on_ranks("world_size")
+def test_without_flattening_a_module_inside_lists_and_saves_its_shards(part: str) -> None:
+    path = PARTS[part]
     twins = Twins("unflattened")
     twins.step()
     module, plain = find(twins.sharded, path), find(twins.plain, path)
@@ -309,11 +277,8 @@ def _save_listed(path: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loading_a_part_in_the_middle_of_a_backward_is_refused(ranks: RankPool, layout: str) -> None:
-    ranks(2).run(_load_in_backward, layout)
-
-
-def _load_in_backward(layout: str) -> None:
+@on_ranks(2)
+def test_loading_a_part_in_the_middle_of_a_backward_is_refused(layout: str) -> None:
     twins = Twins(layout)
 
     def load(gradient: Tensor) -> None:
@@ -329,11 +294,8 @@ def _load_in_backward(layout: str) -> None:
 
 
 @parametrize_pairs(world_size=[2, 3], layout=list(LAYOUTS))
-def test_the_module_of_a_wrapper_answers_as_the_users_own(ranks: RankPool, world_size: int, layout: str) -> None:
-    ranks(world_size).run(_save_module, layout)
-
-
-def _save_module(layout: str) -> None:
+@on_ranks("world_size")
+def test_the_module_of_a_wrapper_answers_as_the_users_own(layout: str) -> None:
     model: Any = fully_sharded(**LAYOUTS[layout])(nested_mlp(keep))
     if layout == "unflattened":  # as FairScale's, for example when `local_state_dict()` is compared with it
         with pytest.warns(UserWarning, match=r"holds this rank's shards, as FairScale's does.*local_state_dict\(\)"):

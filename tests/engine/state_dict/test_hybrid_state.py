@@ -29,9 +29,9 @@ from tests.helpers.copied_twins import (
 )
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
 from tests.helpers.models import Wrap, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, adamw, assert_parity, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, gpt
 
 NONE, HYBRID = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
@@ -53,11 +53,8 @@ def by_machine() -> dict[str, Any]:
 
 
 @every_form
-def test_states_are_exchanged_with_plain_sharding(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(4).run(_exchange_states, options)
-
-
-def _exchange_states(options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_states_are_exchanged_with_plain_sharding(options: dict[str, Any]) -> None:
     plain, hybrid, whole = (nested(fully_sharded(**how, **options)) for how in ({}, two_by_two(), replicated()))
     for number, (source, target) in enumerate(((plain, hybrid), (hybrid, whole), (whole, plain))):
         with source.summon_full_params(), torch.no_grad():
@@ -70,11 +67,8 @@ def _exchange_states(options: dict[str, Any]) -> None:
             assert torch.equal(value, state[name]), name
 
 
-def test_an_average_of_weights(ranks: RankPool) -> None:
-    ranks(4).run(_average)
-
-
-def _average() -> None:
+@on_ranks(4)
+def test_an_average_of_weights() -> None:
     twins = Twins.of(nested, sgd_with_momentum, **two_by_two())
     average = EMA(twins.sharded, decay=0.5)
     expected = {name: value.clone() for name, value in twins.plain.state_dict().items()}
@@ -98,17 +92,10 @@ def _average() -> None:
     make=[nested, tied_and_frozen],
     travels=["deepcopy", "pickle"],
 )
+@on_ranks(4)
 def test_copies_and_originals_train_apart(
-    ranks: RankPool,
-    how: Callable[[], dict[str, Any]],
-    options: dict[str, Any],
-    make: Callable[[Wrap], Any],
-    travels: str,
+    how: Callable[[], dict[str, Any]], options: dict[str, Any], make: Callable[[Wrap], Any], travels: str
 ) -> None:
-    ranks(4).run(_copy, how, options, make, travels)
-
-
-def _copy(how: Callable[[], dict[str, Any]], options: dict[str, Any], make: Any, travels: str) -> None:
     twins = Twins.of(make, adamw, **how(), **options)
     twins.train(0)
     assigned = how().get("process_group")
@@ -129,11 +116,8 @@ def through_pickle(item: Any, group: Any) -> Any:
     return model, *rest
 
 
-def test_a_pickled_model_says_that_its_replicas_are_missing(ranks: RankPool) -> None:
-    ranks(2).run(_use_unconnected)
-
-
-def _use_unconnected() -> None:
+@on_ranks(2)
+def test_a_pickled_model_says_that_its_replicas_are_missing() -> None:
     for how in ({"process_group": mesh_of(2, 1)}, replicated()):
         model = pickle.loads(pickle.dumps(fully_sharded(**how)(nn.Linear(5, 5))))
         assert not model.is_connected
@@ -141,11 +125,8 @@ def _use_unconnected() -> None:
             model(torch.ones(1, 5))
 
 
-def test_groups_may_be_assigned_in_another_form(ranks: RankPool) -> None:
-    ranks(4).run(_assign)
-
-
-def _assign() -> None:
+@on_ranks(4)
+def test_groups_may_be_assigned_in_another_form() -> None:
     with machines_of(2):
         twins = Twins.of(nested, adamw, **by_machine())
         for number, group in enumerate((mesh_of(2, 2), (neighbours(2), every_nth(2)), None)):
@@ -169,11 +150,8 @@ def _assign() -> None:
         ("no group", TypeError, "must be a process group that this rank is in"),
     ],
 )
-def test_groups_that_do_not_fit_the_shards(ranks: RankPool, wrong: str, error: Any, message: str) -> None:
-    ranks(4).run(_refuse, wrong, error, message)
-
-
-def _refuse(wrong: str, error: Any, message: str) -> None:
+@on_ranks(4)
+def test_groups_that_do_not_fit_the_shards(wrong: str, error: Any, message: str) -> None:
     model: Any = fully_sharded(**two_by_two())(nn.Linear(5, 5))
     before = model.process_group
     groups: dict[str, Any] = {
@@ -191,11 +169,8 @@ def _refuse(wrong: str, error: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("different", [0, 3])
-def test_replicas_that_differ_are_found_by_all_ranks(ranks: RankPool, different: int) -> None:
-    ranks(4).run(_disagree, different)
-
-
-def _disagree(different: int) -> None:
+@on_ranks(4)
+def test_replicas_that_differ_are_found_by_all_ranks(different: int) -> None:
     width = 7 if dist.get_rank() == different else 6
     model = fully_sharded(**two_by_two())(nn.Linear(5, width))
     found = rf"rank {dist.get_rank()}: the ranks have built different models.*on rank 0 and .* on rank {different or 1}"
@@ -203,11 +178,8 @@ def _disagree(different: int) -> None:
         model(torch.ones(1, 5))
 
 
-def test_plain_and_replicated_units_are_told_apart(ranks: RankPool) -> None:
-    ranks(2).run(_differ_in_replicas)
-
-
-def _differ_in_replicas() -> None:
+@on_ranks(2)
+def test_plain_and_replicated_units_are_told_apart() -> None:
     alone = {"process_group": (neighbours(1), neighbours(1))}
     inner = fully_sharded(**(alone if dist.get_rank() else replicated()))(nn.Linear(5, 5))
     model = fully_sharded()(nn.Sequential(inner, nn.Linear(5, 5)))
@@ -219,11 +191,8 @@ def _differ_in_replicas() -> None:
 
 
 @pytest.mark.parametrize("how", [two_by_two, replicated])
-def test_a_communication_hook_is_refused(ranks: RankPool, how: Callable[[], dict[str, Any]]) -> None:
-    ranks(4).run(_register, how)
-
-
-def _register(how: Callable[[], dict[str, Any]]) -> None:
+@on_ranks(4)
+def test_a_communication_hook_is_refused(how: Callable[[], dict[str, Any]]) -> None:
     inner = fully_sharded(**how())(nn.Linear(5, 5))
     model: Any = fully_sharded()(nn.Sequential(inner, nn.Linear(5, 5)))
     with pytest.raises(ValueError, match=r"^0: .*over \d replicas besides \(.*reduce_dtype"):
@@ -236,23 +205,15 @@ def _register(how: Callable[[], dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_units(ranks: RankPool, reentrant: bool) -> None:
-    ranks(4).run(_recompute, reentrant)
-
-
-def _recompute(reentrant: bool) -> None:
+@on_ranks(4)
+def test_recomputed_units(reentrant: bool) -> None:
     make = partial(tiny_transformer, recompute="inside", reentrant=reentrant)
     assert_parity(make, adamw, wrap=fully_sharded(**two_by_two()), task=TOKENS)
 
 
 @pytest.mark.parametrize("how", [dict, two_by_two, replicated])
-def test_gradients_that_a_failed_backward_had_sent_do_not_arrive_later(
-    ranks: RankPool, how: Callable[[], dict[str, Any]]
-) -> None:
-    ranks(4).run(_fail, how)
-
-
-def _fail(how: Callable[[], dict[str, Any]]) -> None:
+@on_ranks(4)
+def test_gradients_that_a_failed_backward_had_sent_do_not_arrive_later(how: Callable[[], dict[str, Any]]) -> None:
     twins = Twins.of(nested, adamw, bucket_cap_mb=0, **how())
     twins.train(0)
 
@@ -268,11 +229,8 @@ def _fail(how: Callable[[], dict[str, Any]]) -> None:
     twins.assert_close()
 
 
-def test_units_that_share_a_parameter_must_have_the_same_replicas(ranks: RankPool) -> None:
-    ranks(4).run(_share)
-
-
-def _share() -> None:
+@on_ranks(4)
+def test_units_that_share_a_parameter_must_have_the_same_replicas() -> None:
     layers = [nn.Linear(5, 5) for _ in range(3)]
     for layer in layers[1:]:
         layer.weight = layers[0].weight
@@ -298,11 +256,8 @@ def cube(replicas: int, shards: int) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_tensor_parallel_layers(ranks: RankPool, shape: tuple[int, int]) -> None:
-    ranks(4).run(_train_tensor_parallel, shape)
-
-
-def _train_tensor_parallel(shape: tuple[int, int]) -> None:
+@on_ranks(4)
+def test_tensor_parallel_layers(shape: tuple[int, int]) -> None:
     mesh = cube(*shape)
     mine = dist.get_rank() // 2
 
@@ -320,11 +275,8 @@ def _train_tensor_parallel(shape: tuple[int, int]) -> None:
     )
 
 
-def test_what_is_spread_over_the_replicas_already_is_refused(ranks: RankPool) -> None:
-    ranks(4).run(_spread_twice)
-
-
-def _spread_twice() -> None:
+@on_ranks(4)
+def test_what_is_spread_over_the_replicas_already_is_refused() -> None:
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh_of(2, 2)["replicate"], [Shard(0)]))
     with pytest.raises(ValueError, match=r"weight is a DTensor .* cannot be sharded over the same ranks"):

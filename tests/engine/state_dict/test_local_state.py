@@ -15,6 +15,7 @@ from fsdp import EMA, FullyShardedDataParallel, MixedPrecision, get_fsdp_instanc
 from tests.helpers.equality import assert_same
 from tests.helpers.local_shards import Awkward, awkward, different, through_files
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -54,11 +55,8 @@ def _awkward_keys() -> list[str]:
     return list(awkward(fully_sharded()).local_state_dict())  # type: ignore[operator]
 
 
-def test_prefix_and_destination_are_those_of_nn_module(ranks: RankPool) -> None:
-    ranks(2).run(_takes_the_arguments_of_nn_module)
-
-
-def _takes_the_arguments_of_nn_module() -> None:
+@on_ranks(2)
+def test_prefix_and_destination_are_those_of_nn_module() -> None:
     model: Any = nested_mlp(fully_sharded())
     given = {"before": torch.zeros(1)}
     assert model.local_state_dict(given, "a.") is given
@@ -67,13 +65,9 @@ def _takes_the_arguments_of_nn_module() -> None:
 
 
 @parametrize_pairs(form=FORMS, on_disk=[False, True])
-def test_tensors_are_the_model_s_own_and_plain(
-    ranks: RankPool, tmp_path: Path, form: dict[str, Any], on_disk: bool
-) -> None:
-    ranks(2).run(_are_plain_aliases, form, {"offload": "disk", "offload_folder": tmp_path} if on_disk else {})
-
-
-def _are_plain_aliases(form: dict[str, Any], offload: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_tensors_are_the_model_s_own_and_plain(tmp_path: Path, form: dict[str, Any], on_disk: bool) -> None:
+    offload = {"offload": "disk", "offload_folder": tmp_path} if on_disk else {}
     model: Any = nested_mlp(fully_sharded(**form, **offload))
     state, live = model.local_state_dict(), model.local_state_dict(keep_vars=True)
     assert list(state) == list(live)
@@ -124,11 +118,8 @@ def _step(model: nn.Module, number: int) -> None:
     optimizer.step()
 
 
-def test_ranks_may_be_given_different_keys(ranks: RankPool) -> None:
-    ranks(2).run(_loads_different_keys)
-
-
-def _loads_different_keys() -> None:
+@on_ranks(2)
+def test_ranks_may_be_given_different_keys() -> None:
     """A unit that stays whole must be gathered again by all ranks, though one of them was given nothing."""
     model: Any = nested_mlp(fully_sharded(reshard_after_forward=False, disable_reshard_on_root=True))
     inputs = torch.randn(4, 5)
@@ -143,11 +134,8 @@ def _loads_different_keys() -> None:
     assert torch.equal(found["trunk.0.weight"][6:], expected["trunk.0.weight"][6:])
 
 
-def test_ranks_that_were_wrapped_with_different_values_agree_after_loading(ranks: RankPool) -> None:
-    ranks(2).run(_agree_after_loading)
-
-
-def _agree_after_loading() -> None:
+@on_ranks(2)
+def test_ranks_that_were_wrapped_with_different_values_agree_after_loading() -> None:
     state = nested_mlp(fully_sharded()).local_state_dict()  # type: ignore[operator]
     model: Any = nested_mlp(fully_sharded(), seed=dist.get_rank())
     model.load_local_state_dict(state)
@@ -155,11 +143,8 @@ def _agree_after_loading() -> None:
     assert_same(model.state_dict(), nested_mlp().state_dict())
 
 
-def test_so_they_do_if_each_had_its_own_part_right(ranks: RankPool) -> None:
-    ranks(2).run(_agree_on_what_was_there)
-
-
-def _agree_on_what_was_there() -> None:
+@on_ranks(2)
+def test_so_they_do_if_each_had_its_own_part_right() -> None:
     def make(odd: slice) -> Any:
         layer = nn.Linear(6, 1, bias=False)
         nn.init.zeros_(layer.weight)
@@ -173,11 +158,8 @@ def _agree_on_what_was_there() -> None:
     assert torch.equal(model(torch.ones(1, 6)), torch.zeros(1, 1))
 
 
-def test_an_optimizer_keeps_stepping_what_was_loaded(ranks: RankPool) -> None:
-    ranks(2).run(_optimizer_goes_on)
-
-
-def _optimizer_goes_on() -> None:
+@on_ranks(2)
+def test_an_optimizer_keeps_stepping_what_was_loaded() -> None:
     model: Any = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
     listed = list(model.parameters())
@@ -198,11 +180,8 @@ def _optimizer_goes_on() -> None:
         torch.testing.assert_close(value, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_buffers_are_saved_in_their_own_dtype_and_loaded_into_the_computed_one(ranks: RankPool) -> None:
-    ranks(2).run(_buffers_keep_their_dtype)
-
-
-def _buffers_keep_their_dtype() -> None:
+@on_ranks(2)
+def test_buffers_are_saved_in_their_own_dtype_and_loaded_into_the_computed_one() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model: Any = awkward(fully_sharded(mixed_precision=low))
     value = 1 + torch.arange(6.0).view(2, 3) / 4096  # more than bfloat16 can hold
@@ -213,12 +192,9 @@ def _buffers_keep_their_dtype() -> None:
     assert torch.equal(model.local_state_dict()["table"], value)
 
 
-def test_a_local_state_gives_values_to_a_model_from_the_meta_device(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_fills_meta, tmp_path)
-
-
-def _fills_meta(folder: Path) -> None:
-    weights, _ = through_files(awkward(fully_sharded()), folder)
+@on_ranks(2)
+def test_a_local_state_gives_values_to_a_model_from_the_meta_device(tmp_path: Path) -> None:
+    weights, _ = through_files(awkward(fully_sharded()), tmp_path)
     with torch.device("meta"):
         empty: Any = fully_sharded()(Awkward(fully_sharded()))
     with pytest.raises(RuntimeError, match="have no values yet"):
@@ -228,11 +204,8 @@ def _fills_meta(folder: Path) -> None:
     assert_same(empty.state_dict(), awkward().state_dict())
 
 
-def test_ignored_parameters_are_whole(ranks: RankPool) -> None:
-    ranks(2).run(_ignored_are_whole)
-
-
-def _ignored_are_whole() -> None:
+@on_ranks(2)
+def test_ignored_parameters_are_whole() -> None:
     plain: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     model: Any = FullyShardedDataParallel(plain, ignored_modules=[plain[1]])
     state = {key: value.clone() for key, value in model.local_state_dict().items()}
@@ -243,11 +216,8 @@ def _ignored_are_whole() -> None:
     assert torch.equal(plain[1].weight, state["1.weight"])
 
 
-def test_a_shared_parameter_is_under_both_names(ranks: RankPool) -> None:
-    ranks(2).run(_shared_is_under_both)
-
-
-def _shared_is_under_both() -> None:
+@on_ranks(2)
+def test_a_shared_parameter_is_under_both_names() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     wrap = fully_sharded(flatten_parameters=False)
@@ -263,11 +233,8 @@ def _shared_is_under_both() -> None:
     assert torch.equal(model.local_state_dict()["1.weight"], state["1.weight"])
 
 
-def test_names_with_wrappers_parts_and_the_old_flat_name_are_taken(ranks: RankPool) -> None:
-    ranks(2).run(_takes_raw_names)
-
-
-def _takes_raw_names() -> None:
+@on_ranks(2)
+def test_names_with_wrappers_parts_and_the_old_flat_name_are_taken() -> None:
     model: Any = nested_mlp(fully_sharded())
     raw = {name: param.detach() + 1 for name, param in model.named_parameters()}
     assert "_fsdp_wrapped_module._fpw_module.gate._fsdp_wrapped_module.flat_param_0" in raw
@@ -277,11 +244,8 @@ def _takes_raw_names() -> None:
     assert torch.equal(model.local_state_dict()["flat_param_0"], raw["flat_param"])
 
 
-def test_an_average_s_local_state_is_its_own(ranks: RankPool) -> None:
-    ranks(2).run(_average_has_its_own)
-
-
-def _average_has_its_own() -> None:
+@on_ranks(2)
+def test_an_average_s_local_state_is_its_own() -> None:
     model: Any = nested_mlp(fully_sharded())
     average: Any = EMA(model)
     with torch.no_grad():
@@ -304,11 +268,8 @@ class Metaseq(FullyShardedDataParallel):
         return super().load_local_state_dict(state_dict, strict=strict)
 
 
-def test_a_subclass_whose_state_is_local_does_not_recurse(ranks: RankPool) -> None:
-    ranks(2).run(_subclass_round_trip)
-
-
-def _subclass_round_trip() -> None:
+@on_ranks(2)
+def test_a_subclass_whose_state_is_local_does_not_recurse() -> None:
     wrap: Wrap = partial(Metaseq)
     one, other = nested_mlp(wrap), nested_mlp(wrap, seed=1)
     saved = one.state_dict()
@@ -322,11 +283,8 @@ def _subclass_round_trip() -> None:
 # Refusals
 
 
-def test_nothing_is_local_inside_summon_full_params(ranks: RankPool) -> None:
-    ranks(2).run(_refused_when_summoned)
-
-
-def _refused_when_summoned() -> None:
+@on_ranks(2)
+def test_nothing_is_local_inside_summon_full_params() -> None:
     model: Any = nested_mlp(fully_sharded())
     state = model.local_state_dict()
     for summoned in (model, model.module.module.trunk):
@@ -340,11 +298,8 @@ def _refused_when_summoned() -> None:
                     refused()
 
 
-def test_a_full_state_dict_is_whole_after_a_local_one_failed(ranks: RankPool) -> None:
-    ranks(2).run(_whole_after_failure)
-
-
-def _whole_after_failure() -> None:
+@on_ranks(2)
+def test_a_full_state_dict_is_whole_after_a_local_one_failed() -> None:
     model: Any = different(nested_mlp)
 
     def fail(*_: Any) -> None:

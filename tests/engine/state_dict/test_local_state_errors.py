@@ -16,6 +16,7 @@ from fsdp import no_pre_load_state_dict_hook
 from tests.helpers.equality import assert_same
 from tests.helpers.local_shards import awkward, different, through_files
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -50,12 +51,9 @@ def _load_of_two(folder: Path) -> None:
     refused(model, state, rf"shard {min(rank, 1)} of 2, and this rank has shard {rank} of 3")
 
 
-def test_shards_of_another_rank_are_refused_though_they_fit(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_load_other_ranks, tmp_path)
-
-
-def _load_other_ranks(folder: Path) -> None:
-    weights, _ = through_files(nested_mlp(fully_sharded()), folder)
+@on_ranks(2)
+def test_shards_of_another_rank_are_refused_though_they_fit(tmp_path: Path) -> None:
+    weights, _ = through_files(nested_mlp(fully_sharded()), tmp_path)
     rank = dist.get_rank()
     refused(different(nested_mlp), weights[1 - rank], f"shard {1 - rank} of 2, and this rank has shard {rank} of 2")
 
@@ -92,11 +90,8 @@ def _refuses(name: str) -> None:
     refused(different(awkward), state, message)
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_is_told(ranks: RankPool) -> None:
-    ranks(2).run(_loads_what_fits)
-
-
-def _loads_what_fits() -> None:
+@on_ranks(2)
+def test_without_strict_what_fits_is_loaded_and_the_rest_is_told() -> None:
     model: Any = different(awkward)
     kept = model.local_state_dict()["flat_param_0"].clone()
     state = awkward(fully_sharded()).local_state_dict()  # type: ignore[operator]
@@ -110,11 +105,8 @@ def _loads_what_fits() -> None:
     assert torch.equal(found["inner.flat_param_0"], state["inner.flat_param_0"])
 
 
-def test_one_rank_s_bad_shard_leaves_that_rank_as_it_was(ranks: RankPool) -> None:
-    ranks(2).run(_bad_on_one)
-
-
-def _bad_on_one() -> None:
+@on_ranks(2)
+def test_one_rank_s_bad_shard_leaves_that_rank_as_it_was() -> None:
     model: Any = different(nested_mlp)
     state = dict(nested_mlp(fully_sharded()).local_state_dict())  # type: ignore[operator]
     if dist.get_rank() == 1:
@@ -137,11 +129,8 @@ class Renaming(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def test_modules_that_load_in_their_own_way_do_so(ranks: RankPool) -> None:
-    ranks(2).run(_loads_old_name)
-
-
-def _loads_old_name() -> None:
+@on_ranks(2)
+def test_modules_that_load_in_their_own_way_do_so() -> None:
     model: Any = fully_sharded()(nn.Sequential(Renaming(3), nn.BatchNorm1d(3)))
     state = model.local_state_dict()
     del state["0.new"]
@@ -157,11 +146,8 @@ def _loads_old_name() -> None:
     refused(model, changed | {"1.running_mean": torch.zeros(2)}, r"'1.running_mean' has shape \(2,\)")
 
 
-def test_a_failed_load_leaves_full_loading_alone(ranks: RankPool) -> None:
-    ranks(2).run(_full_load_after_failure)
-
-
-def _full_load_after_failure() -> None:
+@on_ranks(2)
+def test_a_failed_load_leaves_full_loading_alone() -> None:
     model: Any = different(nested_mlp)
     with pytest.raises(RuntimeError, match="missing keys"):
         model.load_local_state_dict({})
@@ -172,11 +158,8 @@ def _full_load_after_failure() -> None:
 # no_pre_load_state_dict_hook
 
 
-def test_without_the_hook_raw_names_are_loaded(ranks: RankPool) -> None:
-    ranks(2).run(_loads_raw_names)
-
-
-def _loads_raw_names() -> None:
+@on_ranks(2)
+def test_without_the_hook_raw_names_are_loaded() -> None:
     model: Any = different(nested_mlp)
     expected = nested_mlp().state_dict()
     parts = "_fsdp_wrapped_module._fpw_module."
@@ -192,11 +175,8 @@ def _loads_raw_names() -> None:
     assert_same(model.state_dict(), expected)
 
 
-def test_without_the_hook_plain_names_are_unexpected(ranks: RankPool) -> None:
-    ranks(2).run(_refuses_plain_names)
-
-
-def _refuses_plain_names() -> None:
+@on_ranks(2)
+def test_without_the_hook_plain_names_are_unexpected() -> None:
     model: Any = different(nested_mlp)
     expected = nested_mlp().state_dict()
     message = r'(?s)Missing.*"_fsdp_wrapped_module._fpw_module.scale".*Unexpected.*"scale"'

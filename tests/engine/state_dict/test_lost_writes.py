@@ -15,7 +15,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 
 Use = Callable[[Any], None]
 
@@ -66,13 +66,10 @@ def cast(model: Any) -> None:
 _kept: list[Any] = []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(2, 3)
 @pytest.mark.parametrize("use", [average, load_in_part, write_one, read, keep_average, load_again, cast])
-def test_a_write_that_is_dropped_with_the_state_dict_is_a_warning(ranks: RankPool, world_size: int, use: Use) -> None:
-    ranks(world_size).run(_use, use, is_lost=use in (average, load_in_part, write_one))
-
-
-def _use(use: Use, is_lost: bool) -> None:
+def test_a_write_that_is_dropped_with_the_state_dict_is_a_warning(use: Use) -> None:
+    is_lost = use in (average, load_in_part, write_one)
     for wrap in (FullyShardedDataParallel, partial(FullyShardedDataParallel, use_orig_params=True)):
         model = wrap(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)))
         with warnings.catch_warnings(record=True) as caught:
@@ -84,11 +81,8 @@ def _use(use: Use, is_lost: bool) -> None:
     _kept.clear()
 
 
-def test_under_fully_shard_writes_reach_the_model(ranks: RankPool) -> None:
-    ranks(2).run(_write_rows)
-
-
-def _write_rows() -> None:
+@on_ranks(2)
+def test_under_fully_shard_writes_reach_the_model() -> None:
     model: Any = fsdp.fully_shard(nn.Linear(5, 3))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,8 +16,8 @@ from fsdp.engine.placeholder import Placeholder
 from tests.helpers.equality import assert_same_state
 from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, state_of
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=["flat", "original", "unflattened"])
 EITHER: dict[str, Wrap] = {"plain": keep, "wrapped": sharded(process_group=Alone())}
@@ -140,11 +140,8 @@ def test_new_parameters_may_be_assigned_under_all_names_of_a_tie(wrap: Wrap) -> 
 
 
 @every_form
-def test_other_units_are_not_whole_meanwhile(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(2).run(_look_at_other_units, form)
-
-
-def _look_at_other_units(form: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_other_units_are_not_whole_meanwhile(form: dict[str, Any]) -> None:
     layers = [nn.Linear(3, 3, device="meta") for _ in range(3)]
     model = sharded(**form)(nn.Sequential(*map(sharded(**form), layers[:2]), layers[2]))
 
@@ -156,12 +153,9 @@ def _look_at_other_units(form: dict[str, Any]) -> None:
     fsdp.materialize(model, param_init_fn=init)
 
 
-def test_no_rank_waits_for_another(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_no_rank_waits_for_another() -> None:
     """One has values, the others get theirs: what each does alone fits together, unlike anything collective would."""
-    ranks(2).run(_start_on_all_but_one)
-
-
-def _start_on_all_but_one() -> None:
     if dist.get_rank() == 1:
         plain = on_meta(Zoo)
         fsdp.materialize(plain, seed=0)

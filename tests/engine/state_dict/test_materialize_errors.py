@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 import fsdp
 from tests.helpers.meta_models import FORMS, Norms, Rotary, initialise, mlp, on_meta, sharded
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool
 
 EITHER: dict[str, Wrap] = {"plain": keep, "wrapped": sharded(process_group=Alone())}
 either = pytest.mark.parametrize("wrap", EITHER.values(), ids=EITHER)
@@ -126,11 +126,8 @@ def test_memory_that_a_parent_takes_away_again() -> None:
         fsdp.materialize(nn.MultiheadAttention(4, 2, device="meta"), param_init_fn=init)
 
 
-def test_a_parent_that_initialises_another_unit(ranks: RankPool) -> None:
-    ranks(2).run(_attention_around_a_unit)
-
-
-def _attention_around_a_unit() -> None:
+@on_ranks(2)
+def test_a_parent_that_initialises_another_unit() -> None:
     attention: Any = nn.MultiheadAttention(4, 2, device="meta")
     attention.out_proj = sharded()(attention.out_proj)
     with pytest.raises(RuntimeError, match="bias is sharded"):

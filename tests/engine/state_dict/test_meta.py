@@ -42,6 +42,7 @@ from tests.helpers.meta_models import (
 )
 from tests.helpers.models import Wrap
 from tests.helpers.offload import on
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Alone, adamw, assert_parity, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -101,12 +102,8 @@ def test_using_what_has_no_values_is_an_error_that_says_what_to_do(form: dict[st
         use(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_error_names_what_is_left(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_use_half_loaded)
-
-
-def _use_half_loaded() -> None:
+@on_ranks(1, 2)
+def test_the_error_names_what_is_left() -> None:
     model = on_meta(Norms, sharded())
     # A batch norm that is loaded from a state of no version sets its count of batches to zero; so six of nine are left.
     model.load_state_dict({"exit.bias": torch.ones(1), "entry.bias": torch.ones(6)}, strict=False)
@@ -144,11 +141,8 @@ def test_what_is_wrapped_while_the_default_device_is_meta_has_its_shards_in_memo
             assert {param.device.type for param in model.parameters()} == {"cpu"}
 
 
-def test_dtensors_may_come_without_values(ranks: RankPool) -> None:
-    ranks(2).run(_wrap_dtensor)
-
-
-def _wrap_dtensor() -> None:
+@on_ranks(2)
+def test_dtensors_may_come_without_values() -> None:
     layer = nn.Linear(4, 2, device="meta")
     mesh = init_device_mesh("cpu", (2,))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
@@ -202,11 +196,8 @@ class Starting:
 
 
 @parametrize_pairs(world_size=[1, 2], form=FORMS)
-def test_an_optimizer_may_be_made_before(ranks: RankPool, world_size: int, form: dict[str, Any]) -> None:
-    ranks(world_size).run(_train_with_early_optimizer, form)
-
-
-def _train_with_early_optimizer(form: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_an_optimizer_may_be_made_before(form: dict[str, Any]) -> None:
     early, late = on_meta(mlp, sharded(**form)), on_meta(mlp, sharded(**form))
     optimizer = adamw(early.parameters())
     for model in (early, late):
@@ -224,11 +215,8 @@ def _train_with_early_optimizer(form: dict[str, Any]) -> None:
     policy=[True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)],
     world_size=[1, 2],
 )
-def test_mixed_precision_starts_from_values_in_full(ranks: RankPool, world_size: int, policy: Any) -> None:
-    ranks(world_size).run(_start_mixed, policy)
-
-
-def _start_mixed(policy: Any) -> None:
+@on_ranks("world_size")
+def test_mixed_precision_starts_from_values_in_full(policy: Any) -> None:
     model = started(Norms, sharded(mixed_precision=policy, compute_dtype=torch.bfloat16 if policy is True else None))
     assert_same_state(state_of(model), state_of(started(Norms)))
     assert model(INPUTS).isfinite().all()
@@ -266,11 +254,8 @@ def _layout_with_values_on(form: dict[str, Any], rank: int) -> list[str]:
 
 
 @parametrize_pairs(world_size=[1, 2], make=[Zoo, Norms, transformer], form=FORMS)
-def test_a_state_dict_gives_values(ranks: RankPool, world_size: int, make: Any, form: dict[str, Any]) -> None:
-    ranks(world_size).run(_load, make, form)
-
-
-def _load(make: Any, form: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_a_state_dict_gives_values(make: Any, form: dict[str, Any]) -> None:
     expected = state_of(started(make))
     model = on_meta(make, sharded(**form))
     result = model.load_state_dict(expected)
@@ -329,11 +314,8 @@ def test_what_has_no_values_cannot_be_assigned() -> None:
 
 
 @parametrize_pairs(travel=[copy.deepcopy, through_pickle], form=FORMS)
-def test_a_copy_has_no_values_either_and_gets_its_own(ranks: RankPool, form: dict[str, Any], travel: Any) -> None:
-    ranks(2).run(_copy, form, travel)
-
-
-def _copy(form: dict[str, Any], travel: Any) -> None:
+@on_ranks(2)
+def test_a_copy_has_no_values_either_and_gets_its_own(form: dict[str, Any], travel: Any) -> None:
     model = on_meta(Norms, sharded(**form))
     copied = travel(model)
     for each in (model, copied):
@@ -376,11 +358,8 @@ def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
     return max(found)
 
 
-def test_pain_point_20_values_that_are_there_cost_no_memory_while_others_are_drawn(ranks: RankPool) -> None:
-    ranks(1).run(_draw_beside_values)
-
-
-def _draw_beside_values() -> None:
+@on_ranks(1)
+def test_pain_point_20_values_that_are_there_cost_no_memory_while_others_are_drawn() -> None:
     model: Any = sharded()(Headed())
     state = {"layer.weight": torch.zeros(WIDTH, WIDTH), "layer.bias": torch.zeros(WIDTH)}
     model.load_state_dict(state, strict=False)

@@ -15,9 +15,9 @@ from fsdp import MixedPrecision, auto_wrap_bn, checkpoint_wrapper
 from tests.helpers.equality import assert_same_state
 from tests.helpers.meta_models import FORMS, UNFLATTENED, Norms, Zoo, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=["flat", "original", "unflattened"])
 INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
@@ -34,11 +34,8 @@ class TiedAcross(nn.Module):
         self.own = nn.Linear(3, 1)
 
 
-def test_a_parameter_that_units_share_has_the_value_that_its_first_module_gives_it(ranks: RankPool) -> None:
-    ranks(2).run(_start_shared)
-
-
-def _start_shared() -> None:
+@on_ranks(2)
+def test_a_parameter_that_units_share_has_the_value_that_its_first_module_gives_it() -> None:
     wrap = sharded(**UNFLATTENED)
     tied: Any = on_meta(lambda _: TiedAcross(wrap))
     first: Any = wrap(tied.first)
@@ -50,11 +47,8 @@ def _start_shared() -> None:
     assert_same_state(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
-def test_an_optimizer_from_before_wrapping_is_handed_over(ranks: RankPool) -> None:
-    ranks(2).run(_hand_over)
-
-
-def _hand_over() -> None:
+@on_ranks(2)
+def test_an_optimizer_from_before_wrapping_is_handed_over() -> None:
     plain = on_meta(Norms)
     optimizer = torch.optim.AdamW(plain.parameters())
     model: Any = sharded()(plain)
@@ -69,11 +63,8 @@ def _hand_over() -> None:
 
 
 @every_form
-def test_ranks_with_and_without_values_load_the_same_state(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(2).run(_load_where_ranks_differ, form)
-
-
-def _load_where_ranks_differ(form: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_ranks_with_and_without_values_load_the_same_state(form: dict[str, Any]) -> None:
     expected = state_of(started(Norms, seed=1))
     plain = started(Norms) if dist.get_rank() == 1 else on_meta(Norms)
     model = sharded(**form)(plain)
@@ -100,11 +91,8 @@ def test_what_is_given_values_in_inference_mode_can_be_trained(by: str) -> None:
     )
 
 
-def test_checkpoint_wrappers_and_batch_norms_apart_change_no_values(ranks: RankPool) -> None:
-    ranks(2).run(_start_checkpointed)
-
-
-def _start_checkpointed() -> None:
+@on_ranks(2)
+def test_checkpoint_wrappers_and_batch_norms_apart_change_no_values() -> None:
     plain: Any = on_meta(Norms)
     plain.entry = checkpoint_wrapper(plain.entry)
     model = sharded()(auto_wrap_bn(plain))
@@ -113,15 +101,8 @@ def _start_checkpointed() -> None:
 
 
 @parametrize_pairs(form=FORMS, by=["materialize", "load_state_dict"])
-def test_recurrent_modules_compute_with_their_values(ranks: RankPool, form: dict[str, Any], by: str) -> None:
-    ranks(2).run(_recur, form, by)
-
-
-def lstm(wrap: Wrap = keep) -> nn.Module:
-    return nn.LSTM(3, 4)
-
-
-def _recur(form: dict[str, Any], by: str) -> None:
+@on_ranks(2)
+def test_recurrent_modules_compute_with_their_values(form: dict[str, Any], by: str) -> None:
     plain, model = started(lstm), on_meta(lstm, sharded(**form))
     if by == "materialize":
         fsdp.materialize(model, seed=0)
@@ -129,6 +110,10 @@ def _recur(form: dict[str, Any], by: str) -> None:
         model.load_state_dict(plain.state_dict())
     inputs = torch.linspace(-1, 1, 30).view(5, 2, 3)
     assert torch.equal(model(inputs)[0], plain(inputs)[0])
+
+
+def lstm(wrap: Wrap = keep) -> nn.Module:
+    return nn.LSTM(3, 4)
 
 
 def test_ignored_modules_are_missed_and_loaded() -> None:
@@ -142,11 +127,8 @@ def test_ignored_modules_are_missed_and_loaded() -> None:
     assert_same_state(state_of(model), dict(state))
 
 
-def test_full_precision_in_eval_computes_with_the_values(ranks: RankPool) -> None:
-    ranks(2).run(_evaluate)
-
-
-def _evaluate() -> None:
+@on_ranks(2)
+def test_full_precision_in_eval_computes_with_the_values() -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model = started(Norms, sharded(mixed_precision=policy)).eval()
     assert torch.equal(model(INPUTS), started(Norms).eval()(INPUTS))

@@ -27,6 +27,7 @@ from tests.helpers.dcp_folders import (
 )
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -98,19 +99,14 @@ def test_what_a_plain_model_has_saved_is_loaded(
 
 
 @parametrize_pairs(world_size=[2, 3, 4], options=FORMS)
-def test_whole_and_sharded_states_are_read_as_each_other(
-    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_exchange_whole, tmp_path, options)
-
-
-def _exchange_whole(folder: Path, options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_whole_and_sharded_states_are_read_as_each_other(tmp_path: Path, options: dict[str, Any]) -> None:
     first, second, third = (everything(fully_sharded(**options), seed=seed) for seed in (1, 2, 3))
-    dcp.save(first.state_dict(), checkpoint_id=folder / "whole")
-    load_sharded(second, folder / "whole")
-    save_sharded(second, folder / "sharded")
+    dcp.save(first.state_dict(), checkpoint_id=tmp_path / "whole")
+    load_sharded(second, tmp_path / "whole")
+    save_sharded(second, tmp_path / "sharded")
     state = third.state_dict()
-    dcp.load(state, checkpoint_id=folder / "sharded")
+    dcp.load(state, checkpoint_id=tmp_path / "sharded")
     third.load_state_dict(state)
     assert_whole_state(third, everything, seed=1)
 
@@ -147,18 +143,15 @@ def _train(folder: Path, options: dict[str, Any]) -> None:
     assert_parity(_Resumed(folder, **options), sgd_with_momentum, wrap=fully_sharded())
 
 
-def test_ranks_that_keep_nothing_of_what_was_loaded_gather_again(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_load_one_number, tmp_path)
-
-
-def _load_one_number(folder: Path) -> None:
-    dcp.save({"scale": torch.tensor(-3.0)}, checkpoint_id=folder)
+@on_ranks(3)
+def test_ranks_that_keep_nothing_of_what_was_loaded_gather_again(tmp_path: Path) -> None:
+    dcp.save({"scale": torch.tensor(-3.0)}, checkpoint_id=tmp_path)
     model: Any = nested_mlp(fully_sharded(reshard_after_forward=False))
     inputs = torch.ones(2, 5)
     with model.no_sync():
         before = model(inputs)
     state = {"scale": model.sharded_state_dict()["scale"]}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     model.load_sharded_state_dict(state, strict=False)
     assert not torch.equal(model(inputs), before)
 
@@ -191,15 +184,12 @@ def _load_meta(folder: Path, options: dict[str, Any]) -> None:
     assert_whole_state(model, everything, seed=1)
 
 
-def test_what_was_not_loaded_goes_on_having_no_values(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_load_a_part, tmp_path)
-
-
-def _load_a_part(folder: Path) -> None:
-    dcp.save({"tokens.weight": everything(seed=1).tokens.weight.detach()}, checkpoint_id=folder)
+@on_ranks(3)
+def test_what_was_not_loaded_goes_on_having_no_values(tmp_path: Path) -> None:
+    dcp.save({"tokens.weight": everything(seed=1).tokens.weight.detach()}, checkpoint_id=tmp_path)
     model = _on_meta()
     state = model.sharded_state_dict()
-    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(state, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     result = model.load_sharded_state_dict(state, strict=False)
     assert "tokens.weight" not in result.missing_keys
     assert {"wide", "table", "norm.running_mean", "inner.0.weight"} <= set(result.missing_keys)
@@ -207,23 +197,17 @@ def _load_a_part(folder: Path) -> None:
         model.state_dict()
 
 
-def test_what_has_no_values_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_meta, tmp_path)
-
-
-def _save_meta(folder: Path) -> None:
+@on_ranks(2)
+def test_what_has_no_values_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"(?s)cannot save \S+: it has no values yet.*materialize"):
-        save_sharded(_on_meta(), folder)
+        save_sharded(_on_meta(), tmp_path)
 
 
 # What it costs
 
 
-def test_taking_the_state_communicates_once_and_saving_copies_nothing(ranks: RankPool) -> None:
-    ranks(3).run(_take_twice)
-
-
-def _take_twice() -> None:
+@on_ranks(3)
+def test_taking_the_state_communicates_once_and_saving_copies_nothing() -> None:
     model: Any = nested_mlp(fully_sharded())
     model.sharded_state_dict()
     if dist.get_rank() == 0:  # no other rank takes part
@@ -234,27 +218,21 @@ def _take_twice() -> None:
     dist.barrier()
 
 
-def test_a_load_leaves_the_model_alone_until_it_is_taken_over(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_load_without_taking_over, tmp_path)
-
-
-def _load_without_taking_over(folder: Path) -> None:
-    dcp.save(everything(seed=1).state_dict(), checkpoint_id=folder)
+@on_ranks(3)
+def test_a_load_leaves_the_model_alone_until_it_is_taken_over(tmp_path: Path) -> None:
+    dcp.save(everything(seed=1).state_dict(), checkpoint_id=tmp_path)
     model = everything(fully_sharded())
-    dcp.load(model.sharded_state_dict(), checkpoint_id=folder)
+    dcp.load(model.sharded_state_dict(), checkpoint_id=tmp_path)
     assert_whole_state(model, everything, seed=0)
 
 
-def test_a_wrapper_inside_has_a_sharded_state_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_one_unit, tmp_path)
-
-
-def _save_one_unit(folder: Path) -> None:
+@on_ranks(2)
+def test_a_wrapper_inside_has_a_sharded_state_of_its_own(tmp_path: Path) -> None:
     model: Any = nested_mlp(fully_sharded(), seed=1)
-    dcp.save(model.trunk.sharded_state_dict(prefix="trunk."), checkpoint_id=folder)
+    dcp.save(model.trunk.sharded_state_dict(prefix="trunk."), checkpoint_id=tmp_path)
     other: Any = nested_mlp()
     state = {name: value for name, value in other.state_dict().items() if name.startswith("trunk.")}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state, strict=False)
     source: Any = nested_mlp(seed=1)
     assert_same_state(other.trunk.state_dict(), source.trunk.state_dict())

@@ -19,6 +19,7 @@ from fsdp.engine.state_dict.sharded import Held, Part, TensorPart
 from tests.helpers.dcp_folders import alone_warning, assert_whole_state, everything, load_sharded, save_sharded
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -87,13 +88,8 @@ MISFITS: list[tuple[Callable[[Any], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), MISFITS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_state_that_does_not_fit_changes_nothing(
-    ranks: RankPool, change: Callable[[Any], None], message: str
-) -> None:
-    ranks(3).run(_refuse, change, message)
-
-
-def _refuse(change: Callable[[Any], None], message: str) -> None:
+@on_ranks(3)
+def test_a_state_that_does_not_fit_changes_nothing(change: Callable[[Any], None], message: str) -> None:
     model = everything(fully_sharded())
     state = other_state(model)
     change(state)
@@ -103,11 +99,8 @@ def _refuse(change: Callable[[Any], None], message: str) -> None:
 
 
 @pytest.mark.parametrize("change", [without_a_key, with_another_shape])
-def test_all_ranks_refuse_what_one_rank_cannot_load(ranks: RankPool, change: Callable[[Any], None]) -> None:
-    ranks(3).run(_refuse_on_one_rank, change)
-
-
-def _refuse_on_one_rank(change: Callable[[Any], None]) -> None:
+@on_ranks(3)
+def test_all_ranks_refuse_what_one_rank_cannot_load(change: Callable[[Any], None]) -> None:
     model = everything(fully_sharded())
     state = other_state(model)
     if dist.get_rank() == 1:
@@ -119,11 +112,8 @@ def _refuse_on_one_rank(change: Callable[[Any], None]) -> None:
     assert_whole_state(model, everything, seed=0)
 
 
-def test_ranks_must_load_the_same_keys(ranks: RankPool) -> None:
-    ranks(2).run(_load_other_keys)
-
-
-def _load_other_keys() -> None:
+@on_ranks(2)
+def test_ranks_must_load_the_same_keys() -> None:
     wrap = fully_sharded()
     torch.manual_seed(0)
     model: Any = wrap(nn.Sequential(wrap(nn.Linear(3, 3)), wrap(nn.Linear(3, 3))))
@@ -135,11 +125,8 @@ def _load_other_keys() -> None:
 
 
 @pytest.mark.parametrize("change", [without_a_key, with_a_key_too_many])
-def test_without_strict_the_rest_is_loaded(ranks: RankPool, change: Callable[[Any], None]) -> None:
-    ranks(3).run(_load_the_rest, change)
-
-
-def _load_the_rest(change: Callable[[Any], None]) -> None:
+@on_ranks(3)
+def test_without_strict_the_rest_is_loaded(change: Callable[[Any], None]) -> None:
     model = everything(fully_sharded())
     state = other_state(model)
     change(state)
@@ -176,11 +163,8 @@ def _load_by_rank(folder: Path) -> None:
     assert_whole_state(model, nested_mlp, seed=1)
 
 
-def test_it_is_no_whole_state(ranks: RankPool) -> None:
-    ranks(2).run(_load_as_whole)
-
-
-def _load_as_whole() -> None:
+@on_ranks(2)
+def test_it_is_no_whole_state() -> None:
     model: Any = nested_mlp(fully_sharded())
     with pytest.raises(RuntimeError, match="Load a sharded state with load_sharded_state_dict"):
         model.load_state_dict(model.sharded_state_dict())
@@ -189,36 +173,30 @@ def _load_as_whole() -> None:
 # Checkpoints that do not fit
 
 
-def test_a_checkpoint_of_another_model(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_load_another_model, tmp_path)
-
-
-def _load_another_model(folder: Path) -> None:
+@on_ranks(3)
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     state = {**everything(seed=1).state_dict(), "conv.weight": torch.ones(3, 2, 2, 4, 1)}
-    dcp.save(state, checkpoint_id=folder / "shape")
+    dcp.save(state, checkpoint_id=tmp_path / "shape")
     del state["frozen"], state["conv.weight"]
-    dcp.save(state, checkpoint_id=folder / "key")
+    dcp.save(state, checkpoint_id=tmp_path / "key")
     model = everything(fully_sharded())
     for name, message in (("shape", "Size mismatch .* for conv.weight"), ("key", "Missing key .*(conv.weight|frozen)")):
         with pytest.raises(CheckpointException, match=rf"(?s){message}"):
-            load_sharded(model, folder / name)
+            load_sharded(model, tmp_path / name)
     assert_whole_state(model, everything, seed=0)
 
 
-def test_a_damaged_checkpoint_leaves_the_model_alone(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_load_damaged, tmp_path)
-
-
-def _load_damaged(folder: Path) -> None:
-    save_sharded(everything(fully_sharded(), seed=1), folder)
+@on_ranks(3)
+def test_a_damaged_checkpoint_leaves_the_model_alone(tmp_path: Path) -> None:
+    save_sharded(everything(fully_sharded(), seed=1), tmp_path)
     dist.barrier()
     if dist.get_rank() == 0:
-        file = folder / "__2_0.distcp"
+        file = tmp_path / "__2_0.distcp"
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     dist.barrier()
     model = everything(fully_sharded())
     with pytest.raises(CheckpointException, match="ranks"):
-        load_sharded(model, folder)
+        load_sharded(model, tmp_path)
     assert_whole_state(model, everything, seed=0)
 
 
@@ -226,11 +204,8 @@ def _load_damaged(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
-def test_not_inside_summon_full_params(ranks: RankPool, rank0_only: bool) -> None:
-    ranks(2).run(_take_while_summoned, rank0_only)
-
-
-def _take_while_summoned(rank0_only: bool) -> None:
+@on_ranks(2)
+def test_not_inside_summon_full_params(rank0_only: bool) -> None:
     model: Any = nested_mlp(fully_sharded())
     state = model.sharded_state_dict()
     with model.summon_full_params(rank0_only=rank0_only):
@@ -240,8 +215,12 @@ def _take_while_summoned(rank0_only: bool) -> None:
             model.load_sharded_state_dict(state)
 
 
-def test_not_in_a_forward(ranks: RankPool) -> None:
-    ranks(2).run(_take_in_forward)
+@on_ranks(2)
+def test_not_in_a_forward() -> None:
+    model: Any = fully_sharded()(_Asking())
+    model.module.module.ask = model.sharded_state_dict
+    with pytest.raises(RuntimeError, match="take a sharded state dict"):
+        model(torch.ones(1, 3))
 
 
 class _Asking(nn.Module):
@@ -255,52 +234,34 @@ class _Asking(nn.Module):
         return self.layer(inputs)
 
 
-def _take_in_forward() -> None:
-    model: Any = fully_sharded()(_Asking())
-    model.module.module.ask = model.sharded_state_dict
-    with pytest.raises(RuntimeError, match="take a sharded state dict"):
-        model(torch.ones(1, 3))
-
-
 # Ranks that are not alike
 
 
-def test_values_that_ranks_were_wrapped_with_differently_are_not_saved_but_loaded(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    ranks(3).run(_seed_differently, tmp_path)
-
-
-def _seed_differently(folder: Path) -> None:
+@on_ranks(3)
+def test_values_that_ranks_were_wrapped_with_differently_are_not_saved_but_loaded(tmp_path: Path) -> None:
     # Rank 2 was wrapped with these, and holds all of some parameters, which it will find as they were.
-    dcp.save(nested_mlp(seed=2).state_dict(), checkpoint_id=folder / "good")
+    dcp.save(nested_mlp(seed=2).state_dict(), checkpoint_id=tmp_path / "good")
     model = nested_mlp(fully_sharded(), seed=dist.get_rank())
     with pytest.raises(CheckpointException, match=r"(?s)cannot save \S+: .*the ranks have sharded different values"):
-        save_sharded(model, folder / "bad")
-    load_sharded(model, folder / "good")
+        save_sharded(model, tmp_path / "bad")
+    load_sharded(model, tmp_path / "good")
     assert_whole_state(model, nested_mlp, seed=2)
-    save_sharded(model, folder / "now")
+    save_sharded(model, tmp_path / "now")
 
 
-def test_what_was_not_loaded_is_still_compared(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_load_a_part, tmp_path)
-
-
-def _load_a_part(folder: Path) -> None:
-    dcp.save({"scale": torch.tensor(2.0)}, checkpoint_id=folder)
+@on_ranks(3)
+def test_what_was_not_loaded_is_still_compared(tmp_path: Path) -> None:
+    dcp.save({"scale": torch.tensor(2.0)}, checkpoint_id=tmp_path)
     model: Any = nested_mlp(fully_sharded(), seed=dist.get_rank())
     state = model.sharded_state_dict()
-    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(state, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     model.load_sharded_state_dict(state)
     with pytest.raises(RuntimeError, match=r"sharded different values.*of entry.weight of unit"):
         model(torch.ones(2, 5))
 
 
-def test_other_models_on_other_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_build_differently)
-
-
-def _build_differently() -> None:
+@on_ranks(2)
+def test_other_models_on_other_ranks() -> None:
     model: Any = fully_sharded()(nn.Linear(3, 3 + dist.get_rank()))
     with pytest.raises(RuntimeError, match="the ranks have built different models"):
         model.sharded_state_dict()

@@ -27,6 +27,7 @@ from tests.helpers.dcp_folders import (
 from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of, neighbours
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -43,65 +44,54 @@ FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_paramete
 
 
 @parametrize_pairs(options=FORMS, world_size=[3, 2])
-def test_a_tied_parameter_is_saved_under_each_name(
-    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
-) -> None:
-    ranks(world_size).run(_save_tied, tmp_path, options)
+@on_ranks("world_size")
+def test_a_tied_parameter_is_saved_under_each_name(tmp_path: Path, options: dict[str, Any]) -> None:
+    save_sharded(_tied(fully_sharded(**options), seed=1), tmp_path)
+    assert_same_state(state_in(tmp_path, _tied), _tied(seed=1).state_dict())
+    model: Any = _tied(fully_sharded(**options))
+    load_sharded(model, tmp_path)
+    assert_whole_state(model, _tied, seed=1)
+    with model.summon_full_params():
+        assert model.head.weight is model.tokens.weight
 
 
 def _tied(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
     return tiny_transformer(wrap, tied=True, seed=seed)
 
 
-def _save_tied(folder: Path, options: dict[str, Any]) -> None:
-    save_sharded(_tied(fully_sharded(**options), seed=1), folder)
-    assert_same_state(state_in(folder, _tied), _tied(seed=1).state_dict())
-    model: Any = _tied(fully_sharded(**options))
-    load_sharded(model, folder)
-    assert_whole_state(model, _tied, seed=1)
-    with model.summon_full_params():
-        assert model.head.weight is model.tokens.weight
-
-
 @pytest.mark.parametrize(("make", "wrap"), KINDS)
+@on_ranks(2)
 def test_parameters_that_units_share(
-    ranks: RankPool, tmp_path: Path, make: Callable[[], nn.Module], wrap: Callable[..., nn.Module]
+    tmp_path: Path, make: Callable[[], nn.Module], wrap: Callable[..., nn.Module]
 ) -> None:
-    ranks(2).run(_save_shared, tmp_path, make, wrap)
-
-
-def _save_shared(folder: Path, make: Callable[[], nn.Module], wrap: Callable[..., nn.Module]) -> None:
     torch.manual_seed(1)
     plain = make()
     torch.manual_seed(1)
-    save_sharded(wrap(make(), fully_sharded()), folder)
-    assert_same_state(state_in(folder, lambda seed: make()), plain.state_dict())
+    save_sharded(wrap(make(), fully_sharded()), tmp_path)
+    assert_same_state(state_in(tmp_path, lambda seed: make()), plain.state_dict())
     torch.manual_seed(2)
     model = wrap(make(), fully_sharded())
-    load_sharded(model, folder)
+    load_sharded(model, tmp_path)
     assert_same_state(model.state_dict(), plain.state_dict())
 
 
 # Not sharded
 
 
-def test_ignored_parameters_are_saved_and_loaded_with_the_rest(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_ignored, tmp_path)
+@on_ranks(2)
+def test_ignored_parameters_are_saved_and_loaded_with_the_rest(tmp_path: Path) -> None:
+    save_sharded(_with_ignored(1), tmp_path)
+    assert_same_state(state_in(tmp_path, nested_mlp), nested_mlp(seed=1).state_dict())
+    model = _with_ignored(0)
+    weight = model.module.module.entry.weight
+    load_sharded(model, tmp_path)
+    assert_whole_state(model, nested_mlp, seed=1)
+    assert model.module.module.entry.weight is weight
 
 
 def _with_ignored(seed: int) -> Any:
     plain: Any = nested_mlp(seed=seed)
     return FullyShardedDataParallel(plain, ignored_modules=[plain.entry], ignored_parameters=[plain.scale])
-
-
-def _save_ignored(folder: Path) -> None:
-    save_sharded(_with_ignored(1), folder)
-    assert_same_state(state_in(folder, nested_mlp), nested_mlp(seed=1).state_dict())
-    model = _with_ignored(0)
-    weight = model.module.module.entry.weight
-    load_sharded(model, folder)
-    assert_whole_state(model, nested_mlp, seed=1)
-    assert model.module.module.entry.weight is weight
 
 
 class WithExtraState(nn.Linear):
@@ -116,21 +106,25 @@ class WithExtraState(nn.Linear):
         self.note = state["note"]
 
 
-def test_extra_state_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_extra, tmp_path)
-
-
-def _save_extra(folder: Path) -> None:
+@on_ranks(2)
+def test_extra_state_is_saved_and_loaded(tmp_path: Path) -> None:
     model: Any = FullyShardedDataParallel(WithExtraState(3, 4))
     model.module.module.note = "second"
-    save_sharded(model, folder)
+    save_sharded(model, tmp_path)
     other: Any = FullyShardedDataParallel(WithExtraState(3, 4))
-    load_sharded(other, folder)
+    load_sharded(other, tmp_path)
     assert other.module.module.note == "second"
 
 
-def test_names_that_hooks_change_are_those_of_the_plain_model(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_with_hooks, tmp_path)
+@on_ranks(2)
+def test_names_that_hooks_change_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    save_sharded(_recomputing(fully_sharded(), seed=1), tmp_path)
+    found = state_in(tmp_path, _recomputing)
+    assert_same_state(found, _recomputing(seed=1).state_dict())
+    assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    model = _recomputing(fully_sharded())
+    load_sharded(model, tmp_path)
+    assert_whole_state(model, _recomputing, seed=1)
 
 
 def _recomputing(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
@@ -140,34 +134,19 @@ def _recomputing(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
     return wrap(nn.Sequential(checkpoint_wrapper(nn.Linear(3, 4)), wrap(checkpoint_wrapper(nn.Linear(4, 3)))))
 
 
-def _save_with_hooks(folder: Path) -> None:
-    save_sharded(_recomputing(fully_sharded(), seed=1), folder)
-    found = state_in(folder, _recomputing)
-    assert_same_state(found, _recomputing(seed=1).state_dict())
-    assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    model = _recomputing(fully_sharded())
-    load_sharded(model, folder)
-    assert_whole_state(model, _recomputing, seed=1)
-
-
 # Replicas
 
 
 @parametrize_pairs(shape=[(2, 2), (4, 1), (1, 4)], options=FORMS)
-def test_replicas_write_nothing_twice(
-    ranks: RankPool, tmp_path: Path, shape: tuple[int, int], options: dict[str, Any]
-) -> None:
-    ranks(4).run(_save_replicas, tmp_path, shape, options)
-
-
-def _save_replicas(folder: Path, shape: tuple[int, int], options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_replicas_write_nothing_twice(tmp_path: Path, shape: tuple[int, int], options: dict[str, Any]) -> None:
     hybrid = fully_sharded(process_group=mesh_of(*shape), **options)
-    save_sharded(everything(hybrid, seed=1), folder)
+    save_sharded(everything(hybrid, seed=1), tmp_path)
     expected = everything(seed=1).state_dict()
-    assert_written_once(folder, expected)
-    assert_same_state(state_in(folder, everything), expected)
+    assert_written_once(tmp_path, expected)
+    assert_same_state(state_in(tmp_path, everything), expected)
     model = everything(hybrid)
-    load_sharded(model, folder)
+    load_sharded(model, tmp_path)
     assert_same_state(model.state_dict(), expected)
     assert_replicas_agree(model)
 
@@ -218,11 +197,8 @@ def _load_parallel(folder: Path, shape: tuple[int, int], how: dict[str, Any], op
 
 
 @pytest.mark.parametrize("hidden", [7, 1])
-def test_uneven_parts_and_several_mesh_dimensions(ranks: RankPool, tmp_path: Path, hidden: int) -> None:
-    ranks(4).run(_save_uneven, tmp_path, hidden)
-
-
-def _save_uneven(folder: Path, hidden: int) -> None:
+@on_ranks(4)
+def test_uneven_parts_and_several_mesh_dimensions(tmp_path: Path, hidden: int) -> None:
     cuts: list[tuple[Any, Any, Any]] = [
         (tensor_mesh(2, 2), "tp", [[Shard(0)], [Shard(1)]]),
         (cube(), ("a", "b"), [[Shard(0), Shard(0)], [Shard(1), Replicate()]]),
@@ -231,11 +207,11 @@ def _save_uneven(folder: Path, hidden: int) -> None:
     for number, (mesh, dims, placements) in enumerate(cuts):
         cut: Any = {"mesh": mesh[dims], "hidden": hidden, "placements": placements}
         model, plain = perceptron(over_data(mesh), **cut), perceptron(**cut)
-        save_sharded(model, folder / str(number))
-        assert_same_state(state_in(folder / str(number), lambda seed, cut=cut: perceptron(**cut)), plain.state_dict())
+        save_sharded(model, tmp_path / str(number))
+        assert_same_state(state_in(tmp_path / str(number), lambda seed, cut=cut: perceptron(**cut)), plain.state_dict())
         doubled = {name: 2 * value for name, value in plain.state_dict().items()}
-        dcp.save(doubled, checkpoint_id=folder / f"doubled {number}")
-        load_sharded(model, folder / f"doubled {number}")
+        dcp.save(doubled, checkpoint_id=tmp_path / f"doubled {number}")
+        load_sharded(model, tmp_path / f"doubled {number}")
         assert_same_state(model.state_dict(), doubled)
 
 
@@ -253,59 +229,47 @@ def _with_experts(size: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 1])
-def test_experts_that_would_be_mixed_are_not_saved(ranks: RankPool, tmp_path: Path, size: int) -> None:
-    ranks(4).run(_save_mixed, tmp_path, size)
-
-
-def _save_mixed(folder: Path, size: int) -> None:
+@on_ranks(4)
+def test_experts_that_would_be_mixed_are_not_saved(tmp_path: Path, size: int) -> None:
     with pytest.raises(CheckpointException, match=r"(?s)cannot save 1\.\w+: its unit has a process group of its own"):
-        save_sharded(_with_experts(size), folder)
+        save_sharded(_with_experts(size), tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, 1])
-def test_experts_are_saved_under_names_of_their_own(ranks: RankPool, tmp_path: Path, size: int) -> None:
-    ranks(4).run(_save_experts, tmp_path, size)
-
-
-def _save_experts(folder: Path, size: int) -> None:
+@on_ranks(4)
+def test_experts_are_saved_under_names_of_their_own(tmp_path: Path, size: int) -> None:
     expert = dist.get_rank() // size
 
     def renamed(state: Any) -> dict[str, Any]:
         return {f"expert {expert}: {key}" if key.startswith("1.") else key: value for key, value in state.items()}
 
     source = _with_experts(size, seed=1)
-    dcp.save(renamed(source.sharded_state_dict()), checkpoint_id=folder)
+    dcp.save(renamed(source.sharded_state_dict()), checkpoint_id=tmp_path)
     model = _with_experts(size)
     state = renamed(model.sharded_state_dict())
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     model.load_sharded_state_dict({key.split(": ")[-1]: value for key, value in state.items()})
     assert_same_state(model.state_dict(), source.state_dict())
 
 
-def test_batch_norms_that_each_rank_trains_are_saved_as_buffers_are(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_norms, tmp_path)
-
-
-def _save_norms(folder: Path) -> None:
+@on_ranks(2)
+def test_batch_norms_that_each_rank_trains_are_saved_as_buffers_are(tmp_path: Path) -> None:
     model: Any = fully_sharded()(auto_wrap_bn(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), single_rank_pg=True))
     with torch.no_grad():
         model.module.module[1].weight.fill_(dist.get_rank() + 1)
-    save_sharded(model, folder)
-    assert state_in(folder, lambda seed: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))["1.weight"][0] in (1, 2)
+    save_sharded(model, tmp_path)
+    assert state_in(tmp_path, lambda seed: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))["1.weight"][0] in (1, 2)
 
 
-def test_layers_that_are_not_sharded_are_saved_once(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_unsharded_layer, tmp_path)
+@on_ranks(2)
+def test_layers_that_are_not_sharded_are_saved_once(tmp_path: Path) -> None:
+    first, second = _two_layers()
+    whole = fully_sharded(sharding_strategy=ShardingStrategy.NO_SHARD)
+    save_sharded(fully_sharded()(nn.Sequential(first, whole(second))), tmp_path)
+    assert_written_once(tmp_path, _two_layers().state_dict())
+    assert_same_state(state_in(tmp_path, _two_layers), _two_layers().state_dict())
 
 
 def _two_layers(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
-
-
-def _save_unsharded_layer(folder: Path) -> None:
-    first, second = _two_layers()
-    whole = fully_sharded(sharding_strategy=ShardingStrategy.NO_SHARD)
-    save_sharded(fully_sharded()(nn.Sequential(first, whole(second))), folder)
-    assert_written_once(folder, _two_layers().state_dict())
-    assert_same_state(state_in(folder, _two_layers), _two_layers().state_dict())

@@ -32,6 +32,7 @@ from tests.helpers.dcp_folders import (
 )
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -58,33 +59,25 @@ def by_blocking_stager() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [by_default, by_default_stager, shared_with_a_process, by_blocking_stager])
-def test_a_model_may_train_on_while_its_state_is_written(
-    ranks: RankPool, tmp_path: Path, how: Callable[[], dict[str, Any]]
-) -> None:
-    ranks(2).run(_save_in_the_background, tmp_path, how)
-
-
-def _save_in_the_background(folder: Path, how: Callable[[], dict[str, Any]]) -> None:
+@on_ranks(2)
+def test_a_model_may_train_on_while_its_state_is_written(tmp_path: Path, how: Callable[[], dict[str, Any]]) -> None:
     model: Any = tiny_transformer(fully_sharded(), seed=1)
-    pending = dcp.async_save(model.sharded_state_dict(), checkpoint_id=folder, **how())
+    pending = dcp.async_save(model.sharded_state_dict(), checkpoint_id=tmp_path, **how())
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     pending.result()  # type: ignore[union-attr]
-    assert_same_state(state_in(folder, tiny_transformer), tiny_transformer(seed=1).state_dict())
+    assert_same_state(state_in(tmp_path, tiny_transformer), tiny_transformer(seed=1).state_dict())
 
 
-def test_a_number_cannot_be_staged_as_a_plain_tensor(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_stage_a_number, tmp_path)
-
-
-def _stage_a_number(folder: Path) -> None:
+@on_ranks(2)
+def test_a_number_cannot_be_staged_as_a_plain_tensor(tmp_path: Path) -> None:
     model: Any = nested_mlp(fully_sharded())
     message = rf"rank {dist.get_rank()}: a plain tensor cannot hold scale.*pass async_stager=DefaultStager"
     with pytest.raises(NotImplementedError, match=message):
-        dcp.async_save(model.sharded_state_dict(), checkpoint_id=folder, async_stager=BlockingAsyncStager())
-    dcp.async_save(model.sharded_state_dict(), checkpoint_id=folder).result()  # type: ignore[union-attr]
-    assert_same_state(state_in(folder, nested_mlp), nested_mlp().state_dict())
+        dcp.async_save(model.sharded_state_dict(), checkpoint_id=tmp_path, async_stager=BlockingAsyncStager())
+    dcp.async_save(model.sharded_state_dict(), checkpoint_id=tmp_path).result()  # type: ignore[union-attr]
+    assert_same_state(state_in(tmp_path, nested_mlp), nested_mlp().state_dict())
 
 
 # One file
@@ -165,11 +158,8 @@ def _load_from_fsdp2(folder: Path) -> None:
 # torch.distributed.checkpoint.state_dict, and Stateful
 
 
-def test_torchs_functions_see_the_whole_state(ranks: RankPool) -> None:
-    ranks(2).run(_get_and_set)
-
-
-def _get_and_set() -> None:
+@on_ranks(2)
+def test_torchs_functions_see_the_whole_state() -> None:
     model = nested_mlp(fully_sharded())
     options = StateDictOptions(full_state_dict=True)
     assert_same_state(get_model_state_dict(model, options=options), nested_mlp().state_dict())  # type: ignore[arg-type]
@@ -190,15 +180,12 @@ class _Sharded:
         self.model.load_sharded_state_dict(state_dict)
 
 
-def test_dcp_asks_a_stateful_object_by_itself(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_stateful, tmp_path)
-
-
-def _save_stateful(folder: Path) -> None:
+@on_ranks(2)
+def test_dcp_asks_a_stateful_object_by_itself(tmp_path: Path) -> None:
     model, other = (nested_mlp(fully_sharded(), seed=seed) for seed in (1, 0))
-    dcp.save({"model": _Sharded(model), "step": 3}, checkpoint_id=folder)
+    dcp.save({"model": _Sharded(model), "step": 3}, checkpoint_id=tmp_path)
     job = {"model": _Sharded(other), "step": 0}
-    dcp.load(job, checkpoint_id=folder)
+    dcp.load(job, checkpoint_id=tmp_path)
     assert_whole_state(other, nested_mlp, seed=1)
     assert job["step"] == 3
 

@@ -24,6 +24,7 @@ from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -96,11 +97,8 @@ flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["f
 
 
 @parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
-def test_the_state_is_the_plain_modules(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
-    ranks(world_size).run(_compare_states, flatten_parameters)
-
-
-def _compare_states(flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_the_state_is_the_plain_modules(flatten_parameters: bool) -> None:
     wrap = fully_sharded(flatten_parameters=flatten_parameters)
     expected = zoo().state_dict()
     model = zoo(wrap)
@@ -129,11 +127,8 @@ def _train_and_save() -> dict[str, Any]:
     return {name: value for name, value in state.items() if "running" not in name}
 
 
-def test_the_state_is_owned(ranks: RankPool) -> None:
-    ranks(2).run(_change_what_was_saved)
-
-
-def _change_what_was_saved() -> None:
+@on_ranks(2)
+def test_the_state_is_owned() -> None:
     model = zoo(fully_sharded())
     for change in (model.state_dict(), model.state_dict(keep_vars=False)):
         storages = set()
@@ -152,11 +147,8 @@ def _change_what_was_saved() -> None:
     assert all(torch.equal(before[name], value) for name, value in kept.items()), "training may not change it"
 
 
-def test_saving_writes_no_more_than_the_plain_module(ranks: RankPool) -> None:
-    ranks(2).run(_save_to_a_file)
-
-
-def _save_to_a_file() -> None:
+@on_ranks(2)
+def test_saving_writes_no_more_than_the_plain_module() -> None:
     def nbytes(state: dict[str, Any]) -> int:
         file = io.BytesIO()
         torch.save({name: value for name, value in state.items() if isinstance(value, Tensor)}, file)
@@ -166,11 +158,8 @@ def _save_to_a_file() -> None:
     assert nbytes(zoo(fully_sharded()).state_dict()) <= nbytes(zoo().state_dict()) + slack
 
 
-def test_prefix_destination_and_keep_vars(ranks: RankPool) -> None:
-    ranks(2).run(_save_with_arguments)
-
-
-def _save_with_arguments() -> None:
+@on_ranks(2)
+def test_prefix_destination_and_keep_vars() -> None:
     model = zoo(fully_sharded())
     destination: OrderedDict[str, Any] = OrderedDict(before=1)
     destination._metadata = OrderedDict()  # type: ignore[attr-defined]
@@ -224,11 +213,8 @@ def _save_while_accumulating(reshard_after_forward: bool) -> None:
         assert torch.equal(found.grad, expected.grad)
 
 
-def test_a_state_dict_while_summoned(ranks: RankPool) -> None:
-    ranks(2).run(_save_while_summoned)
-
-
-def _save_while_summoned() -> None:
+@on_ranks(2)
+def test_a_state_dict_while_summoned() -> None:
     model = zoo(fully_sharded())
     with model.summon_full_params():
         state = model.state_dict()
@@ -240,11 +226,8 @@ def _save_while_summoned() -> None:
     assert_same_state(model.state_dict(), zoo(seed=1).state_dict())
 
 
-def test_what_is_inside_does_not_give_shards_for_state(ranks: RankPool) -> None:
-    ranks(2).run(_save_what_is_inside)
-
-
-def _save_what_is_inside() -> None:
+@on_ranks(2)
+def test_what_is_inside_does_not_give_shards_for_state() -> None:
     model = nested_mlp(fully_sharded())
     for inside in (model.module, model.module.module):
         with suppress(RuntimeError):  # refusing is as good
@@ -255,11 +238,8 @@ def _save_what_is_inside() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
-def test_there_and_back(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
-    ranks(world_size).run(_round_trip, flatten_parameters)
-
-
-def _round_trip(flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_there_and_back(flatten_parameters: bool) -> None:
     wrap = fully_sharded(flatten_parameters=flatten_parameters)
     model, plain = zoo(wrap), zoo(seed=1)
     params = list(model.parameters())
@@ -346,12 +326,8 @@ def _load_into_a_used_model(reshard_after_forward: bool) -> None:
     model(inputs).sum().backward()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_keep_nothing_of_a_parameter_notice_that_it_changed(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_load_into_empty_shards)
-
-
-def _load_into_empty_shards() -> None:
+@on_ranks(2, 4)
+def test_ranks_that_keep_nothing_of_a_parameter_notice_that_it_changed() -> None:
     model = FullyShardedDataParallel(nn.PReLU())  # one element: all ranks but the first hold padding only
     inputs = -torch.ones(2)
     model(inputs)  # parameters are kept for a backward that does not come
@@ -415,11 +391,8 @@ def _outcome(model: nn.Module, name: str, strict: bool) -> tuple[Any, dict[str, 
 
 
 @pytest.mark.parametrize("key", ["tokens.weight", "trunk.1.running_mean"])
-def test_values_that_cannot_be_copied_are_refused_before_anything_is_changed(ranks: RankPool, key: str) -> None:
-    ranks(2).run(_load_without_values, key)
-
-
-def _load_without_values(key: str) -> None:
+@on_ranks(2)
+def test_values_that_cannot_be_copied_are_refused_before_anything_is_changed(key: str) -> None:
     model, state = zoo(fully_sharded()), zoo(seed=1).state_dict()
     if dist.get_rank() == 1:
         state[key] = state[key].to("meta")
@@ -446,11 +419,8 @@ class Extra(nn.Linear):
         self.seen.fill_(state)
 
 
-def test_extra_state_is_set_when_all_ranks_can_load(ranks: RankPool) -> None:
-    ranks(2).run(_load_extra_state)
-
-
-def _load_extra_state() -> None:
+@on_ranks(2)
+def test_extra_state_is_set_when_all_ranks_can_load() -> None:
     model = fully_sharded()(nn.Sequential(fully_sharded()(Extra()), Extra()))
     state = nn.Sequential(Extra(4.0), Extra(5.0)).state_dict()
     misfit = {**state, "1.weight": torch.ones(7)} if dist.get_rank() == 0 else state
@@ -465,11 +435,8 @@ def _load_extra_state() -> None:
     model(torch.ones(2, 3)).sum().backward()
 
 
-def test_loading_with_assign_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_load_with_assign)
-
-
-def _load_with_assign() -> None:
+@on_ranks(2)
+def test_loading_with_assign_is_refused() -> None:
     model = nested_mlp(fully_sharded())
     with pytest.raises(NotImplementedError, match="shards are copied into"):
         model.load_state_dict(nested_mlp(seed=1).state_dict(), assign=True)
@@ -498,11 +465,8 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
 
 
-def test_overrides_of_load_from_state_dict_see_the_version(ranks: RankPool) -> None:
-    ranks(2).run(_load_versions)
-
-
-def _load_versions() -> None:
+@on_ranks(2)
+def test_overrides_of_load_from_state_dict_see_the_version() -> None:
     wrap = fully_sharded()
     layer = Versioned()
     model = wrap(nn.Sequential(wrap(layer), wrap(nn.Sequential(nn.Linear(3, 5), Versioned()))))
@@ -527,11 +491,8 @@ def _load_versions() -> None:
 Calls = list[tuple[Any, ...]]
 
 
-def test_the_users_hooks_run_as_on_the_plain_module(ranks: RankPool) -> None:
-    ranks(2).run(_compare_hooks)
-
-
-def _compare_hooks() -> None:
+@on_ranks(2)
+def test_the_users_hooks_run_as_on_the_plain_module() -> None:
     assert _hooked(fully_sharded()) == _hooked(keep)
 
 
@@ -577,11 +538,8 @@ def _watch(module: nn.Module, number: int, calls: Calls) -> None:
     module.register_load_state_dict_post_hook(after_loading)
 
 
-def test_hooks_on_the_wrapper(ranks: RankPool) -> None:
-    ranks(2).run(_hook_the_wrapper)
-
-
-def _hook_the_wrapper() -> None:
+@on_ranks(2)
+def test_hooks_on_the_wrapper() -> None:
     model = nested_mlp(fully_sharded())
     seen = []
     model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: seen.append(("before", prefix)))
@@ -608,11 +566,8 @@ class Tagged(FullyShardedDataParallel):
         return super().load_state_dict({k: v for k, v in state_dict.items() if k != "tag"}, strict, **options)
 
 
-def test_a_subclass_with_its_own_state_dict(ranks: RankPool) -> None:
-    ranks(2).run(_save_a_subclass)
-
-
-def _save_a_subclass() -> None:
+@on_ranks(2)
+def test_a_subclass_with_its_own_state_dict() -> None:
     model = Tagged(nn.Sequential(FullyShardedDataParallel(nn.Linear(5, 3)), nn.Linear(3, 2)))
     state = model.state_dict()
     assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias", "tag"]
@@ -713,12 +668,8 @@ def at_most(nbytes: int) -> Iterator[None]:
     assert live.peak <= nbytes + 4096, f"{live.peak} bytes were alive, {nbytes} are allowed"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_no_rank_holds_two_full_copies(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_measure_saving_and_loading)
-
-
-def _measure_saving_and_loading() -> None:
+@on_ranks(1, 2, 4)
+def test_no_rank_holds_two_full_copies() -> None:
     wrap = fully_sharded()
     model = wrap(nn.Sequential(*(wrap(nn.Linear(64, 64, bias=False)) for _ in range(LAYERS)), nn.Linear(64, 1)))
     with at_most(LAYERS * LAYER_BYTES):  # the result, in which pieces are received
@@ -731,11 +682,9 @@ def _measure_saving_and_loading() -> None:
         holder.load_state_dict(state)
 
 
-def test_of_a_mapped_file_a_rank_reads_its_part(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_load_mapped, tmp_path / "model.pt")
-
-
-def _load_mapped(path: Path) -> None:
+@on_ranks(2)
+def test_of_a_mapped_file_a_rank_reads_its_part(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
     expected = nn.Linear(2048, 2048, bias=False)
     if dist.get_rank() == 0:
         torch.save(expected.state_dict(), path)

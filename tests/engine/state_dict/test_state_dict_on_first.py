@@ -14,9 +14,9 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap_bn
 from tests.engine.state_dict.test_state_dict import LAYER_BYTES, LAYERS, LiveBytes, at_most, keep, train, zoo
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
 
 FORMS: list[dict[str, Any]] = [
@@ -36,11 +36,8 @@ def is_first() -> bool:
 
 
 @parametrize_pairs(at_most=7, world_size=[2, 1, 3], options=FORMS, by=["option", "argument"])
-def test_only_the_first_rank_gets_the_state(ranks: RankPool, world_size: int, options: dict[str, Any], by: str) -> None:
-    ranks(world_size).run(_save_on_first, options, by)
-
-
-def _save_on_first(options: dict[str, Any], by: str) -> None:
+@on_ranks("world_size")
+def test_only_the_first_rank_gets_the_state(options: dict[str, Any], by: str) -> None:
     if by == "option":
         model = zoo(fully_sharded(**options, state_dict_on_rank_0_only=True))
         everywhere, state = model.state_dict(rank0_only=False), model.state_dict()
@@ -58,11 +55,8 @@ def _save_on_first(options: dict[str, Any], by: str) -> None:
     assert_at_rest(model)
 
 
-def test_inside_a_plain_module_other_ranks_have_the_rest(ranks: RankPool) -> None:
-    ranks(2).run(_save_inside_a_plain_module)
-
-
-def _save_inside_a_plain_module() -> None:
+@on_ranks(2)
+def test_inside_a_plain_module_other_ranks_have_the_rest() -> None:
     parent = nn.ModuleDict({"before": nn.Linear(2, 2), "child": zoo(fully_sharded(state_dict_on_rank_0_only=True))})
     expected = nn.ModuleDict({"before": nn.Linear(2, 2), "child": zoo()}).state_dict()
     state = parent.state_dict()
@@ -70,11 +64,8 @@ def _save_inside_a_plain_module() -> None:
     assert list(state) == wanted
 
 
-def test_replicas_send_nothing_and_get_nothing(ranks: RankPool) -> None:
-    ranks(4).run(_save_from_replicas)
-
-
-def _save_from_replicas() -> None:
+@on_ranks(4)
+def test_replicas_send_nothing_and_get_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = zoo(fully_sharded(process_group=mesh, state_dict_on_rank_0_only=True))
     state = model.state_dict()
@@ -88,15 +79,8 @@ def _save_from_replicas() -> None:
     train(model)
 
 
-def test_units_with_ranks_of_their_own_are_part_of_it(ranks: RankPool) -> None:
-    ranks(2).run(_save_units_with_own_ranks)
-
-
-def _norms() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-def _save_units_with_own_ranks() -> None:
+@on_ranks(2)
+def test_units_with_ranks_of_their_own_are_part_of_it() -> None:
     inner = auto_wrap_bn(_norms(), single_rank_pg=True)
     model: Any = FullyShardedDataParallel(inner, state_dict_on_rank_0_only=True)
     state = model.state_dict()
@@ -106,11 +90,12 @@ def _save_units_with_own_ranks() -> None:
     assert torch.equal(model.state_dict(rank0_only=False)["1.weight"], torch.full((4,), 2.0))
 
 
-def test_what_is_cast_and_where_it_is_put_is_as_asked(ranks: RankPool) -> None:
-    ranks(2).run(_save_cast)
+def _norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def _save_cast() -> None:
+@on_ranks(2)
+def test_what_is_cast_and_where_it_is_put_is_as_asked() -> None:
     state = zoo(fully_sharded()).state_dict(dtype=torch.bfloat16, rank0_only=True)
     if is_first():
         assert_same_state(state, zoo(fully_sharded(process_group=dist.new_group([0]))).state_dict(dtype=torch.bfloat16))
@@ -119,17 +104,8 @@ def _save_cast() -> None:
         assert not state
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_other_ranks_need_no_memory(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_measure)
-
-
-def _layers() -> Any:
-    wrap = fully_sharded()
-    return wrap(nn.Sequential(*(wrap(nn.Linear(64, 64, bias=False)) for _ in range(LAYERS)), nn.Linear(64, 1)))
-
-
-def _measure() -> None:
+@on_ranks(2, 4)
+def test_other_ranks_need_no_memory() -> None:
     model = _layers()
     if is_first():
         with at_most(LAYERS * LAYER_BYTES):
@@ -143,17 +119,17 @@ def _measure() -> None:
     assert live.peak < LAYER_BYTES, "not even a unit"
 
 
+def _layers() -> Any:
+    wrap = fully_sharded()
+    return wrap(nn.Sequential(*(wrap(nn.Linear(64, 64, bias=False)) for _ in range(LAYERS)), nn.Linear(64, 1)))
+
+
 # Loading
 
 
 @parametrize_pairs(at_most=8, world_size=[2, 1, 3], options=FORMS, given=["nothing", "none", "other"])
-def test_every_rank_gets_what_the_first_one_has(
-    ranks: RankPool, world_size: int, options: dict[str, Any], given: str
-) -> None:
-    ranks(world_size).run(_load_from_first, options, given)
-
-
-def _load_from_first(options: dict[str, Any], given: str) -> None:
+@on_ranks("world_size")
+def test_every_rank_gets_what_the_first_one_has(options: dict[str, Any], given: str) -> None:
     model = zoo(fully_sharded(**options))
     expected = zoo(seed=1)
     elsewhere = {"nothing": {}, "none": None, "other": zoo(seed=2).state_dict()}[given]
@@ -165,11 +141,8 @@ def _load_from_first(options: dict[str, Any], given: str) -> None:
     assert_at_rest(model)
 
 
-def test_what_is_missing_stays_and_all_ranks_are_told(ranks: RankPool) -> None:
-    ranks(2).run(_load_less)
-
-
-def _load_less() -> None:
+@on_ranks(2)
+def test_what_is_missing_stays_and_all_ranks_are_told() -> None:
     model, state = zoo(fully_sharded()), zoo(seed=1).state_dict()
     del state["trunk.0.weight"], state["trunk.2.1.running_mean"]
     state["extra"] = torch.ones(1)
@@ -181,11 +154,8 @@ def _load_less() -> None:
     assert torch.equal(found["trunk.2.0.weight"], state["trunk.2.0.weight"])
 
 
-def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_load_what_does_not_fit)
-
-
-def _load_what_does_not_fit() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing() -> None:
     model = zoo(fully_sharded())
     state = zoo(seed=1).state_dict()
     state["trunk.0.weight"] = torch.ones(2, 2)
@@ -198,11 +168,8 @@ def _load_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("rank0_only", [True, False])
-def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(ranks: RankPool, rank0_only: bool) -> None:
-    ranks(2).run(_load_on_one_rank_what_does_not_fit, rank0_only)
-
-
-def _load_on_one_rank_what_does_not_fit(rank0_only: bool) -> None:
+@on_ranks(2)
+def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(rank0_only: bool) -> None:
     model, state = zoo(fully_sharded()), zoo(seed=1).state_dict()
     bad = 0 if rank0_only else 1
     if dist.get_rank() == bad:
@@ -214,11 +181,8 @@ def _load_on_one_rank_what_does_not_fit(rank0_only: bool) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_load_hook_that_fails_on_one_rank_stops_all(ranks: RankPool, failing: int) -> None:
-    ranks(2).run(_fail_in_a_hook, failing)
-
-
-def _fail_in_a_hook(failing: int) -> None:
+@on_ranks(2)
+def test_a_load_hook_that_fails_on_one_rank_stops_all(failing: int) -> None:
     def fail(module: nn.Module, *rest: Any) -> None:
         raise ValueError("of the user")
 
@@ -247,11 +211,8 @@ class Grown(nn.Linear):
 
 
 @pytest.mark.parametrize("rank0_only", [True, False])
-def test_a_load_method_that_writes_a_part_leaves_the_rest(ranks: RankPool, rank0_only: bool) -> None:
-    ranks(2).run(_load_a_part, rank0_only)
-
-
-def _load_a_part(rank0_only: bool) -> None:
+@on_ranks(2)
+def test_a_load_method_that_writes_a_part_leaves_the_rest(rank0_only: bool) -> None:
     model: Any = FullyShardedDataParallel(nn.Sequential(Grown(4, 6, bias=False), nn.Linear(6, 2)))
     before = model.state_dict()
     given: dict[str, Tensor] = {**before, "0.weight": torch.full((2, 4), 7.0)}
@@ -261,11 +222,8 @@ def _load_a_part(rank0_only: bool) -> None:
     assert torch.equal(after[2:], before["0.weight"][2:])
 
 
-def test_a_model_from_the_meta_device_begins_with_it(ranks: RankPool) -> None:
-    ranks(2).run(_load_onto_meta)
-
-
-def _load_onto_meta() -> None:
+@on_ranks(2)
+def test_a_model_from_the_meta_device_begins_with_it() -> None:
     with torch.device("meta"):
         model: Any = nested_mlp(fully_sharded(compute_device="cpu"))
     expected = nested_mlp(keep)

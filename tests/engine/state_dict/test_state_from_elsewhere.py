@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard, optim_utils
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 
 FORMS: dict[str, dict[str, Any] | None] = {
     "flat": {},
@@ -55,11 +55,8 @@ def assert_same_function(model: nn.Module, expected: nn.Module) -> None:
 
 
 @every_form
-def test_a_state_dict_of_a_wrapped_model_says_how_it_is_loaded(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_load_prefixed, form)
-
-
-def _load_prefixed(form: str) -> None:
+@on_ranks(2)
+def test_a_state_dict_of_a_wrapped_model_says_how_it_is_loaded(form: str) -> None:
     model, other = sharded(form), plain()
     with torch.no_grad():
         other[0].weight.fill_(0.5)
@@ -80,26 +77,23 @@ def _load_prefixed(form: str) -> None:
     assert "every key" not in str(caught.value)
 
 
-def test_files_of_a_wrapped_model_say_how_they_are_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_load_prefixed_files, tmp_path)
-
-
-def _load_prefixed_files(folder: Path) -> None:
+@on_ranks(2)
+def test_files_of_a_wrapped_model_say_how_they_are_loaded(tmp_path: Path) -> None:
     model, other = sharded("flat"), nn.ModuleDict({"module": plain()})
     with torch.no_grad():
         other["module"][0].weight.fill_(0.5)
     if dist.get_rank() == 0:
-        save_file(other.state_dict(), folder / "model.safetensors")
+        save_file(other.state_dict(), tmp_path / "model.safetensors")
     dist.barrier()
-    fsdp.save(folder / "saved", other, torch.optim.Adam(other.parameters()))
+    fsdp.save(tmp_path / "saved", other, torch.optim.Adam(other.parameters()))
     said = r"every key begins with 'module\.'.*torch\.nn\.ModuleDict\(\{'module': model\}\)"
     with pytest.raises(RuntimeError, match=said):
-        fsdp.load_safetensors(model, folder / "model.safetensors")
+        fsdp.load_safetensors(model, tmp_path / "model.safetensors")
     with pytest.raises(RuntimeError, match=said):
-        fsdp.load(folder / "saved", model)
+        fsdp.load(tmp_path / "saved", model)
     assert_same_function(model, plain())
     holder = nn.ModuleDict({"module": model})
-    fsdp.load(folder / "saved", holder, torch.optim.Adam(model.parameters()))
+    fsdp.load(tmp_path / "saved", holder, torch.optim.Adam(model.parameters()))
     assert_same_function(model, other["module"])
 
 
@@ -107,11 +101,8 @@ def _load_prefixed_files(folder: Path) -> None:
 
 
 @parametrize_pairs(form=list(FORMS), make=[torch.optim.Adam, torch.optim.SGD])
-def test_the_state_of_a_plain_optimizer_is_refused_where_it_is_loaded(ranks: RankPool, form: str, make: Any) -> None:
-    ranks(2).run(_load_plain_optimizer, form, make)
-
-
-def _load_plain_optimizer(form: str, make: Any) -> None:
+@on_ranks(2)
+def test_the_state_of_a_plain_optimizer_is_refused_where_it_is_loaded(form: str, make: Any) -> None:
     other = plain()
     options: dict[str, Any] = {"lr": 0.1} if make is torch.optim.Adam else {"lr": 0.1, "momentum": 0.9}
     other_optimizer = make(other.parameters(), **options)
@@ -142,11 +133,8 @@ def _load_plain_optimizer(form: str, make: Any) -> None:
     assert_same_function(model, other)
 
 
-def test_plain_models_and_lone_ranks_load_what_they_like(ranks: RankPool) -> None:
-    ranks(1).run(_load_alone)
-
-
-def _load_alone() -> None:
+@on_ranks(1)
+def test_plain_models_and_lone_ranks_load_what_they_like() -> None:
     other = plain()
     other_optimizer = torch.optim.Adam(other.parameters())
     step(other, other_optimizer)
@@ -163,11 +151,8 @@ def _load_alone() -> None:
 
 
 @parametrize_pairs(form=list(FORMS), make=[torch.optim.Adam, torch.optim.AdamW])
-def test_an_optimizer_with_state_from_before_a_cast_names_the_parameter(ranks: RankPool, form: str, make: Any) -> None:
-    ranks(2).run(_step_after_cast, form, make)
-
-
-def _step_after_cast(form: str, make: Any) -> None:
+@on_ranks(2)
+def test_an_optimizer_with_state_from_before_a_cast_names_the_parameter(form: str, make: Any) -> None:
     model = sharded(form)
     optimizer = make(model.parameters())
     step(model, optimizer)
@@ -200,8 +185,13 @@ def test_what_is_loaded_says_of_which_step_it_is(tmp_path: Path) -> None:
     assert fsdp.load(fsdp.save(tmp_path / "alone", model).path, model).step is None
 
 
-def test_a_weight_that_a_method_reads_names_what_makes_methods_known(ranks: RankPool) -> None:
-    ranks(2).run(_read_in_method)
+@on_ranks(2)
+def test_a_weight_that_a_method_reads_names_what_makes_methods_known() -> None:
+    model = FullyShardedDataParallel(Coder())
+    with pytest.raises(RuntimeError, match=r"sharded.*register_fsdp_forward_method\(model, 'name'\)"):
+        model.encode(torch.ones(2, 3))
+    fsdp.register_fsdp_forward_method(model, "encode")
+    assert torch.equal(model.encode(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
 class Coder(nn.Module):
@@ -215,11 +205,3 @@ class Coder(nn.Module):
 
     def encode(self, inputs: Tensor) -> Tensor:
         return self.inner(inputs) + self.bias
-
-
-def _read_in_method() -> None:
-    model = FullyShardedDataParallel(Coder())
-    with pytest.raises(RuntimeError, match=r"sharded.*register_fsdp_forward_method\(model, 'name'\)"):
-        model.encode(torch.ones(2, 3))
-    fsdp.register_fsdp_forward_method(model, "encode")
-    assert torch.equal(model.encode(torch.ones(2, 3)), model(torch.ones(2, 3)))

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
 
 
@@ -34,13 +34,10 @@ FORMS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_pa
 
 
 @parametrize_pairs(world_size=[2, 1], rank0_only=[False, True], volatile=[False, True], options=FORMS)
+@on_ranks("world_size")
 def test_every_combination_shows_and_keeps_what_it_says_pain_point_15(
-    ranks: RankPool, world_size: int, rank0_only: bool, volatile: bool, options: dict[str, Any]
+    rank0_only: bool, volatile: bool, options: dict[str, Any]
 ) -> None:
-    ranks(world_size).run(_every_combination, rank0_only, volatile, options)
-
-
-def _every_combination(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> None:
     plain, model = pair(**options)
     before = model.state_dict()
     with model.summon_full_params(rank0_only=rank0_only, volatile=volatile, with_grads=True):
@@ -65,11 +62,8 @@ def _every_combination(rank0_only: bool, volatile: bool, options: dict[str, Any]
         assert (shown["gate.weight"].grad is None) is (not volatile)
 
 
-def test_the_model_trains_on_with_what_the_first_rank_has_changed(ranks: RankPool) -> None:
-    ranks(2).run(_train_on)
-
-
-def _train_on() -> None:
+@on_ranks(2)
+def test_the_model_trains_on_with_what_the_first_rank_has_changed() -> None:
     plain, model = pair()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (plain, model)]
     with torch.no_grad():
@@ -87,11 +81,8 @@ def _train_on() -> None:
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
 
 
-def test_replicas_get_what_the_first_rank_of_all_has_changed(ranks: RankPool) -> None:
-    ranks(4).run(_replicas)
-
-
-def _replicas() -> None:
+@on_ranks(4)
+def test_replicas_get_what_the_first_rank_of_all_has_changed() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model = FullyShardedDataParallel(nn.Linear(5, 3), process_group=mesh)
     with model.summon_full_params(rank0_only=True), torch.no_grad():
@@ -106,11 +97,8 @@ def _replicas() -> None:
     assert model.state_dict()["bias"].eq(3.0).all()
 
 
-def test_other_ranks_stay_sharded(ranks: RankPool) -> None:
-    ranks(2).run(_stay_sharded)
-
-
-def _stay_sharded() -> None:
+@on_ranks(2)
+def test_other_ranks_stay_sharded() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
     with model.summon_full_params(rank0_only=True):
         if dist.get_rank() == 1:
@@ -121,11 +109,8 @@ def _stay_sharded() -> None:
             assert model.module.weight.shape == (3, 5)
 
 
-def test_a_change_that_cannot_be_kept_is_told_to_all_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_cannot_be_kept)
-
-
-def _cannot_be_kept() -> None:
+@on_ranks(2)
+def test_a_change_that_cannot_be_kept_is_told_to_all_ranks() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
     with pytest.raises(RuntimeError, match="weight"):
         _misshape_on_first(model)
@@ -140,11 +125,8 @@ def _misshape_on_first(model: Any) -> None:
             model.module.bias.fill_(1.0)
 
 
-def test_gradients_that_are_not_reduced_are_not_shown(ranks: RankPool) -> None:
-    ranks(2).run(_not_reduced)
-
-
-def _not_reduced() -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_are_not_shown() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
     with model.no_sync():
         model(torch.ones(2, 5)).sum().backward()
@@ -154,11 +136,8 @@ def _not_reduced() -> None:
         pass
 
 
-def test_on_the_host_values_and_gradients_are_kept_as_well(ranks: RankPool) -> None:
-    ranks(2).run(_on_the_host)
-
-
-def _on_the_host() -> None:
+@on_ranks(2)
+def test_on_the_host_values_and_gradients_are_kept_as_well() -> None:
     plain, model = pair()
     with model.summon_full_params(with_grads=True, offload_to_cpu=True):
         shown = dict(model.named_parameters())
@@ -170,11 +149,8 @@ def _on_the_host() -> None:
     torch.testing.assert_close(model.state_dict()["entry.weight"], plain.state_dict()["entry.weight"])
 
 
-def test_no_state_dict_while_other_ranks_are_sharded(ranks: RankPool) -> None:
-    ranks(2).run(_save_while_on_first)
-
-
-def _save_while_on_first() -> None:
+@on_ranks(2)
+def test_no_state_dict_while_other_ranks_are_sharded() -> None:
     _, model = pair()
     with (
         model.summon_full_params(rank0_only=True),
@@ -187,13 +163,8 @@ def _save_while_on_first() -> None:
 
 
 @parametrize_pairs(world_size=[2, 1], rank0_only=[False, True], volatile=[False, True], options=FORMS)
-def test_units_are_shown_one_after_the_other(
-    ranks: RankPool, world_size: int, rank0_only: bool, volatile: bool, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_unit_by_unit, rank0_only, volatile, options)
-
-
-def _unit_by_unit(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_units_are_shown_one_after_the_other(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> None:
     plain, model = pair(**options)
     before, found = model.state_dict(), {}
     wrappers = get_fsdp_instances(model)
@@ -215,11 +186,8 @@ def _unit_by_unit(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> 
     assert_at_rest(model)
 
 
-def test_leaving_the_loop_shards_the_unit_again(ranks: RankPool) -> None:
-    ranks(2).run(_leave_the_loop)
-
-
-def _leave_the_loop() -> None:
+@on_ranks(2)
+def test_leaving_the_loop_shards_the_unit_again() -> None:
     _, model = pair()
     for _, params in model.summon_units():
         with torch.no_grad():
@@ -233,11 +201,8 @@ def _leave_the_loop() -> None:
     assert_at_rest(model)
 
 
-def test_a_gradient_that_is_missing_stays_missing_on_the_host(ranks: RankPool) -> None:
-    ranks(1).run(_summon_missing_gradient)
-
-
-def _summon_missing_gradient() -> None:
+@on_ranks(1)
+def test_a_gradient_that_is_missing_stays_missing_on_the_host() -> None:
     model: Any = fully_sharded(flatten_parameters=False)(nn.ModuleList([nn.Linear(2, 2)]))
     with model.summon_full_params(with_grads=True, offload_to_cpu=True):
         assert [param.grad for param in model.parameters()] == [None, None]

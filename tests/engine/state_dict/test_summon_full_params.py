@@ -18,6 +18,7 @@ from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.shard_values import ShardValues
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -62,13 +63,8 @@ def forget() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
-def test_names_shapes_and_values_are_the_plain_modules(
-    ranks: RankPool, world_size: int, flatten_parameters: bool
-) -> None:
-    ranks(world_size).run(_look_inside, flatten_parameters)
-
-
-def _look_inside(flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_names_shapes_and_values_are_the_plain_modules(flatten_parameters: bool) -> None:
     model, plain = nested_mlp(fully_sharded(flatten_parameters=flatten_parameters)), nested_mlp()
     before = [(name, id(param)) for name, param in model.named_parameters()]
     with model.summon_full_params():
@@ -89,11 +85,8 @@ def _look_inside(flatten_parameters: bool) -> None:
     assert_same_at_rest(model, plain)
 
 
-def test_tied_and_frozen_parameters_stay_what_they_are(ranks: RankPool) -> None:
-    ranks(2).run(_look_at_ties)
-
-
-def _look_at_ties() -> None:
+@on_ranks(2)
+def test_tied_and_frozen_parameters_stay_what_they_are() -> None:
     plain = tied_transformer()
     plain.positions.requires_grad_(False)
     model = FullyShardedDataParallel(plain)
@@ -105,11 +98,8 @@ def _look_at_ties() -> None:
         assert dict(model.named_parameters()).keys() == dict(tied_transformer().named_parameters()).keys()
 
 
-def test_only_the_own_ones_without_recurse(ranks: RankPool) -> None:
-    ranks(2).run(_look_without_recurse)
-
-
-def _look_without_recurse() -> None:
+@on_ranks(2)
+def test_only_the_own_ones_without_recurse() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     with model.summon_full_params(recurse=False):
         found = dict(model.named_parameters())
@@ -136,11 +126,8 @@ def _look_without_recurse() -> None:
     step(model)
 
 
-def test_an_inner_wrapper_alone(ranks: RankPool) -> None:
-    ranks(3).run(_summon_an_inner_wrapper)
-
-
-def _summon_an_inner_wrapper() -> None:
+@on_ranks(3)
+def test_an_inner_wrapper_alone() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     for _ in range(2):
         with users(model).trunk.summon_full_params(), torch.no_grad():
@@ -173,11 +160,8 @@ def _keep_what_was_summoned() -> None:
     assert model.state_dict()["entry.weight"].count_nonzero()
 
 
-def test_summoning_between_steps_changes_nothing(ranks: RankPool) -> None:
-    ranks(2).run(_summon_between_steps)
-
-
-def _summon_between_steps() -> None:
+@on_ranks(2)
+def test_summoning_between_steps_changes_nothing() -> None:
     models = [nested_mlp(fully_sharded()), nested_mlp(fully_sharded())]
     optimizers = [sgd_with_momentum(model.parameters()) for model in models]
     for _ in range(4):
@@ -273,11 +257,8 @@ def _change_inside(name: str, volatile: bool) -> None:
     step(model)
 
 
-def test_tied_parameters_change_under_both_names(ranks: RankPool) -> None:
-    ranks(2).run(_change_tied)
-
-
-def _change_tied() -> None:
+@on_ranks(2)
+def test_tied_parameters_change_under_both_names() -> None:
     model = tied_transformer(fully_sharded())
     with model.summon_full_params(), torch.no_grad():
         users(model).head.weight.fill_(2.0)
@@ -351,12 +332,8 @@ def _change_impossibly(name: str) -> None:
         assert users(model).entry.weight.shape == (7, 5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_freezing_inside_is_kept_or_refused(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_freeze_inside)
-
-
-def _freeze_inside() -> None:
+@on_ranks(1, 2)
+def test_freezing_inside_is_kept_or_refused() -> None:
     model = nested_mlp(fully_sharded())
     before = model.state_dict()
     try:
@@ -377,12 +354,8 @@ def _freeze_inside() -> None:
 # Forward inside
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_forward_inside_works_without_gradients(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_forward_inside)
-
-
-def _forward_inside() -> None:
+@on_ranks(1, 2)
+def test_forward_inside_works_without_gradients() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     for used_before in (False, True):
         with model.summon_full_params():
@@ -436,11 +409,8 @@ def _nest() -> None:
     step(model)
 
 
-def test_it_does_not_nest_in_another_form(ranks: RankPool) -> None:
-    ranks(2).run(_nest_otherwise)
-
-
-def _nest_otherwise() -> None:
+@on_ranks(2)
+def test_it_does_not_nest_in_another_form() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     trunk = users(model).trunk
     for outer, inner, missing in (
@@ -463,12 +433,8 @@ def fail(module: nn.Module) -> None:
     raise ValueError("of the user")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_exception_inside_shards_again(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_raise_inside)
-
-
-def _raise_inside() -> None:
+@on_ranks(1, 2)
+def test_an_exception_inside_shards_again() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     for recurse in (True, False):
         for volatile in (True, False):
@@ -511,11 +477,8 @@ def initialise(module: nn.Module) -> None:
 
 
 @parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
-def test_apply_initialises_as_the_plain_module(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
-    ranks(world_size).run(_apply_to_both, flatten_parameters)
-
-
-def _apply_to_both(flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_apply_initialises_as_the_plain_module(flatten_parameters: bool) -> None:
     model, plain = nested_mlp(fully_sharded(flatten_parameters=flatten_parameters)), nested_mlp()
     parent = nn.Sequential(nested_mlp(fully_sharded()))
     for module in (model, plain, parent):
@@ -532,11 +495,8 @@ def _apply_to_both(flatten_parameters: bool) -> None:
     step(model)
 
 
-def test_apply_visits_every_module_once(ranks: RankPool) -> None:
-    ranks(2).run(_count_visits)
-
-
-def _count_visits() -> None:
+@on_ranks(2)
+def test_apply_visits_every_module_once() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     visited: list[nn.Module] = []
     model.apply(visited.append)
@@ -548,11 +508,8 @@ def _count_visits() -> None:
     assert users_own == [type(module) for module in expected]
 
 
-def test_shards_are_written_only_when_peers_have_received_what_they_were_sent(ranks: RankPool) -> None:
-    ranks(2).run(_write_while_sending)
-
-
-def _write_while_sending() -> None:
+@on_ranks(2)
+def test_shards_are_written_only_when_peers_have_received_what_they_were_sent() -> None:
     model: Any = nested_mlp(fully_sharded())
     values = nested_mlp().state_dict()
     handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
@@ -582,11 +539,8 @@ def _write_in_summon(model: Any) -> None:
             param.data.add_(1.0)
 
 
-def test_an_exception_in_apply_leaves_the_model_usable(ranks: RankPool) -> None:
-    ranks(2).run(_fail_in_apply)
-
-
-def _fail_in_apply() -> None:
+@on_ranks(2)
+def test_an_exception_in_apply_leaves_the_model_usable() -> None:
     model = nested_mlp(fully_sharded())
     with pytest.raises(ValueError, match="of the user"):
         model.apply(fail)
@@ -594,12 +548,8 @@ def _fail_in_apply() -> None:
     step(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_reset_parameters(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_reset)
-
-
-def _reset() -> None:
+@on_ranks(1, 3)
+def test_reset_parameters() -> None:
     plain = nn.Linear(5, 7)
     refused = FullyShardedDataParallel(nn.Linear(5, 7))
     before = refused.state_dict()
