@@ -35,7 +35,7 @@ from benchmarks._ranks import run_ranks
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed import watchdog
 from fsdp.engine.runtime import runtimes
-from fsdp.engine.steps import Steps
+from fsdp.layers.steps import Steps
 
 ALLOWED = 1.01
 _WIDTH, _BATCH = 256, 256

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.messages import check_messages
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.lazy import lazily
-from fsdp.engine.module_overrides import register_fsdp_forward_method
 from fsdp.engine.placements import Placed, Placement, Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.sharding_strategy import ProcessGroupName
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
     CPUOffloadPolicy,
@@ -26,6 +22,10 @@ from fsdp.fully_shard import (
     share_comm_ctx,
 )
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
+from fsdp.layers.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.layers.lazy import lazily
+from fsdp.layers.module_overrides import register_fsdp_forward_method
+from fsdp.layers.sharding_strategy import ProcessGroupName
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from fsdp.distributed.comm_hooks import bf16_compress_hook
     from fsdp.distributed.start import init_distributed
     from fsdp.distributed.watchdog import set_watchdog
-    from fsdp.engine.grad_clipping import reduce_gradients
-    from fsdp.engine.nonfinite import detect_nonfinite
-    from fsdp.engine.recovery import recover
-    from fsdp.engine.same_bits import SameBits
     from fsdp.engine.shard_metadata import FlatParamShardMetadata
-    from fsdp.engine.standalone_handle import StandaloneHandle, flat_param_handles
-    from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
-    from fsdp.engine.state_dict.materialize import materialize
-    from fsdp.engine.trace import trace
+    from fsdp.layers.grad_clipping import reduce_gradients
+    from fsdp.layers.nonfinite import detect_nonfinite
+    from fsdp.layers.recovery import recover
+    from fsdp.layers.same_bits import SameBits
+    from fsdp.layers.standalone_handle import StandaloneHandle, flat_param_handles
+    from fsdp.layers.state_dict.full import no_pre_load_state_dict_hook
+    from fsdp.layers.state_dict.materialize import materialize
+    from fsdp.layers.trace import trace
     from fsdp.optim_utils.ema import EMA
     from fsdp.optim_utils.fingerprint import fingerprint
     from fsdp.optim_utils.grad_scaler import ShardedGradScaler
@@ -83,15 +83,15 @@ _LAYERS = {
     "fsdp.distributed.comm_hooks": "bf16_compress_hook",
     "fsdp.distributed.start": "init_distributed",
     "fsdp.distributed.watchdog": "set_watchdog",
-    "fsdp.engine.grad_clipping": "reduce_gradients",
-    "fsdp.engine.nonfinite": "detect_nonfinite",
-    "fsdp.engine.recovery": "recover",
-    "fsdp.engine.same_bits": "SameBits",
+    "fsdp.layers.grad_clipping": "reduce_gradients",
+    "fsdp.layers.nonfinite": "detect_nonfinite",
+    "fsdp.layers.recovery": "recover",
+    "fsdp.layers.same_bits": "SameBits",
     "fsdp.engine.shard_metadata": "FlatParamShardMetadata",
-    "fsdp.engine.standalone_handle": "StandaloneHandle flat_param_handles",
-    "fsdp.engine.state_dict.full": "no_pre_load_state_dict_hook",
-    "fsdp.engine.state_dict.materialize": "materialize",
-    "fsdp.engine.trace": "trace",
+    "fsdp.layers.standalone_handle": "StandaloneHandle flat_param_handles",
+    "fsdp.layers.state_dict.full": "no_pre_load_state_dict_hook",
+    "fsdp.layers.state_dict.materialize": "materialize",
+    "fsdp.layers.trace": "trace",
     "fsdp.optim_utils.ema": "EMA",
     "fsdp.optim_utils.fingerprint": "fingerprint",
     "fsdp.optim_utils.grad_scaler": "ShardedGradScaler",

@@ -17,20 +17,15 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 import torch
 from torch import nn
 
-from fsdp import layers
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import behind
 from fsdp.distributed.devices import accelerator, current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
-from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.managed_params import group
-from fsdp.engine.module_overrides import unswapped
-from fsdp.engine.options import Options
 from fsdp.engine.originals import lender_of, note_stale, take_over
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import under_way
@@ -39,16 +34,21 @@ from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
-from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
-from fsdp.engine.sharding_strategy import Groups, group_apart, mesh_of_all
-from fsdp.engine.shared_params import share, split_off, tie_assigned
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.layers import on_demand
+from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
+from fsdp.layers.managed_params import group
+from fsdp.layers.module_overrides import unswapped
+from fsdp.layers.options import Options
+from fsdp.layers.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
+from fsdp.layers.sharding_strategy import Groups, group_apart, mesh_of_all
+from fsdp.layers.shared_params import share, split_off, tie_assigned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from fsdp.engine.dtensor_params import DataParallelSpread
+    from fsdp.layers.dtensor_params import DataParallelSpread
 
     _Base = nn.Module  # which it is always mixed with
 else:
@@ -198,7 +198,7 @@ def fully_shard(
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
     # Imports DTensor, which takes a second.
-    from fsdp.engine.dtensor_params import DataParallelSpread, placed_elsewhere, teach_dtensor
+    from fsdp.layers.dtensor_params import DataParallelSpread, placed_elsewhere, teach_dtensor
 
     teach_dtensor()
     spread = DataParallelSpread(mesh, dp_mesh_dims)
@@ -285,8 +285,8 @@ class DTensorForm:
             split_off(param, lender_of(param))
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
-        from fsdp.engine.extended_params import ExtendedParameters  # as this does
+        from fsdp.layers.dtensor_params import DTensorParams  # imports DTensor, which takes a second
+        from fsdp.layers.extended_params import ExtendedParameters  # as this does
 
         new_orig_params, shards = partial(DTensorParams, spread=self._spread), []
         groups = [params for _, params in group(found, unit.precision_at, _kind_of)]
@@ -467,7 +467,7 @@ class FSDPModule(_Base):
 
     def extra_repr(self) -> str:
         """Return the module's line of ``print(model)``, with its parameters and how much of them this rank holds."""
-        own, sharded = super().extra_repr(), layers.summary(unit_of(self))
+        own, sharded = super().extra_repr(), on_demand.summary(unit_of(self))
         return ", ".join(filter(None, [own, sharded and f"sharded: {sharded}"]))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -483,7 +483,7 @@ class FSDPModule(_Base):
         """
         unit = _of(self)
         runtime_of(unit)
-        layers.require_values_everywhere(unit, "unshard", recurse=False)
+        on_demand.require_values_everywhere(unit, "unshard", recurse=False)
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)
@@ -621,20 +621,20 @@ class FSDPModule(_Base):
 
     # --- communication ------------------------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: layers.Collective) -> None:
+    def set_custom_all_gather(self, comm: on_demand.Collective) -> None:
         """All-gather the module's parameters with an object that has the interface of torch's ``AllGather``.
 
         It allocates what is sent and received. A world of one has nothing to gather.
         """
-        _of(self).connect(lambda handle: (layers.CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
+        _of(self).connect(lambda handle: (on_demand.CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
 
-    def set_custom_reduce_scatter(self, comm: layers.Collective) -> None:
+    def set_custom_reduce_scatter(self, comm: on_demand.Collective) -> None:
         """Reduce-scatter the module's gradients with an object that has the interface of torch's ``ReduceScatter``.
 
         It allocates what is sent and received, and is always asked to sum; gradients are divided apart from that. A
         world of one has nothing to reduce.
         """
-        _of(self).connect(lambda handle: (handle.comm, layers.CustomReduceScatter.of(handle.reduce_comm, comm)))
+        _of(self).connect(lambda handle: (handle.comm, on_demand.CustomReduceScatter.of(handle.reduce_comm, comm)))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call a function with each reduced gradient of the module, which it may change in place.
@@ -649,7 +649,7 @@ class FSDPModule(_Base):
         """
         if stream is not None and _of(self).replicas.world_size > 1:
             raise ValueError("set_all_reduce_hook: a stream cannot be given for a module with replicas, leave it out")
-        _of(self).policy.all_reduce_hook = layers.AllReduceHook(hook, stream)
+        _of(self).policy.all_reduce_hook = on_demand.AllReduceHook(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Collective. Set whether gradients are reduced over a process group of their own, or that of all-gathers.
@@ -659,7 +659,7 @@ class FSDPModule(_Base):
         """
         for unit in _units(self, recurse):
             to = partial(_reduced_apart, unit.device) if enable else lambda handle: handle.comm
-            unit.connect(lambda handle, to=to: (handle.comm, layers.moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
+            unit.connect(lambda handle, to=to: (handle.comm, on_demand.moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Have the process group allocate what is sent and received: where its backend cannot, nothing changes.
@@ -707,12 +707,12 @@ class FSDPModule(_Base):
             with unswapped():
                 return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            layers.explain(error, self, state_dict)
+            on_demand.explain(error, self, state_dict)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         for unit in _units(self, recurse=True):
-            layers.copying.prepare_to_copy(unit)
+            on_demand.copying.prepare_to_copy(unit)
         copied = memo[id(self)] = object.__new__(type(self))
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -787,4 +787,4 @@ def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
 @cache
 def _fsdp_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a module of this one gets."""
-    return layers.explain_methods(type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__}))
+    return on_demand.explain_methods(type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__}))

@@ -1,6 +1,6 @@
 """`FullyShardedDataParallel`, the wrapper: its arguments, its methods, and the names under which things are found.
 
-The wrapper computes nothing and communicates nothing. Its constructor makes the module a unit (`engine.shard_module`),
+The wrapper computes nothing and communicates nothing. Its constructor makes the module a unit (`layers.shard_module`),
 whose hooks on the module unshard, compute and reduce (`engine.forward_hooks`, `engine.runtime`). Its methods hand the
 unit to the packages below: `state_dict` for parameters and buffers, `optim_utils` for the state of optimizers.
 """
@@ -17,27 +17,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp import layers
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on
-from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
-from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
-from fsdp.engine.forwarding import Forwarding
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
-from fsdp.engine.managed_params import GroupKey, ddp_message
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
-from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.placements import Placements, ShardingStrategy
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.runtime import runtime_of, runtime_of_root
-from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
-from fsdp.engine.sharding_strategy import Groups, ProcessGroupName
-from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import LocalState, Saving, Summoning, require_shards
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
+from fsdp.layers import on_demand
+from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.layers.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
+from fsdp.layers.managed_params import GroupKey, ddp_message
+from fsdp.layers.options import PUBLIC, Options
+from fsdp.layers.shard_module import WrapperForm, refuse_unwrappable, shard_module
+from fsdp.layers.sharding_strategy import Groups, ProcessGroupName
+from fsdp.layers.shared_params import share
+from fsdp.layers.state_requests import LocalState, Saving, Summoning, require_shards
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,7 +127,7 @@ class FullyShardedDataParallel(nn.Module):
         sharding_strategy: ShardingStrategy | None = None,
         placements: Placements | None = None,
         sync_module_states: bool = False,
-        param_init_fn: layers.ParamInit | None = None,
+        param_init_fn: on_demand.ParamInit | None = None,
     ) -> None:
         strategy = ShardingStrategy.of(sharding_strategy)
         placements = Placements.resolve(placements, strategy, reshard_after_forward)
@@ -172,9 +171,9 @@ class FullyShardedDataParallel(nn.Module):
         unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
         self._unit = unit
         self._forward_entries()
-        self._loading = layers.Loading(self, unit)
+        self._loading = on_demand.Loading(self, unit)
         if param_init_fn is not None:
-            layers.materialize_unit(unit, param_init_fn)
+            on_demand.materialize_unit(unit, param_init_fn)
 
     # --- attributes -------------------------------------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ class FullyShardedDataParallel(nn.Module):
     )
     uncollected_opt_state = property(lambda self: {}, doc="Empty; FairScale sets aside here what it does not gather.")
     is_connected = property(
-        lambda self: layers.copying.is_connected(self._unit),
+        lambda self: on_demand.copying.is_connected(self._unit),
         doc="False after unpickling, until `process_group` is assigned.",
     )
 
@@ -235,7 +234,7 @@ class FullyShardedDataParallel(nn.Module):
     def no_broadcast_optim_state(self) -> bool:
         """True if its optimizer state is left out of the gathered one: so asked, or known whole to the first rank."""
         runtime = self._unit.runtime
-        return layers.is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
+        return on_demand.is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
@@ -286,11 +285,13 @@ class FullyShardedDataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         holder = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
-        if name in _GROUPS and "_unit" in self.__dict__ and not layers.copying.is_missing(value):
-            self.__dict__.update(layers.copying.assign_group(self.__dict__, self._unit, name, value))
+        if name in _GROUPS and "_unit" in self.__dict__ and not on_demand.copying.is_missing(value):
+            self.__dict__.update(on_demand.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
-        elif any(isinstance(one, Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)):
+        elif any(
+            isinstance(one, on_demand.Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)
+        ):
             setattr(self._unit.module, name, value)
         elif isinstance(value, nn.Module) and holder is not None and name in holder.module._modules:
             setattr(holder.module, name, value)  # where it is read from
@@ -303,7 +304,7 @@ class FullyShardedDataParallel(nn.Module):
     def _forward_entries(self) -> None:
         """Have what is put in the wrapped module's parameters and buffers through this wrapper arrive there."""
         for kind in _ENTRIES:
-            self.__dict__[kind] = Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
+            self.__dict__[kind] = on_demand.Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -322,7 +323,7 @@ class FullyShardedDataParallel(nn.Module):
             yield clean_name(name) if plain else name, param
 
     def extra_repr(self) -> str:
-        return layers.options_in_use(self, self._unit)
+        return on_demand.options_in_use(self, self._unit)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -359,7 +360,7 @@ class FullyShardedDataParallel(nn.Module):
             NotImplementedError: if meshes of `DTensor`s overlap in part.
         """
         runtime = runtime_of_root(self._unit, "clip_grad_norm_")
-        return layers.clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
+        return on_demand.clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients to at most `clip_value` in absolute value. Not collective.
@@ -367,7 +368,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
         """
-        layers.clip_by_value(runtime_of_root(self._unit, "clip_grad_value_"), float(clip_value))
+        on_demand.clip_by_value(runtime_of_root(self._unit, "clip_grad_value_"), float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
@@ -402,7 +403,7 @@ class FullyShardedDataParallel(nn.Module):
         self._unit.require_idle("register a communication hook")
         for wrapper in get_fsdp_instances(self):
             wrapper._options.require_no_other_division(wrapper._unit)
-        comm_hook = layers.CommHook(hook, state)
+        comm_hook = on_demand.CommHook(hook, state)
         agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:
             unit.set_divide_factors(1.0, 1.0)  # the hook divides by itself, what is accumulated already included
@@ -412,13 +413,13 @@ class FullyShardedDataParallel(nn.Module):
         """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""
         self.module.module.compile(*args, **kwargs)
 
-    def report(self) -> layers.Report:
+    def report(self) -> on_demand.Report:
         """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/tracing.md.
 
         Raises:
             RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
         """
-        return layers.last_report(self._unit)
+        return on_demand.last_report(self._unit)
 
     def _units(self) -> list[Unit]:
         return [unit for _, unit in units_in(self._unit)]
@@ -456,7 +457,7 @@ class FullyShardedDataParallel(nn.Module):
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         units = self._units() if recurse else [self._unit]
         self._prepare_to_summon(form, recurse)
-        with layers.summoned(units, form):
+        with on_demand.summoned(units, form):
             yield
 
     def summon_units(
@@ -477,23 +478,23 @@ class FullyShardedDataParallel(nn.Module):
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         self._prepare_to_summon(form, recurse=True)
         for name, unit in units_in(self._unit):
-            with layers.summoned([unit], form):
-                yield unit.module, layers.params_shown(unit, "" if unit is self._unit else f"{name}.")
+            with on_demand.summoned([unit], form):
+                yield unit.module, on_demand.params_shown(unit, "" if unit is self._unit else f"{name}.")
 
     @contextmanager
     def summon_shapes(self) -> Iterator[None]:
         """Show unsharded parameters without values, on the meta device, for what counts and prints. Not collective."""
         self._unit.require_idle("summon shapes")
-        with layers.shapes_summoned(self._units()):
+        with on_demand.shapes_summoned(self._units()):
             yield
 
     @during("summon_full_params()")
     def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:
         self._unit.require_idle("summon full parameters")
-        layers.ensure_agreed(self._unit)
-        layers.require_values_everywhere(self._unit, "summon full parameters", recurse)
+        on_demand.ensure_agreed(self._unit)
+        on_demand.require_values_everywhere(self._unit, "summon full parameters", recurse)
         if not form.keeps_changes:
-            layers.ensure_same_values(self._unit)
+            on_demand.ensure_same_values(self._unit)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Collective. Call `nn.Module.apply` with unsharded parameters visible; changes are kept."""
@@ -547,7 +548,7 @@ class FullyShardedDataParallel(nn.Module):
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
-        return layers.save_full(self, self._unit, asked, destination, prefix, keep_vars)
+        return on_demand.save_full(self, self._unit, asked, destination, prefix, keep_vars)
 
     @during("load_state_dict()")
     def load_state_dict(
@@ -567,8 +568,8 @@ class FullyShardedDataParallel(nn.Module):
         if assign:
             raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
         self._unit.require_idle("load a state dict")
-        layers.ensure_agreed(self._unit)
-        return layers.load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
+        on_demand.ensure_agreed(self._unit)
+        return on_demand.load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
 
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return this rank's shards, and buffers, under FairScale's names (docs/local_state.md). Not collective.
@@ -579,9 +580,9 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
         """
         if self._unit.request(LocalState) is None:
-            layers.require_values(self._unit.module, "take a local state dict")
-        with layers.local(self._unit, "take a local state dict"):
-            return layers.local_state(self._unit, destination, prefix, keep_vars)
+            on_demand.require_values(self._unit.module, "take a local state dict")
+        with on_demand.local(self._unit, "take a local state dict"):
+            return on_demand.local_state(self._unit, destination, prefix, keep_vars)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what `local_state_dict`, or FairScale's, gave on the same rank of as many ranks. Not collective.
@@ -593,8 +594,8 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; or for keys and sizes that do not fit, or
                 shards that say that they are another rank's, with the unit, the rank, and both sizes.
         """
-        with layers.local(self._unit, "load a local state dict"):
-            return layers.LocalLoad(self, layers.members_in(self), state_dict, strict).run()
+        with on_demand.local(self._unit, "load a local state dict"):
+            return on_demand.LocalLoad(self, on_demand.members_in(self), state_dict, strict).run()
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/local_state.md).
@@ -602,8 +603,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
         """
-        with layers.local(self._unit, "take local metadata"):
-            return layers.local_metadata(self, layers.members_in(self))
+        with on_demand.local(self._unit, "take local metadata"):
+            return on_demand.local_metadata(self, on_demand.members_in(self))
 
     @staticmethod
     def consolidate_shard_weights(
@@ -623,7 +624,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: for shards that are missing, cut, reordered or of different models: with the rank and the key.
         """
-        return layers.consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
+        return on_demand.consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
     @during("sharded_state_dict()")
     def sharded_state_dict(self, *, prefix: str = "") -> Any:
@@ -637,8 +638,8 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
         """
         require_shards(self._units(), "take a sharded state dict")
-        layers.ensure_agreed(self._unit)
-        return layers.sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
+        on_demand.ensure_agreed(self._unit)
+        return on_demand.sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
     @during("load_sharded_state_dict()")
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
@@ -652,12 +653,12 @@ class FullyShardedDataParallel(nn.Module):
                 kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
         """
         require_shards(self._units(), "load a sharded state dict")
-        layers.ensure_agreed(self._unit)
-        given = layers.with_wrapped_metadata(state_dict, self)
+        on_demand.ensure_agreed(self._unit)
+        given = on_demand.with_wrapped_metadata(state_dict, self)
         for key, value in state_dict.items():
-            if isinstance(value, layers.TensorPart) and value.is_blank:
+            if isinstance(value, on_demand.TensorPart) and value.is_blank:
                 del given[key]
-        return layers.load_sharded_state(
+        return on_demand.load_sharded_state(
             self._unit, self._units(), lambda: nn.Module.load_state_dict(self, given, strict=strict)
         )
 
@@ -681,7 +682,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; if ranks have other options, or one fails.
             TypeError, ValueError: for what is no optimizer of the model; if state differs or cannot be gathered.
         """
-        return layers.fairscale_dictionary(self, optim, recipient_rank)
+        return on_demand.fairscale_dictionary(self, optim, recipient_rank)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.
@@ -694,7 +695,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`.
             TypeError, ValueError: for another model's; for state that cannot be sharded. Nothing is changed then.
         """
-        return layers.become_shard(self, full_optim_state_dict)
+        return on_demand.become_shard(self, full_optim_state_dict)
 
     def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.
@@ -707,15 +708,15 @@ class FullyShardedDataParallel(nn.Module):
             TypeError, ValueError: if it cannot go on as it was; it is not changed then. See docs/parameters.md.
         """
         self._unit.require_idle("hand over an optimizer")
-        layers.reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
+        on_demand.reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return layers.copying.state_to_pickle(self._unit, self.__dict__)
+        return on_demand.copying.state_to_pickle(self._unit, self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state.pop(layers.copying.END, None)
+        state.pop(on_demand.copying.END, None)
         if "_unit" not in state:
             raise RuntimeError(
                 "this FullyShardedDataParallel was pickled by FairScale, whose wrappers have other parts. Load it "
@@ -731,9 +732,9 @@ class FullyShardedDataParallel(nn.Module):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        layers.copying.prepare_to_copy(self._unit)
+        on_demand.copying.prepare_to_copy(self._unit)
         copied = memo[id(self)] = type(self).__new__(type(self))
-        for name in layers.copying.GROUPS:
+        for name in on_demand.copying.GROUPS:
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -38,17 +38,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # For patterns of modules, the tests that concern them: folders of tests, or files without `test_`, those first that are
 # likely to fail first. A module belongs to the first row that names it.
 CONCERNS = {
-    "engine/boxes": "engine/boxes fully_shard/local_tensors engine/state_dict/tensor_part",
+    "engine/boxes": "engine/boxes fully_shard/local_tensors layers/state_dict/tensor_part",
     "engine/layout engine/rows_layout": (
-        "engine/layout engine/boxes engine/flat_param fully_shard/local_tensors engine/clip"
+        "engine/layout engine/boxes engine/flat_param fully_shard/local_tensors layers/clip"
     ),
     "engine/flat_param engine/shard engine/user_attributes": (
-        "engine/flat_param engine/clip_torch engine/gradient_elsewhere fully_sharded_data_parallel/copies engine/units"
+        "engine/flat_param layers/clip_torch engine/gradient_elsewhere fully_sharded_data_parallel/copies engine/units"
     ),
     "engine/orig_params": (
         "engine/orig_params* engine/changed_shards training/orig_params fully_sharded_data_parallel/copies"
     ),
-    "engine/dtensor_params": "fully_shard/local_tensors fully_shard/tensor_parallel fully_shard/state fully_shard/uses",
+    "layers/dtensor_params": "fully_shard/local_tensors fully_shard/tensor_parallel fully_shard/state fully_shard/uses",
     "engine/unsharded_params engine/presentation engine/originals engine/assigned_attributes": (
         "engine/flat_param engine/changed_parameters engine/changed_whole training/functional_call engine/units "
         "engine/written_in_forward fully_sharded_data_parallel/copies"
@@ -58,11 +58,11 @@ CONCERNS = {
         "engine/parameter_hooks"
     ),
     "engine/handle engine/phase engine/passes engine/shard_values": (
-        "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
-        "fully_sharded_data_parallel/copies engine/state_dict/summon_full_params engine/different_values "
-        "engine/offload "
+        "engine/flat_param engine/no_sync engine/changed_parameters layers/changed_dtype engine/orig_params_gradients "
+        "fully_sharded_data_parallel/copies layers/state_dict/summon_full_params layers/different_values "
+        "layers/offload "
         "engine/nested_calls training/functional_call uneven/used_on_some_ranks "
-        "engine/state_dict/local_state"
+        "layers/state_dict/local_state"
     ),
     "engine/unit engine/runtime engine/policy engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
@@ -72,69 +72,69 @@ CONCERNS = {
     "engine/usage engine/participation": "uneven/used_on_some_ranks training/autograd_uses training/kinds_frozen",
     "engine/autograd engine/trees": "training/autograd_uses training/kinds_calls engine/nested_calls engine/errors",
     "engine/reduction": "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks",
-    "engine/grad_clipping engine/torch_functions": (
-        "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
+    "layers/grad_clipping layers/torch_functions": (
+        "layers/clip layers/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
         "training/kinds_clip"
     ),
-    "engine/managed_params engine/ignored engine/shard_module engine/foreign_names engine/options": (
-        "engine/errors engine/ignored* engine/group_by fully_sharded_data_parallel/api fully_shard/errors "
-        "fully_sharded_data_parallel/wrapped_again engine/sync_module_states fully_sharded_data_parallel/fsdp1_names "
+    "layers/managed_params engine/ignored layers/shard_module layers/foreign_names layers/options": (
+        "engine/errors engine/ignored* layers/group_by fully_sharded_data_parallel/api fully_shard/errors "
+        "fully_sharded_data_parallel/wrapped_again layers/sync_module_states fully_sharded_data_parallel/fsdp1_names "
         "tensor_parallel/errors"
     ),
-    "engine/shared_params": "engine/append_shared_param training/kinds_tied fully_shard/uses engine/errors",
-    "engine/module_states": "engine/sync_module_states",
-    "engine/verify engine/first_use engine/checks engine/fingerprints": (
-        "engine/errors engine/different_values engine/sync_module_states distributed/starts_together engine/ranks_apart"
+    "layers/shared_params": "layers/append_shared_param training/kinds_tied fully_shard/uses engine/errors",
+    "layers/module_states": "layers/sync_module_states",
+    "layers/verify layers/first_use engine/checks layers/fingerprints": (
+        "engine/errors layers/different_values layers/sync_module_states distributed/starts_together layers/ranks_apart"
     ),
-    "engine/same_bits": "engine/same_bits",
-    "engine/exact_norm": "engine/exact_norm engine/same_bits",
-    "engine/observers": "engine/trace optim_utils/recording engine/nonfinite",
+    "layers/same_bits": "layers/same_bits",
+    "layers/exact_norm": "layers/exact_norm layers/same_bits",
+    "engine/observers": "layers/trace optim_utils/recording layers/nonfinite",
     "engine/precision": "engine/precision*",
-    "engine/offload engine/storage engine/mapped_files": (
-        "engine/memory engine/offload engine/mapped_files engine/offload_disk*"
+    "layers/offload engine/storage layers/mapped_files": (
+        "engine/memory layers/offload layers/mapped_files layers/offload_disk*"
     ),
-    "engine/placeholder engine/module_overrides": (
-        "engine/placeholder engine/errors engine/changed_dtype training/kinds_frozen fully_shard/errors "
+    "engine/placeholder layers/module_overrides": (
+        "engine/placeholder engine/errors layers/changed_dtype training/kinds_frozen fully_shard/errors "
         "fully_sharded_data_parallel/api"
     ),
-    "engine/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
-    "engine/sharding_strategy": "engine/sharding_strategy engine/hybrid",
-    "engine/deferred_init": "engine/state_dict/meta* engine/state_dict/materialize* fully_shard/starts",
-    "engine/extended_params": "fully_shard/subclasses",
-    "engine/flatten_params_wrapper": "engine/flatten_params_wrapper",
+    "layers/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
+    "layers/sharding_strategy": "layers/sharding_strategy engine/hybrid",
+    "layers/deferred_init": "layers/state_dict/meta* layers/state_dict/materialize* fully_shard/starts",
+    "layers/extended_params": "fully_shard/subclasses",
+    "layers/flatten_params_wrapper": "layers/flatten_params_wrapper",
     "engine/kept_shard distributed/nested": "fully_shard/settings engine/placements_bytes engine/placements_training",
     "engine/placements": "engine/placements engine/placements_training",
-    "engine/copying engine/merged_writes engine/names engine/state_requests": (
+    "layers/copying layers/merged_writes engine/names layers/state_requests": (
         "fully_sharded_data_parallel/copies engine/written_in_forward fully_sharded_data_parallel/pickle "
-        "engine/state_dict/summon_forms engine/state_dict/state_dict engine/state_dict/state_dict_on_first"
+        "layers/state_dict/summon_forms layers/state_dict/state_dict layers/state_dict/state_dict_on_first"
     ),
     "distributed/collectives distributed/communicator distributed/messages": (
-        "distributed/collectives distributed/devices distributed/comm_hook engine/ranks_apart distributed/own_groups"
+        "distributed/collectives distributed/devices distributed/comm_hook layers/ranks_apart distributed/own_groups"
     ),
-    "distributed/tree_sum distributed/micro_batch_sums": "distributed/tree_sum engine/same_bits",
+    "distributed/tree_sum distributed/micro_batch_sums": "distributed/tree_sum layers/same_bits",
     "distributed/dtensor": (
         "tensor_parallel/errors tensor_parallel/changes tensor_parallel/state fully_shard/tensor_parallel"
     ),
     "distributed/watchdog distributed/positions": (
-        "distributed/watchdog distributed/paths distributed/causes_of_hangs engine/ranks_apart"
+        "distributed/watchdog distributed/paths distributed/causes_of_hangs layers/ranks_apart"
     ),
     "distributed/paths": "distributed/paths",
     "distributed/consensus": "distributed/agreement checkpoint/errors",
     "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/devices": (
         "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses"
     ),
-    "engine/state_dict/full": (
-        "engine/state_dict/state_dict engine/state_dict/changed_by_loading "
-        "engine/state_dict/state_dict_on_first engine/ignored"
+    "layers/state_dict/full": (
+        "layers/state_dict/state_dict layers/state_dict/changed_by_loading "
+        "layers/state_dict/state_dict_on_first engine/ignored"
     ),
-    "engine/state_dict/local": "engine/state_dict/local_state* checkpoint/formats/consolidate",
-    "engine/state_dict/sharded": "engine/state_dict/sharded_state* engine/state_dict/meta*",
-    "engine/state_dict/materialize": "engine/state_dict/materialize* engine/state_dict/meta*",
-    "engine/state_dict/summon": "engine/state_dict/summon* fully_sharded_data_parallel/api",
-    "engine/state_dict/redistribute": (
-        "engine/state_dict/state_dict_on_first engine/state_dict/tensor_part "
-        "engine/state_dict/changed_by_loading engine/state_dict/state_dict "
-        "engine/state_dict/sharded_state checkpoint/load_safetensors"
+    "layers/state_dict/local": "layers/state_dict/local_state* checkpoint/formats/consolidate",
+    "layers/state_dict/sharded": "layers/state_dict/sharded_state* layers/state_dict/meta*",
+    "layers/state_dict/materialize": "layers/state_dict/materialize* layers/state_dict/meta*",
+    "layers/state_dict/summon": "layers/state_dict/summon* fully_sharded_data_parallel/api",
+    "layers/state_dict/redistribute": (
+        "layers/state_dict/state_dict_on_first layers/state_dict/tensor_part "
+        "layers/state_dict/changed_by_loading layers/state_dict/state_dict "
+        "layers/state_dict/sharded_state checkpoint/load_safetensors"
     ),
     "optim_utils/grad_scaler": "optim_utils/grad_scaler optim_utils/torch_grad_scaler",
     "optim_utils/ema": "optim_utils/ema",
@@ -182,26 +182,26 @@ ORDERED = {
     "checkpoint/writer": "checkpoint/folders",
     "compat/fairscale": "integrations/compat_fairscale_contract",
     "distributed/devices": (
-        "distributed/accelerator_streams training/accelerator_uses state_dict_utils/host engine/accelerator_offload"
+        "distributed/accelerator_streams training/accelerator_uses state_dict_utils/host layers/accelerator_offload"
     ),
     "distributed/collectives distributed/communicator": (
         "distributed/accelerator_exchange engine/accelerator training/accelerator_uses distributed/collectives "
         "distributed/comm_hook*"
     ),
-    "distributed/consensus": "engine/sync_module_states distributed/agreement",
+    "distributed/consensus": "layers/sync_module_states distributed/agreement",
     "distributed/comm_hooks": "fully_shard/accelerator",
     "distributed/custom_collectives": "fully_shard/accelerator engine/written_at_once",
     "distributed/imagined": "wrap/plan",
     "distributed/messages": "distributed/check_messages distributed/collectives distributed/recovery",
     "engine/gradient_hooks": "training/accelerator_uses",
-    "engine/handle": "engine/written_at_once training/accelerator_uses engine/accelerator_offload",
-    "engine/recovery": "distributed/recovery",
+    "engine/handle": "engine/written_at_once training/accelerator_uses layers/accelerator_offload",
+    "layers/recovery": "distributed/recovery",
     "engine/runtime engine/unit": "engine/written_at_once training/accelerator_uses",
-    "engine/merged_writes": "engine/written_in_forward engine/written_at_once",
+    "layers/merged_writes": "engine/written_in_forward engine/written_at_once",
     "fully_shard": "engine/written_at_once training/accelerator_uses",
     "optim_utils/gather optim_utils/scatter": "engine/written_at_once optim_utils/public_functions optim_utils/memory",
-    "engine/state_dict/redistribute engine/state_dict/summon": (
-        "engine/written_at_once engine/state_dict/summon_forms engine/state_dict/state_dict_on_first "
+    "layers/state_dict/redistribute layers/state_dict/summon": (
+        "engine/written_at_once layers/state_dict/summon_forms layers/state_dict/state_dict_on_first "
         "training/accelerator_uses"
     ),
     "testing/memory_group testing/network": "testing/world testing/world_faults",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.engine import torch_functions
+from fsdp.layers import torch_functions
 
 # Imports the package in a process in which all that others register has been registered, and prints what it has done.
 IMPORTING = """

@@ -29,21 +29,22 @@ ROOMS: dict[str, set[str]] = {
     "uneven ranks": {"uneven"},
     "wrapping": {"wrap"},
     "front doors": {"fully_sharded_data_parallel", "fully_shard"},
-    "layers that the front doors use": {"layers"},
+    "layers that the front doors use": {"layers.on_demand"},
     "checkpoints": {"checkpoint"},
     "optimizer state": {"optim_utils"},
-    "state": {"engine.state_dict", "state_dict_utils"},
+    "state": {"layers.state_dict", "state_dict_utils"},
+    "layers around the engine": {"layers"},
     "engine": {"engine"},
     "communication": {"distributed"},
 }
 MAX_ENTRIES = 17
 MAX_LOADED = 60  # modules, by `import fsdp`
 # Packages that say what they are for, and whose modules are imported from where they are.
-INDEXES = {"distributed", "engine", "engine.state_dict", "uneven", "compat"}
+INDEXES = {"distributed", "engine", "layers", "layers.state_dict", "uneven", "compat"}
 # Of the integrations, those that are written as a user's own code would be.
 CLIENTS = {"accelerate", "transformers", "lightning"}
 # Modules with names that are loaded at their first use, in a table beside the same imports for type checkers.
-LAZY = ("__init__", "layers", "checkpoint.__init__", "optim_utils.__init__")
+LAZY = ("__init__", "layers.on_demand", "checkpoint.__init__", "optim_utils.__init__")
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
 # The files that one reads to know how the library works, listed in docs/architecture.md.
 CENTRAL = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
@@ -154,12 +155,12 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_upward_imports_and_cycles_are_found() -> None:
-    inside = "def f():\n    from fsdp.engine.state_dict.full import b"
+    inside = "def f():\n    from fsdp.layers.state_dict.full import b"
     tree = ast.parse(f"import torch\nfrom .engine.runtime import A\n{inside}")
-    assert imports(tree) == {Import("engine.runtime", False), Import("engine.state_dict.full", False)}
-    assert upward("distributed.devices", tree) == ["engine.runtime", "engine.state_dict.full"]
-    assert upward("engine.unit", tree) == ["engine.state_dict.full"]
-    assert upward("engine.state_dict.full", tree) == []
+    assert imports(tree) == {Import("engine.runtime", False), Import("layers.state_dict.full", False)}
+    assert upward("distributed.devices", tree) == ["engine.runtime", "layers.state_dict.full"]
+    assert upward("engine.unit", tree) == ["layers.state_dict.full"]
+    assert upward("layers.state_dict.full", tree) == []
     assert upward("wrap", tree) == []
     assert imports(ast.parse("from fsdp import __version__")) == set()
     assert imports(ast.parse("from fsdp import checkpoint\nfrom fsdp.checkpoint import writer, save")) == {
@@ -386,7 +387,7 @@ def public_names() -> dict[str, str]:
     """What `fsdp/__init__.py` re-exports: the name, and the module that it comes from."""
     init = PACKAGE / "__init__.py"
     own = [node for node in statements_of(parse(init)) if isinstance(node, ast.ImportFrom)]
-    froms = [node for node in own if node.module not in ("__future__", "typing", "fsdp.engine.lazy")]
+    froms = [node for node in own if node.module not in ("__future__", "typing", "fsdp.layers.lazy")]
     return {alias.name: module for node in froms for alias, module in zip(node.names, _imported_by(node), strict=True)}
 
 
@@ -451,12 +452,12 @@ LOADED_AT_ONCE = {
     "": "fsdp",
     "fsdp.": "distributed engine fully_shard fully_sharded_data_parallel layers wrap",
     "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages paths",
-    "fsdp.engine.": "assigned_attributes autograd call_stack counted_data flat_param flatten_params_wrapper "
-    "foreign_names forward_hooks forwarding grad_buffer gradient_hooks handle ignored layout lazy "
-    "managed_params module_overrides names observers options orig_params originals passes phase "
+    "fsdp.engine.": "assigned_attributes autograd call_stack counted_data flat_param forward_hooks grad_buffer "
+    "gradient_hooks handle ignored layout names observers orig_params originals passes phase "
     "placeholder placements policy precision presentation reduction rows_layout runtime schedule "
-    "shard shard_module shard_values sharding_strategy shared_params state_requests trees unit "
-    "unit_backward unsharded_params usage user_attributes",
+    "shard shard_values trees unit unit_backward unsharded_params usage user_attributes",
+    "fsdp.layers.": "flatten_params_wrapper foreign_names lazy managed_params module_overrides on_demand options "
+    "shard_module sharding_strategy shared_params state_requests",
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp.engine.lazy import lazily
+from fsdp.layers.lazy import lazily
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.folder import newest as newest

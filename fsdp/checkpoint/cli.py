@@ -36,7 +36,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.untrusted import readable, short
 from fsdp.distributed.reports import page
-from fsdp.engine.summary import size_text
+from fsdp.layers.summary import size_text
 from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141

@@ -47,8 +47,8 @@ from fsdp.distributed.consensus import (
     size_of,
 )
 from fsdp.engine.names import foreign_prefix, prefix_problem
-from fsdp.engine.state_dict.full import stored_buffers
 from fsdp.engine.unit import Unit
+from fsdp.layers.state_dict.full import stored_buffers
 
 
 @dataclass(frozen=True)

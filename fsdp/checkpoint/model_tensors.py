@@ -23,14 +23,14 @@ from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, loca
 from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import paths_in, plain_name
 from fsdp.engine.originals import is_ours
 from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.state_dict.full import ensure_agreed
-from fsdp.engine.state_dict.sharded import is_apart
-from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.layers.module_overrides import Conversions
+from fsdp.layers.state_dict.full import ensure_agreed
+from fsdp.layers.state_dict.sharded import is_apart
+from fsdp.layers.state_requests import require_shards
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,9 @@ from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
-from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.engine.unit import Unit
+from fsdp.layers.deferred_init import require_values_everywhere
+from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.optim_utils.state import require_same_options
 from fsdp.state_dict_utils import StateDictStager
 

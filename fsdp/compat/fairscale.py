@@ -30,10 +30,10 @@ from torch.serialization import add_safe_globals
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group, default_group
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
-from fsdp.engine.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
+from fsdp.layers.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.layers.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.optim_utils.full import ADDED
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.wrap import (

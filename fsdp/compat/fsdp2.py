@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed.fsdp as torchs
 
-from fsdp.engine.module_overrides import register_fsdp_forward_method
 from fsdp.fully_shard import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -25,6 +24,7 @@ from fsdp.fully_shard import (
     fully_shard,
     share_comm_ctx,
 )
+from fsdp.layers.module_overrides import register_fsdp_forward_method
 
 _OURS: tuple[Any, ...] = (
     CPUOffloadPolicy,

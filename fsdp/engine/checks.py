@@ -1,4 +1,4 @@
-"""`Checks`: the seam between the runtime and the checks of its tree, which are a layer (`fsdp.engine.first_use`)."""
+"""`Checks`: the seam between the runtime and the checks of its tree, which are a layer (`fsdp.layers.first_use`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`ShardStorage` keeps a unit's shards and their gradients while they are not computed with: on the compute device.
 
 Each flat parameter has a storage, which gives it memory, brings the shard to the compute device when it is gathered,
-and takes in the reduced gradients. Subclasses keep shards in host memory or in files (`fsdp.engine.offload`).
+and takes in the reduced gradients. Subclasses keep shards in host memory or in files (`fsdp.layers.offload`).
 """
 
 from __future__ import annotations

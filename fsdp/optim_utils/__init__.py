@@ -8,7 +8,7 @@ input dictionaries.
 
 from typing import TYPE_CHECKING
 
-from fsdp.engine.lazy import lazily
+from fsdp.layers.lazy import lazily
 
 if TYPE_CHECKING:
     from fsdp.optim_utils.full import rekey_optim_state_dict

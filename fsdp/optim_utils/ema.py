@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fsdp.engine.deferred_init import require_values
+from fsdp.layers.deferred_init import require_values
 
 
 class EMA(AveragedModel):

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from fsdp.distributed.communicator import during
 from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.distributed.dtensor import held_part, is_dtensor
-from fsdp.engine.fingerprints import fingerprint_of_range
 from fsdp.engine.names import clean_name
 from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, units_in
-from fsdp.engine.verify import require_sharded
+from fsdp.layers.fingerprints import fingerprint_of_range
+from fsdp.layers.state_requests import require_shards
+from fsdp.layers.verify import require_sharded
 from fsdp.optim_utils.params import Parameters
 from fsdp.optim_utils.state import ELEMENTWISE, OptimParam, Original, flat_state, odd_shape, release
 

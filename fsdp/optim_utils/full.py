@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from fsdp.engine.names import clean_name, plain_name
-from fsdp.engine.optimizer_hooks import SHARDS_OF
 from fsdp.engine.unit import unit_of_wrapper
+from fsdp.layers.optimizer_hooks import SHARDS_OF
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
 from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
 

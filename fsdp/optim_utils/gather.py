@@ -27,7 +27,7 @@ from fsdp.distributed.consensus import (
 )
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
-from fsdp.engine.state_dict.full import ensure_agreed
+from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.optim_utils.full import ADDED, beside, copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (

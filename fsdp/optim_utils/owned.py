@@ -26,19 +26,19 @@ from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import (
+from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.unit import units_in
+from fsdp.layers.offload import DiskStorage
+from fsdp.layers.optimizer_hooks import (
     expect_shards_of,
     impossible,
     refuse_shards_of_others,
     signature_of,
     watch_optimizers,
 )
-from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.state_dict.full import ensure_agreed
-from fsdp.engine.state_requests import require_shards
-from fsdp.engine.unit import units_in
-from fsdp.engine.verify import require_sharded
+from fsdp.layers.state_dict.full import ensure_agreed
+from fsdp.layers.state_requests import require_shards
+from fsdp.layers.verify import require_sharded
 from fsdp.optim_utils.ownership import Cost, OwnedItem, Ownership, matrix_cost
 from fsdp.optim_utils.params import Parameters, Place
 from fsdp.optim_utils.state import (

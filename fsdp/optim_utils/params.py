@@ -18,8 +18,8 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, paths_in
 from fsdp.engine.originals import is_ours
-from fsdp.engine.state_requests import require_shards
 from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.layers.state_requests import require_shards
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
 Place = tuple[OptimParam, Original]

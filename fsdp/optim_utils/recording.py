@@ -26,14 +26,14 @@ from fsdp.distributed.communicator import during
 from fsdp.distributed.consensus import from_everyone, number_among, size_of
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.autograd import in_backward
-from fsdp.engine.fingerprints import fingerprint_of_range
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.observers import attached
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules
-from fsdp.engine.verify import require_sharded
+from fsdp.layers.fingerprints import fingerprint_of_range
+from fsdp.layers.verify import require_sharded
 from fsdp.optim_utils.fingerprint import Part, merged, state_of, text_bits, weights_of
 from fsdp.optim_utils.params import Parameters
 from fsdp.optim_utils.state import groups_of, options_of

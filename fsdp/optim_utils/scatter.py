@@ -19,11 +19,11 @@ from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.optimizer_hooks import keys_with_elements, sign, state_of
 from fsdp.engine.originals import is_ours, taken_over
-from fsdp.engine.state_dict.full import ensure_agreed
-from fsdp.engine.state_requests import FirstRank
 from fsdp.engine.unit import Unit, units_in
+from fsdp.layers.optimizer_hooks import keys_with_elements, sign, state_of
+from fsdp.layers.state_dict.full import ensure_agreed
+from fsdp.layers.state_requests import FirstRank
 from fsdp.optim_utils.full import ADDED, Given, given
 from fsdp.optim_utils.gather import Window
 from fsdp.optim_utils.params import Parameters, held_by, parameters_of, root_of

@@ -24,9 +24,9 @@ from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers
 from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
-from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import SHARDS_OF, is_number
 from fsdp.engine.originals import taken_by
+from fsdp.layers.offload import DiskStorage
+from fsdp.layers.optimizer_hooks import SHARDS_OF, is_number
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from fsdp.distributed.consensus import agree_on
 from fsdp.engine.call_stack import uncompiled
-from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.layers.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.uneven.messages import Kind, Message, float_of
 from fsdp.uneven.regions import END, visits_of
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from fsdp.distributed.communicator import Group
 from fsdp.engine.precision import BATCH_NORMS
-from fsdp.engine.sharding_strategy import LoneGroup
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.layers.sharding_strategy import LoneGroup
 from fsdp.wrap import ConfigAutoWrap, enable_wrap, module_wrap_policy
 
 

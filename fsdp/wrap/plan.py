@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from fsdp.distributed import devices
 from fsdp.distributed.devices import CopyStream
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
-from fsdp.engine import offload
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.offload import HostStorage
 from fsdp.engine.runtime import runtime_of
-from fsdp.engine.summary import aligned, size_text
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.layers import offload
+from fsdp.layers.offload import HostStorage
+from fsdp.layers.summary import aligned, size_text
 from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
 from fsdp.wrap.shard import shard

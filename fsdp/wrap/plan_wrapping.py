@@ -24,7 +24,7 @@ from torch import nn
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.summary import aligned, size_text
+from fsdp.layers.summary import aligned, size_text
 from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from fsdp.wrap.plan import Plan, copy_on_meta, plan

@@ -71,7 +71,7 @@ def test_modes_buffers_and_versions_that_differ_are_named() -> None:
     model.module.module[2].register_buffer("seen", torch.zeros(2 + is_odd))
     refused(r"has buffers .*2\.seen\[2\].* on rank 0 and .*2\.seen\[3\].* on rank 1", model, forward)
 
-    for name in ("torch.__version__", "fsdp.engine.verify.__version__"):
+    for name in ("torch.__version__", "fsdp.layers.verify.__version__"):
         with mock.patch(name, "1.2.3" if is_odd else "1.2.4"):
             refused(r"has (torch|fsdp) 1\.2\.4 on rank 0 and 1\.2\.3 on rank 1", model_of(), forward)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, optim_utils
-from fsdp.engine.fingerprints import sampled
+from fsdp.layers.fingerprints import sampled
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import _flat_param
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.engine.foreign_names import ATTRIBUTES, KEYWORDS, VARIABLES
+from fsdp.layers.foreign_names import ATTRIBUTES, KEYWORDS, VARIABLES
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT

@@ -27,16 +27,16 @@ from fsdp.engine.autograd import InternalError
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
-from fsdp.engine.managed_params import collect, names_of
 from fsdp.engine.originals import take_over
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.policy import Policy
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
-from fsdp.engine.state_dict.redistribute import assembled
 from fsdp.engine.storage import ShardStorage
-from fsdp.engine.verify import describe_handle
+from fsdp.layers.managed_params import collect, names_of
+from fsdp.layers.state_dict.redistribute import assembled
+from fsdp.layers.verify import describe_handle
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs

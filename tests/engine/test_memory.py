@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder
+from fsdp.layers.fingerprints import fingerprint
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs

@@ -834,7 +834,7 @@ def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one() -> None:
 @on_ranks(2)
 def test_ranks_compare_what_they_have_once() -> None:
     model = nested_mlp(fully_sharded())
-    with mock.patch("fsdp.engine.verify.agree_on_plan") as compared:
+    with mock.patch("fsdp.layers.verify.agree_on_plan") as compared:
         for _ in range(2):
             model.state_dict()
     assert compared.call_count == 1

@@ -20,9 +20,9 @@ from torch import nn
 
 import fsdp
 import fsdp.distributed.watchdog
-import fsdp.engine.sharded_methods
-import fsdp.engine.state_dict.full
-import fsdp.engine.torch_functions  # what the first wrap loads: to load a file is not to enter it
+import fsdp.layers.sharded_methods
+import fsdp.layers.state_dict.full
+import fsdp.layers.torch_functions  # what the first wrap loads: to load a file is not to enter it
 from tests.helpers.forms import FORMS, sharded
 from tests.helpers.on_ranks import on_ranks
 

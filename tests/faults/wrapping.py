@@ -51,7 +51,7 @@ def unwrapped(job: Job) -> None:
 
 
 def older(job: Job) -> None:
-    job.stack.enter_context(mock.patch("fsdp.engine.verify.__version__", "0.0.9"))
+    job.stack.enter_context(mock.patch("fsdp.layers.verify.__version__", "0.0.9"))
 
 
 def other_torch(job: Job) -> None:

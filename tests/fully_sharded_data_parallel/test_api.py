@@ -24,7 +24,7 @@ from fsdp import (
     TrainingState,
     get_fsdp_instances,
 )
-from fsdp.engine.options import Options
+from fsdp.layers.options import Options
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs

@@ -20,7 +20,7 @@ from fsdp import (
     enable_wrap,
     module_wrap_policy,
 )
-from fsdp.engine.verify import describe_handle
+from fsdp.layers.verify import describe_handle
 from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.engine import foreign_names
-from fsdp.engine.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, VARIABLES
+from fsdp.layers import foreign_names
+from fsdp.layers.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, VARIABLES
 from tests.helpers.parity import Alone
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import DirectExchange, communicator
-from fsdp.engine.offload import DiskFlatParameter
+from fsdp.layers.offload import DiskFlatParameter
 from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,

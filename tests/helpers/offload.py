@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.distributed.devices import CopyStream
-from fsdp.engine.offload import DiskStorage, HostStorage
+from fsdp.layers.offload import DiskStorage, HostStorage
 from tests.helpers.parity import Alone
 
 BOTH: dict[str, Any] = {"offload": "cpu"}

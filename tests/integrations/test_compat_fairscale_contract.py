@@ -23,7 +23,7 @@ from fsdp.compat.fairscale import (
     unpack_kwargs,
     unpack_non_tensors,
 )
-from fsdp.engine.foreign_names import PRIVATE
+from fsdp.layers.foreign_names import PRIVATE
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.engine.fingerprints import fingerprint_of_range
+from fsdp.layers.fingerprints import fingerprint_of_range
 from tests.helpers.hybrid import group_option
 from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import FORMS, OPTIMIZERS, adamw, loss_of, tokens_of, writer

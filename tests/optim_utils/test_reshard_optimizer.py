@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
-from fsdp.engine.offload import DiskStorage
+from fsdp.layers.offload import DiskStorage
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import alone, on

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
-from fsdp.engine.mapped_files import MappedFiles
+from fsdp.layers.mapped_files import MappedFiles
 from tests.helpers.offload import alone
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.offload import HostStorage
 from fsdp.engine.unit import unit_of
+from fsdp.layers.offload import HostStorage
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
 from tests.helpers.offload import BOTH, GRADS
 from tests.helpers.on_ranks import on_accelerators

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, SameBits, checkpoint_wrapper
-from fsdp.engine import optimizer_hooks, same_bits
 from fsdp.engine.runtime import runtimes
+from fsdp.layers import optimizer_hooks, same_bits
 from tests.helpers.compile_backends import (
     Block,
     Counter,

@@ -28,9 +28,9 @@ from fsdp import (
 )
 from fsdp.distributed.collectives import communicator
 from fsdp.distributed.imagined import META, ImaginedGroup
-from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.runtime import runtimes
-from fsdp.engine.summary import size_text
+from fsdp.layers.fingerprints import fingerprint
+from fsdp.layers.summary import size_text
 from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks

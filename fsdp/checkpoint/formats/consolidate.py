@@ -15,7 +15,7 @@ import torch
 
 from fsdp.checkpoint.formats.source import Piece, Stitched, is_tensor, memory_of, split_vector
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.state_dict.local import shard_mark
+from fsdp.layers.state_dict.local import shard_mark
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
 _BACKING = ("names", "shapes", "numels", "padding")

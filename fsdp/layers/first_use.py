@@ -1,0 +1,79 @@
+"""The first use of a tree of units: its runtime is made, and the ranks compare what they have built.
+
+After that, each forward checks what can be changed meanwhile: values that a load has brought, modules that were added,
+and a `DistributedDataParallel` around the tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.distributed.devices import return_freed_memory
+from fsdp.engine.checks import Checks
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.runtime import Runtime
+from fsdp.engine.unit import Unit, units_in
+from fsdp.layers.contents import Contents
+from fsdp.layers.deferred_init import require_values_everywhere
+from fsdp.layers.merged_writes import merge_written
+from fsdp.layers.shared_params import settle_shares
+from fsdp.layers.steps import Steps
+from fsdp.layers.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
+
+
+def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
+    """Collective. Return the runtime of a tree of units, which is the same on all ranks.
+
+    Args:
+        root: the outermost unit.
+        bucket_bytes: see `fsdp.engine.reduction.Reductions`.
+
+    Raises:
+        RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
+            parameter was added after wrapping.
+    """
+    named_units = units_in(root)
+    settle_shares(root, named_units, all_inside=True)
+    refuse_strangers(root.module, [unit for _, unit in named_units])
+    agree(root.everyone, named_units, to_run=True)
+    runtime = Runtime(root, named_units, bucket_bytes=bucket_bytes)
+    runtime.steps = Steps(root)
+    runtime.checks = TreeChecks(runtime)
+    return_freed_memory()
+    return runtime
+
+
+class TreeChecks(Checks):
+    """The checks of a root's tree before its forwards.
+
+    Args:
+        runtime: of the root.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._root, self._units, self._handles = runtime.root, runtime.units, runtime.handles
+        self._contents = Contents(runtime.root.module)
+        self._await_values = True  # some units, until it was looked at
+        self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
+
+    def before_forward(self, unit: Unit) -> None:
+        if DistributedDataParallel._active_ddp_module is not None:
+            refuse_ddp(DistributedDataParallel._active_ddp_module, self._root, self._handles)
+        if torch.is_grad_enabled() and self._contents.have_changed():
+            refuse_strangers(self._root.module, self._units)
+            self._contents = Contents(self._root.module)
+        if self._await_values or not self._has_compared_values:
+            self.trust_values(unit)
+
+    def trust_values(self, unit: Unit) -> None:
+        if self._await_values:
+            require_values_everywhere(unit, "compute")
+            self._await_values = any(one.awaits_values_somewhere for one in self._units)
+        if not self._has_compared_values:
+            agree_on_values([(one.name, one) for one in self._units])
+            self._has_compared_values = True
+            return_freed_memory()
+
+    def merge_written(self, handle: FlatParamHandle) -> None:
+        merge_written(handle)

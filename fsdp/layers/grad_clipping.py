@@ -1,0 +1,232 @@
+"""The norm of sharded gradients, and clipping by this norm.
+
+With tensor parallelism, gradients are also sharded over the ranks of the `DTensor`s' meshes. Gradients of plain or
+replicated parameters exist on each of these ranks. All ranks add their values, divided by the number of ranks with the
+same values. The resulting norm is bitwise equal on all ranks, so they use the same scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import Communicator, communicator, during
+from fsdp.distributed.consensus import from_everyone
+from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.originals import is_ours, owner_of
+from fsdp.engine.runtime import Runtime, runtime_of
+from fsdp.engine.unit import Unit
+from fsdp.layers.verify import require_sharded
+
+# Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
+Owned = Sequence[tuple[Tensor, nn.Parameter]]
+
+
+@during("reduce_gradients()")
+def reduce_gradients(model: nn.Module) -> None:
+    """Collective. Reduce the gradients that have accumulated without communication, so that they can be read.
+
+    It is for placements with PARTIAL gradients, and for gradients that were accumulated under `no_sync`. Optimizer
+    steps, scalers and functions that clip gradients reduce PARTIAL gradients by themselves.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+
+    Raises:
+        RuntimeError: inside a forward or backward, and inside `fsdp.join`.
+        TypeError: for another model.
+    """
+    runtime_of(require_sharded(model, "reduce_gradients")).reduce_all()
+
+
+@during("clip_grad_norm_()")
+def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
+    runtime.ensure_idle("clip gradients", is_served=True)
+    runtime.reduce_deferred()
+    if runtime.participation is not None:
+        runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
+    return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_by_value(runtime: Runtime, clip_value: float) -> None:
+    """`clip_grad_value` of all gradients of a model, between its passes."""
+    runtime.ensure_idle("clip gradients", is_served=True)
+    runtime.reduce_deferred()
+    if runtime.participation is not None:
+        runtime.participation.announce_clip_value(clip_value)
+    clip_grad_value(runtime.root, runtime.units, clip_value)
+
+
+def clip_grad_norm(
+    root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Collective. Scale all gradients to a norm over all ranks of at most `max_norm`; return the previous norm.
+
+    If the norm is not finite and `error_if_nonfinite`, the error names the parameters with such gradients, and no
+    gradient is changed. Gradients that are not reduced yet also raise an error.
+    """
+    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
+    owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
+    norm = norm_over_ranks(root, units, owned, norm_type, f", to be at most {max_norm:g}")
+    where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
+    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
+    return norm
+
+
+def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> str:
+    """Collective. Return a description of the parameters whose gradients are not finite on any rank."""
+    own = [
+        f"{slot.name} of unit '{handle.unit_name}'"
+        for handle, grad in reduced.items()
+        for slot, part in zip(
+            handle.layout.slots, handle.layout.local_shards(grad.reshape(-1), handle.comm.rank), strict=True
+        )
+        if not part.isfinite().all()
+    ]
+    names = list(dict.fromkeys(chain(*from_everyone(root.everyone, own))))
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
+
+
+def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float, purpose: str = "") -> Tensor:
+    """Collective. Return the norm of the gradients on all ranks of a model, in float32 or wider.
+
+    Sums of powers are computed per shard and added over the ranks, and with `DTensor`s also over each dimension of
+    their mesh. For parameters that are not sharded, the mean of these sums over the ranks is used: all ranks compute
+    the same norm, which is correct if their gradients are equal. A unit with a separate process group counts once for
+    each group of ranks, because each group trains different parameters.
+
+    The `owned` tensors may belong to the units' parameters or to other parameters. Errors contain the `purpose`, and
+    messages of ranks with different purposes do not match.
+
+    Raises:
+        ValueError: for an invalid norm type, or if a unit spans ranks outside the root.
+        NotImplementedError: if meshes of `DTensor`s overlap in part.
+    """
+    beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
+    if beyond:
+        raise ValueError(
+            f"clip_grad_norm_ adds up what the ranks of the outermost unit have ({sorted(root.ranks)}), and inner "
+            f"ones are spread over more ({', '.join(beyond)}). Shard the outermost module over all these ranks."
+        )
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
+    handles = {id(handle.flat_param): handle for unit in units for handle in unit.handles}
+    others = [param for _, param in owned if owner_of(param) is None]
+    ours = [part for handle in handles.values() for part in handle.flat_param.parts]
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*unsharded_parameters(root), *others])], root.ranks)
+    every = math.prod(comm.world_size for comm in root.everyone)
+
+    def copies(param: nn.Parameter) -> int:
+        owner = owner_of(param)
+        if owner is None:
+            part = MeshPart.of(param)
+            return parallel.copies(part) * every // parallel.inside_of(part)
+        # Parameters of one handle are spread over the same ranks.
+        return parallel.copies(owner.parts[0]) * handles[id(owner)].replicas.world_size
+
+    shares = [(tensor, copies(param)) for tensor, param in owned]
+    comms = [*root.everyone, *(communicator(group, root.device) for group in parallel.groups.values())]
+    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
+    trained = [param for param in [*unsharded_parameters(root), *others] if param.requires_grad]
+    dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
+    return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type, purpose)
+
+
+def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = "") -> None:
+    """Scale gradients with this norm over all ranks to at most `max_norm`; `where` describes nonfinite gradients."""
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()} over all ranks{where}, so they cannot be clipped; they are "
+            "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # Also where the scale is 1: deciding on the host would make it wait for the device.
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+
+
+def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
+    """Clamp every element of the gradients, which must be reduced, to ``[-clip_value, clip_value]``."""
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must not be negative, got {clip_value}")
+    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    for grad in (*reduced.values(), *_ignored_gradients(root).values()):
+        grad.clamp_(-clip_value, clip_value)
+
+
+def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
+    """Move the gradients of shards to their parameters' device; raise RuntimeError if they are not reduced yet."""
+    for handle in handles:
+        handle.storage.check(handle.name)
+        if handle.orig_params is not None:
+            handle.orig_params.collect_gradients()  # what users zeroed or replaced
+        handle.flat_param.bring_gradient()
+        if handle.flat_param.has_unreduced:
+            raise RuntimeError(
+                f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
+                "ranks yet. Run the last backward of the step outside no_sync()."
+            )
+
+
+def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
+    require_reduced(handles)
+    return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
+
+
+def unsharded_parameters(root: Unit) -> list[nn.Parameter]:
+    """The parameters in a model that every rank has for itself: those that it ignores."""
+    return [param for param in root.module.parameters() if not is_ours(param)]
+
+
+def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
+    grads = {param: settled_gradient(param) for param in unsharded_parameters(root)}
+    return {param: grad for param, grad in grads.items() if grad is not None}
+
+
+def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float, purpose: str) -> Tensor:
+    what = f"the norm of gradients of order {norm_type:g}{purpose}"
+    if not math.isinf(norm_type):
+        return _over_all(comms, local, "sum", what).pow(1.0 / norm_type)
+    # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
+    is_nan = local.isnan()
+    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max", what)
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str, what: str) -> Tensor:
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op, what).wait()
+    return tensor
+
+
+def _local_total(
+    shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """This rank's contribution, from gradients with the number of ranks that contribute the same.
+
+    At least in `dtype`.
+    """
+    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), dtype)
+    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad, _ in shares if grad.numel()]
+    if not norms:
+        return torch.zeros((), dtype=total_dtype, device=device)
+    stacked = torch.stack(norms)
+    if math.isinf(norm_type):
+        return stacked.max()
+    copies = [count for grad, count in shares if grad.numel()]
+    powers = stacked.pow(norm_type)
+    return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    # In its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    return torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.float32)), norm_type)

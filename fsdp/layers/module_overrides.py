@@ -1,0 +1,388 @@
+"""Overrides of methods of modules inside a unit: casting, moving, freezing, calling and saving them.
+
+`.to()`, `.half()` and `.cuda()` all call `nn.Module._apply`, which changes the parameters that a module lists. A
+unit's parameters are packed into vectors that can only be changed as a whole, so its modules get a different
+``_apply``. They also get a ``requires_grad_``, because the original would have no effect on a part of a flat
+parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.dtensor import check_device, is_dtensor
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import clean_name
+from fsdp.engine.originals import is_ours
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
+from fsdp.layers.shared_params import tie_assigned
+from fsdp.layers.state_requests import Converting, Filling, LocalState, serving
+
+Conversion = Callable[[Tensor], Tensor]
+_AT_REST = (TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS)
+
+
+def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
+    """Override methods of a unit's modules once its handles are complete; arguments as in `shard_module.ParamForm`."""
+    tied = {place.module for one in unit.wanted for place in one.places}
+    # What units inside hold they save by themselves. Buffers may be cast.
+    is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
+    taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
+    for module in own_modules(unit.module):
+        if module in taken_from and not (lists_parts or is_bare):
+            unit.hooks.append(module.register_state_dict_pre_hook(partial(_check_partial_state, unit, names_shards)))
+        if not taken_from.isdisjoint(module.modules()):
+            module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
+            if module is not unit.module:
+                module.__dict__["requires_grad_"] = Freezing(unit, module)
+                if not (lists_parts or names_shards):
+                    # A bound method, because compilers look at the function of it.
+                    module.__dict__["named_parameters"] = NamedParameters(unit, module).named_parameters
+
+
+def move_values(module: nn.Module, device: torch.device) -> None:
+    """Move a module like ``module.to(device)``, but keep tensors without values on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def refuse_shared_modules(module: nn.Module) -> None:
+    """Raise ValueError if `module` uses a module without the unit that took its parameters."""
+    for submodule in own_modules(module):
+        guarding = submodule.__dict__.get("_apply")
+        if isinstance(guarding, Conversions) and not guarding.unit.holds_nothing:
+            owner, kind = guarding.unit, type(submodule).__name__
+            here = [clean_name(name) or kind for name, found in _named_modules(module) if found is submodule]
+            there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
+            raise ValueError(
+                f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
+                "parameters and would not unshard them here. Wrap the shared module itself first, once, and put the "
+                "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
+            )
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules(remove_duplicate=False))
+
+
+def _check_partial_state(unit: Unit, names_shards: bool, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if unit.state is TrainingState.SUMMON_FULL_PARAMS or unit.request(LocalState) is not None:
+        return
+    remedy = (
+        "Call state_dict() of the wrapper on every rank, or enter summon_full_params() on every rank and call it "
+        "there: both are collective, so one rank alone would wait. local_state_dict() of the wrapper returns shards."
+    )
+    if not names_shards:
+        raise RuntimeError(
+            f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
+            f"this rank's shards, or nothing. {remedy}"
+        )
+    if any(handle.is_sharded for handle in unit.visible_handles):
+        warnings.warn(
+            f"{unit.name}: state_dict() of a module inside a FullyShardedDataParallel(flatten_parameters=False) holds "
+            f"this rank's shards, as FairScale's does. For unsharded values: {remedy}",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def unswapped() -> Iterator[None]:
+    """Keep the objects of parameters inside; torch may be set to swap each for another, which loses their shards."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+class Conversions:
+    """The ``_apply`` of a unit's module."""
+
+    def __init__(self, unit: Unit, module: nn.Module, *, gives_memory: bool = False) -> None:
+        self.unit, self._module, self._gives_memory = unit, module, gives_memory
+
+    def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
+        if self.unit.request(Filling) is not None:
+            return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
+        if self.unit.request(Converting) is None:
+            if _is_computing(self.unit) and self._keeps_all(fn):
+                return self._module  # models cast parts in their forward, to the dtype that they have
+            self._check(fn)
+            if self._module is self.unit.module:
+                return self._convert_unit(fn, recurse)
+        return self._convert(fn, recurse)
+
+    def _convert(self, fn: Conversion, recurse: bool) -> nn.Module:
+        own, listed = self._module._parameters, dict(self._module._parameters)
+        rows = [name for name, param in listed.items() if param is not None and is_ours(param) and is_dtensor(param)]
+        for name in rows:
+            own.pop(name)  # torch would put other tensors in their place; they follow their shard
+        try:
+            with unswapped():
+                type(self._module)._apply(self._module, fn, recurse)
+        finally:
+            if rows:
+                listed |= own
+                own.clear()
+                own.update(listed)
+        return self._module
+
+    def _keeps_all(self, fn: Conversion) -> bool:
+        """Return whether a conversion leaves every parameter and buffer as it is; flat parameters are not listed."""
+        listed = (*self._module.parameters(), *self._module.buffers())
+        changes = any(_changes(handle, fn) for _, unit in units_in(self.unit) for handle in unit.visible_handles)
+        return not changes and all(fn(tensor) is tensor for tensor in listed)
+
+    def _check(self, fn: Conversion) -> None:
+        """Raise an error, before any change, for a conversion that shards do not support."""
+        unit = self.unit
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle("move or cast the module")
+        is_whole = self._module is unit.module
+        for _, each in units_in(unit) if is_whole else [("", unit)]:
+            changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
+            is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
+            if any(is_summoned or handle.presentation.is_exposed for handle in changed):
+                raise RuntimeError(
+                    f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
+                    "dtype or device would be forgotten. Cast or move the model outside of it."
+                )
+            for handle in changed if is_whole else ():
+                if handle.has_unreduced:
+                    raise RuntimeError(
+                        f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
+                        "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
+                    )
+                _check_cast(handle, fn)
+        if not is_whole:
+            self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
+
+    def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
+        inside = set(self._module.modules())
+        for handle in handles:
+            places = [place for used in handle.places for place in used]
+            here = [place for place in places if place.module in inside]
+            # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
+            listed = {entry[:2] for entry in handle.presentation.entries} if handle.orig_params is None else ()
+            alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
+            if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
+                raise RuntimeError(
+                    f"{self.unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters "
+                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before sharding: a unit "
+                    "may mix dtypes."
+                )
+
+    def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
+        from fsdp.layers.verify import renew_fingerprints, settle_fingerprints  # of models that were not used yet
+
+        unit = self.unit
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
+        # A group has no module of its own, and is converted with what is around it.
+        inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
+        units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
+        tie_assigned(each for _, each in units_in(unit))
+        for handle in (handle for each in units for handle in each.visible_handles):
+            handle.absorb()
+            if handle.orig_params is not None:
+                handle.orig_params.collect_gradients()  # they follow the shard's
+            settle_fingerprints(handle)
+        if unit.runtime is not None:
+            unit.runtime.release()
+        device = fn(torch.empty(0, device=unit.device)).device
+        gives_memory = self._gives_memory and _makes_memory(fn)
+        convert = partial(_convert_tensor, unit, fn, gives_memory)
+        with serving(units, Converting()):
+            self._convert(convert, recurse)
+            for handle in (handle for each in units for handle in each.handles):
+                _apply_to_hidden(handle, convert)
+                if handle.orig_params is not None and gives_memory:
+                    handle.orig_params.give_memory(handle.valueless)
+        for each in units:
+            _follow(each, device)
+            for handle in each.handles:
+                renew_fingerprints(handle)
+        return self._module
+
+
+def _follow(unit: Unit, device: torch.device) -> None:
+    """Update a unit after its parameters were cast or moved, to compute on `device`."""
+    unit.device = device
+    unit.comm, unit.replicas = unit.comm.for_device(device), unit.replicas.for_device(device)
+    unit.axes = unit.axes[0].for_device(device), unit.axes[1].for_device(device)
+    for handle in unit.handles:
+        handle.storage.device = device
+        handle.follow_shard()
+
+
+class Freezing:
+    """The ``requires_grad_`` of a module in a unit."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self.unit, self._module = unit, module
+
+    def __call__(self, requires_grad: bool = True) -> nn.Module:
+        inside = set(self._module.modules())
+        for handle in self.unit.handles:
+            here = [place for places in handle.places for place in places if place.module in inside]
+            listed = any(module in inside for module, _, _ in handle.presentation.entries)
+            if here and not listed and handle.requires_grad is not requires_grad:
+                raise RuntimeError(
+                    f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
+                    "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
+                )
+        listing = self._module.__dict__.pop("named_parameters", None)  # which would warn where there is nothing to do
+        try:
+            type(self._module).requires_grad_(self._module, requires_grad)
+        finally:
+            if listing is not None:
+                self._module.__dict__["named_parameters"] = listing
+        return self._module
+
+
+class NamedParameters:
+    """The ``named_parameters`` of a module inside of a unit. Warns if a flat parameter contains all its parameters."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self.unit, self._module = unit, module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        is_empty = True
+        for named in type(self._module).named_parameters(self._module, *args, **kwargs):
+            is_empty = False
+            yield named
+        if is_empty and self._hides(recurse=kwargs.get("recurse", args[1] if args[1:] else True)):
+            # The same text for all modules, so that a loop over many of them is told once.
+            asked_by_parameters = sys._getframe(1).f_code is nn.Module.parameters.__code__
+            warnings.warn(
+                "a module inside of a FullyShardedDataParallel lists no parameters: they are parts of the flat "
+                "parameter of the wrapper around it, so a loop over them (to freeze, count or group them) does "
+                "nothing. Freeze before wrapping, wrap the module by itself, or wrap with use_orig_params=True; "
+                "inside `with model.summon_full_params():` all parameters are listed.",
+                stacklevel=3 if asked_by_parameters else 2,
+            )
+
+    def _hides(self, *, recurse: bool) -> bool:
+        """Return whether the unit runs parameters of the module."""
+        inside = set(self._module.modules()) if recurse else {self._module}
+        return any(place.module in inside for place in self.unit.places())
+
+
+def _probe(handle: FlatParamHandle) -> Tensor:
+    return torch.empty(0, dtype=handle.flat_param.dtype, device=handle.flat_param.device)
+
+
+def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
+    before = _probe(handle)
+    after = fn(before)
+    return (before.dtype, before.device) != (after.dtype, after.device)
+
+
+def _is_computing(unit: Unit) -> bool:
+    return unit.runtime is not None and unit.runtime.root.state not in _AT_REST
+
+
+def _makes_memory(fn: Conversion) -> bool:
+    """Return whether `fn` is the conversion of `to_empty`, which does not copy."""
+    try:
+        return not fn(torch.empty(0, device="meta")).is_meta
+    except RuntimeError:  # what is on the meta device cannot be copied
+        return False
+
+
+def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
+    """Apply `fn`; offloaded tensors (shards, gradients) and tensors without values are cast, but not moved.
+
+    However, `to_empty` allocates memory for listed tensors without values.
+    """
+    if tensor.is_meta and gives_memory:
+        from fsdp.layers.deferred_init import note_empty  # a layer for parameters without values
+
+        return note_empty(fn(tensor))
+    if tensor.is_meta:
+        return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
+    converted = fn(tensor)
+    for handle in unit.visible_handles:
+        if handle.storage.keeps_shards:
+            for param in (handle.flat_param, *handle.listed_params):
+                if tensor is param or tensor is param.grad:
+                    return converted.to(tensor.device)
+    return converted
+
+
+def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Raise ValueError, or RuntimeError for a move, if the handle could not follow its shard after `fn`."""
+    shard = handle.flat_param
+    if any(shard.parts):
+        check_device(handle.name, shard.parts, fn(torch.empty(0, device=handle.storage.device)).device)
+    before = _probe(handle)
+    cast = fn(before)
+    if not (handle.storage.keeps_shards or torch._has_compatible_shallow_copy_type(before, cast)):
+        raise RuntimeError(
+            f"{handle.name}: torch cannot move a parameter from {before.device} to {cast.device} in place, as it can "
+            "to CUDA. Move the module there before it is sharded."
+        )
+    handle.precision.check(f"after this cast {handle.name}", cast.dtype, shard.requires_grad)
+
+
+def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Apply the conversion of `nn.Module._apply` to a shard that is not registered itself."""
+    if handle.orig_params is not None:
+        shard = handle.flat_param
+        with torch.no_grad():
+            grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+            shard.grad = None
+            shard.data = fn(shard)
+            shard.grad = grad
+        handle.orig_params.alias()
+        handle.orig_params.show_gradients([0] * len(handle.places))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make another method of a wrapped module unshard and reshard like a call of the module.
+
+    Use it for methods that compute outside `forward`, such as ``model.encode(x)`` or ``model.decode(z)``. A
+    ``generate()`` that only calls the module does not need it. Inside the module's own forward the method is not
+    changed. Name and semantics are the same as in torch's function for `fully_shard`. Not collective, but call it on
+    every rank; the method itself is collective, like forward.
+
+    Args:
+        module: a `FullyShardedDataParallel`, the module that it wraps, or a module under `fully_shard`. Other modules
+            are not changed, so that a program can also run without sharding.
+        method_name: the name of a method of the module.
+
+    Raises:
+        ValueError: if a sharded module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        unit = unit_of_wrapper(module)
+        if unit is None:
+            return
+        module = unit.module
+    if not callable(getattr(type(module), method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    module.__dict__[method_name] = ForwardMethod(unit, module, method_name)
+
+
+class ForwardMethod:
+    """A method of a unit's module that unshards, computes and reshards as calling the module does."""
+
+    def __init__(self, unit: Unit, module: nn.Module, name: str) -> None:
+        self._unit, self._module, self._name = unit, module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit
+        method = MethodType(getattr(type(self._module), self._name), self._module)
+        if unit.state is TrainingState.FORWARD:
+            return method(*args, **kwargs)
+        return unit.forwards[self._module].around(method, args, kwargs)

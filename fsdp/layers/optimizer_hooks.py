@@ -1,0 +1,602 @@
+"""The hooks before and after the steps of all optimizers: mistakes that would pass in silence are errors there.
+
+Before an optimizer's first step, and whenever its parameters, its state or the models have changed since, everything is
+examined that can be wrong with it (`_examined`). In any other step the hooks look only at what a step can change: the
+gradients, the versions of the shards, and the options of the groups.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
+from fsdp.engine.call_stack import uncompiled
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.originals import is_ours, taken_by, times_taken
+from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.storage import ShardStorage
+from fsdp.layers.offload import DiskStorage
+
+if TYPE_CHECKING:
+    from fsdp.layers.steps import Part
+
+
+@cache
+def watch_optimizers() -> None:
+    """Accompany the steps of every torch optimizer from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@dataclass
+class _Examined:
+    """An optimizer as it was examined.
+
+    Attributes:
+        key: the identities of its state, which a load replaces, and of its parameters, their dtypes, and the number of
+            parameters that were taken over by then.
+        ours: those that are shards, with the flat parameters that they belong to.
+        parts: what the models that have these note of the optimizer; weakly, because an optimizer keeps no model alive.
+        is_settled: all of the shards belong to models that have been used.
+        brought: the flat parameters whose gradients may be kept elsewhere.
+        on_disk: the shards that are on disk.
+        has_stepped: it has taken a step.
+    """
+
+    key: list[Any]
+    ours: list[tuple[Any, Any]]
+    parts: list[weakref.ref[Part]]
+    is_settled: bool
+    brought: list[Any]
+    on_disk: list[Any]
+    has_stepped: bool = False
+
+
+_PARAMS, _DTYPE = itemgetter("params"), attrgetter("dtype")
+_examined: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Examined] = weakref.WeakKeyDictionary()
+
+
+@uncompiled
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Prepare a step: at once, or when its closure has made the gradients."""
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+    if closure is None:
+        _prepare(optimizer)
+        return None
+    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
+
+    def then_prepare() -> Any:
+        loss = closure()
+        _prepare(optimizer)
+        return loss
+
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": then_prepare}
+    return (*args[:1], then_prepare, *args[2:]), kwargs
+
+
+def _prepare(optimizer: torch.optim.Optimizer) -> None:
+    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    key = [id(optimizer.state), *map(id, params), *map(_DTYPE, params), times_taken[0]]
+    known = _examined.get(optimizer)
+    is_current = known is not None and known.key == key and known.is_settled
+    parts: list[Part] = []
+    for reference in known.parts if known is not None and is_current else ():
+        part = reference()
+        if part is None or getattr(part.steps.root.runtime, "steps", None) is not part.steps:
+            is_current = False
+            break
+        parts.append(part)
+    if known is None or not is_current:
+        known, parts = _examine(optimizer, params, key)
+    for part in parts:
+        runtime: Any = part.steps.root.runtime
+        if runtime.has_deferred:
+            runtime.reduce_deferred()
+    has_gradient = not known.ours
+    for param, owner in known.ours:
+        if param.grad is not None:
+            has_gradient = True
+            if owner._has_unreduced:
+                _refuse_unreduced(optimizer)
+            if param.grad.dtype is not param.dtype:
+                _refuse_mixed_gradients(optimizer, param)
+    if not has_gradient:
+        _refuse_missing_gradients(type(optimizer).__name__, known.ours)
+    for param in known.on_disk:
+        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
+        param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
+    for owner in known.brought:
+        owner.bring_gradient()
+    if isinstance(optimizer, torch.optim.Adafactor):  # which divides by the number of elements on this rank
+        for param, _ in known.ours:
+            if not param.numel():
+                param.grad = None
+    for part in parts:
+        part.steps.begin(optimizer, part)
+
+
+def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]) -> tuple[_Examined, list[Part]]:
+    """Raise an error for an optimizer that cannot step what it has been given, and warn, once, of what looks wrong."""
+    refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
+    ours = _ours(params)
+    if isinstance(optimizer, torch.optim.LBFGS) and any(_is_spread(param) for param in ours):
+        raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
+            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
+            "that works element by element (Adam, AdamW, SGD, ...)."
+        )
+    _refuse_what_dtensors_lack(optimizer, ours)
+    _refuse_original_parameters(optimizer, params)
+    if ours:
+        _refuse_lonely_scaler(ours)
+    before = _examined.get(optimizer)
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        _warn_of_unsharded_parameters(optimizer, ours)
+        _warn_of_more(optimizer, ours)
+        _warn_of_groups(optimizer)
+        _warn_of_parameters_apart(optimizer, params, ours)
+        optimizer.register_state_dict_post_hook(_sign_state)
+    _refuse_mixed_state(optimizer, ours)
+    owners = list({id(param.owner): param.owner for param in ours}.values())
+    parts = [runtime.steps.part(optimizer, handles) for runtime, handles in _models_of(owners)]
+    known = _examined[optimizer] = _Examined(
+        key,
+        [(param, param.owner) for param in ours],
+        list(map(weakref.ref, parts)),
+        sum(len(part.handles) for part in parts) == len(owners),
+        [owner for owner in owners if type(owner.shard_storage) is not ShardStorage],
+        [param for param in ours if isinstance(param.owner.shard_storage, DiskStorage)],
+        before is not None and before.has_stepped,
+    )
+    return known, parts
+
+
+def _models_of(owners: Iterable[Any]) -> Iterator[tuple[Runtime, list[FlatParamHandle]]]:
+    """Yield the runtimes of the models that have some of these shards, with the handles of the shards."""
+    wanted = set(map(id, owners))
+    for runtime in runtimes():
+        if stepped := [handle for handle in runtime.handles if id(handle.flat_param) in wanted]:
+            yield runtime, stepped
+
+
+def state_of(param: torch.Tensor) -> dict[str, Any]:
+    """Return what the optimizer that has stepped a shard has of it; empty if none has."""
+    return next((each.state[param] for each, known in _stepping() if param in each.state), {})
+
+
+def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return those that have stepped some of a model's shards."""
+    shards = {handle.flat_param for handle in handles}
+    return [each for each, _ in _stepping() if any(param.owner in shards for param in _ours(_listed(each)))]
+
+
+def _stepping() -> list[tuple[torch.optim.Optimizer, _Examined]]:
+    """Return the optimizers that have stepped parameters of ours."""
+    return [(each, known) for each, known in list(_examined.items()) if known.has_stepped and known.ours]
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@uncompiled
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = _examined.get(optimizer)
+    if known is None or not known.ours:
+        return
+    known.has_stepped = True
+    # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
+    written = []
+    for param, owner in known.ours:
+        if param.grad is not None:
+            written.append(owner)
+    increment_version(written)
+    for param in known.on_disk:
+        param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
+    for files in {param.owner.shard_storage.files for param in known.on_disk} if known.on_disk else ():
+        files.release()
+    for reference in known.parts:
+        part = reference()
+        if part is not None:
+            part.steps.end(optimizer, part)
+            runtime: Any = part.steps.root.runtime
+            if runtime.keeps_parameters:
+                runtime.end_step(part.handles)
+
+
+def _ours(params: Iterable[Any]) -> list[Any]:
+    """Return those that are shards."""
+    return [p for p in params if is_ours(p) and p.owner._is_managed]
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
+        "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
+    )
+
+
+def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
+    """Raise RuntimeError for a step that torch's gradient scaler takes: it looks at this rank's shards only.
+
+    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    scaler = None if frame is None else frame.f_locals.get("self")
+    decides_alone = scaler is not None and scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False)
+    if decides_alone and any(map(_is_spread, ours)):
+        raise RuntimeError(
+            f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards only: ranks "
+            "would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
+        )
+
+
+def _is_spread(param: Any) -> bool:
+    """Return whether other ranks have other shards of a parameter, and torch does not know."""
+    return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
+
+
+def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError for torch's optimizers whose step needs an operation that `DTensor`s lack (seen in 2.13)."""
+    rows = [param for param in ours if is_dtensor(param)]
+    if not rows:
+        return
+    uneven = next((param for param in rows if _is_uneven(param)), None)
+    optim, problem = torch.optim, ""
+    if isinstance(optimizer, (optim.SGD, optim.Adagrad)) and any(
+        group.get("fused") for group in optimizer.param_groups
+    ):
+        problem = "with fused=True has no implementation for DTensors: leave out fused=True"
+    elif isinstance(optimizer, optim.Rprop):
+        problem = (
+            "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
+            'with {"optimizer": torch.optim.Rprop, "sharded": True}'
+        )
+    elif isinstance(optimizer, optim.Adafactor) or (isinstance(optimizer, optim.Muon) and uneven is not None):
+        name = _name_of(rows[0] if uneven is None else uneven)
+        problem = (
+            f"combines rows and columns in place, which DTensors such as {name} do not support: let it step whole "
+            "parameters by owners, with fsdp.OwnedOptimizer"
+        )
+    elif isinstance(optimizer, optim.LBFGS) and uneven is not None:
+        problem = (
+            f"joins parameters in one vector, and DTensors with other numbers of rows on other ranks, such as "
+            f"{_name_of(uneven)}, cannot be: use an optimizer that works element by element (Adam, AdamW, SGD, ...)"
+        )
+    if problem:
+        raise RuntimeError(f"{type(optimizer).__name__} {problem}.")
+
+
+def _is_uneven(param: Any) -> bool:
+    """Return whether a `DTensor` has other numbers of rows on other ranks."""
+    return any(
+        placement.is_shard() and param.shape[placement.dim] % param.device_mesh.size(number)
+        for number, placement in enumerate(param.placements)
+    )
+
+
+def _refuse_missing_gradients(optimizer: str, ours: list[tuple[Any, Any]]) -> None:
+    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
+
+    Who has trained before may leave a backward out, and step nothing.
+    """
+    shards = {owner for param, owner in ours if param.requires_grad}
+    for runtime in runtimes():
+        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
+            raise RuntimeError(
+                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
+                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
+                "takes them as its inputs as well."
+            )
+
+
+def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+    names = [taken_by(param) for param in params]
+    stale = [name for name in names if name is not None]
+    if stale:
+        listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before the model was sharded, or while it was unsharded: it "
+            f"holds parameters that get no gradients ({listing}). Make it after sharding and between steps, from the "
+            "model's parameters(); or hand it over with the method reshard_optimizer of the outermost "
+            "FullyShardedDataParallel."
+        )
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+# Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
+_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
+# Those that no division of parameters among ranks can serve, with the reason.
+_OF_MORE = {
+    re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
+    "sees what this rank has of them: ranks take steps of different sizes",
+    re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
+}
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
+
+
+def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn of an optimizer that cannot do on flat shards what it does on unsharded parameters."""
+    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are as they were
+    if ours and _OF_UNSHARDED_PARAMETERS.search(type(optimizer).__name__):
+        warnings.warn(
+            f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
+            f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
+            "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that "
+            "works element by element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with "
+            "ignored_parameters, summing their gradients over the ranks yourself.",
+            stacklevel=6,
+        )
+
+
+def impossible(kind: str) -> str:
+    """Return why an optimizer of a class of this name cannot train what is sharded; empty if it can."""
+    return next((reason for names, reason in _OF_MORE.items() if names.search(kind)), "")
+
+
+def _warn_of_more(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn of an optimizer that can do on no shards what it does on unsharded parameters."""
+    kind = type(optimizer).__name__
+    if (reason := impossible(kind)) and any(map(_is_spread, ours)):
+        warnings.warn(
+            f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
+            "(docs/optimizers.md has a table).",
+            stacklevel=6,
+        )
+
+
+def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if groups were made by a rule that took shards of matrices and of biases for the same, both being 1-D.
+
+    The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
+    the shards. A rule by names does the same with flat parameters, whose names say nothing.
+    """
+    for of_shards in optimizer.param_groups:
+        params = of_shards["params"]
+        shapes = [shape for param in _ours(params) for shape in _shapes_in(param)]
+        if any(param.ndim >= 2 for param in params) or len({len(shape) >= 2 for shape in shapes}) < 2:
+            continue
+        for other in optimizer.param_groups:
+            is_empty = not other["params"] and _options(other) != _options(of_shards)
+            decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
+            if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
+                names = [name for param in _ours(params) for name in _names_in(param)]
+                warnings.warn(
+                    f"a group of this {type(optimizer).__name__} has no sharded parameters, and another one has all, "
+                    f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
+                    "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
+                    "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
+                    "`len(param.unsharded_shape)`; or wrap with group_by, and make groups by `param.group`.",
+                    stacklevel=6,
+                )
+                return
+
+
+def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
+    """Warn if it steps, beside shards, what is not sharded: the outermost module was forgotten."""
+    if not any(is_dtensor(param) or _is_spread(param) for param in ours):
+        return
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
+    if apart:
+        ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+        apart = [param for param in apart if id(param) not in ignored]
+    if apart:
+        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are not (of "
+            f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
+            "trains its own. Shard the outermost module as well, with these ignored if you average them yourself.",
+            stacklevel=6,
+        )
+
+
+def _options(group: dict[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of the original parameters that a shard is made of."""
+    return param._shapes if param is param.owner else (param.unsharded_shape,)
+
+
+def _names_in(param: Any) -> tuple[str, ...]:
+    return param._names if param is param.owner else (param.fqn,)
+
+
+def _takes_other_dtypes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer takes gradients and state of other dtypes than the parameters have."""
+    takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
+    return takes_them or not type(optimizer).__module__.startswith("torch.optim")
+
+
+def _refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on a gradient of another dtype, without a name."""
+    if not _takes_other_dtypes(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
+            f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
+            "that widens gradients: torch's SGD (not fused), or one of your own."
+        )
+
+
+def _refuse_mixed_state(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on state of another dtype, without a name."""
+    for param in () if _takes_other_dtypes(optimizer) else ours:
+        moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
+        if moment is not None and moment.dtype != param.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: its state 'exp_avg' of {_name_of(param)} is {moment.dtype}, and the "
+                f"parameter {param.dtype}, as after a cast of the model. Make a new optimizer from its parameters()."
+            )
+
+
+def _name_of(param: Any) -> str:
+    """Return the name of a parameter of ours, or of the first of those in a flat one."""
+    return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+# An optimizer's state dict contains under this key, beside `state` and `param_groups`, which ranks' shards it is of, as
+# pairs of a rank and a number of ranks. Version 0.1.0 wrote such a list into each group.
+SHARDS_OF = "fsdp_shards_of"
+
+Signature = list[list[int]]
+# Signatures of loaded states. Before the first forward no runtime knows this rank's shards: the next step compares.
+_unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakref.WeakKeyDictionary()
+
+
+def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state as `torchs` does, but refuse that of the unsharded model and of other ranks."""
+    signature = signature_of(state_dict)
+    refuse_shards_of_others(self, signature)
+    if not signature:
+        _refuse_unsharded_state(self, state_dict)
+    groups = state_dict.get("param_groups", ())
+    if any(SHARDS_OF in group for group in groups):  # torch would copy the key into the optimizer's groups
+        groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
+        state_dict = {**state_dict, "param_groups": groups}
+    torchs(self, state_dict)
+    if self in _examined:
+        _examined[self].key = []
+    expect_shards_of(self, signature)
+    _become_dtensors(self)
+
+
+def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
+    """Add to an optimizer's state dict whose shards it is of, if other ranks have other shards of its parameters."""
+    own = _shards_in(params)
+    if any(world_size > 1 for _, world_size in own):
+        state_dict[SHARDS_OF] = own
+
+
+def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    sign(state_dict, _listed(optimizer))
+
+
+def signature_of(state_dict: Mapping[str, Any]) -> Signature:
+    """Return whose shards an optimizer's state dict is of; empty if that was not known when it was made."""
+    found = [state_dict, *state_dict.get("param_groups", ())]
+    return sorted({tuple(shards): list(shards) for each in found for shards in each.get(SHARDS_OF, ())}.values())
+
+
+def expect_shards_of(optimizer: torch.optim.Optimizer, signature: Signature) -> None:
+    """Note whose shards the loaded state of an optimizer is of, for the next step."""
+    _unchecked[optimizer] = signature
+
+
+def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signature | None) -> None:
+    """Raise RuntimeError if a state is of other shards than this rank's, as far as both are known."""
+    own = _shards_in(_listed(optimizer)) if signature else []
+    if own and own != signature:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature or [], own))
+        raise RuntimeError(
+            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
+            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's shards only. Have every rank load "
+            "what it has saved itself; or save the whole state, with fsdp.save or "
+            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
+        )
+
+
+def _shards_in(params: Iterable[Any]) -> Signature:
+    """Return the ranks' shards, of how many, of parameters; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(params) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
+    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
+    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
+
+
+def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for state of unsharded parameters, which torch would give to shards or refuse without remedy."""
+    own = [group["params"] for group in optimizer.param_groups]
+    spread = [param for param in _ours(chain.from_iterable(own)) if param.owner._is_sharded]
+    if not spread:
+        return
+    saved = [group["params"] for group in state_dict["param_groups"]]
+    problem = ""
+    if len(saved) == len(own) and list(map(len, saved)) != list(map(len, own)):
+        problem = f"it has {sum(map(len, saved))} parameters, and the optimizer {sum(map(len, own))}"
+    for number, param in zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False):
+        for key, value in {} if problem else state_dict["state"].get(number, {}).items():
+            if _is_of_unsharded(value, param):
+                problem = f"its {key!r} of {_name_of(param)} has the shape of the whole parameter, {tuple(value.shape)}"
+    if problem:
+        remedy = (
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True"
+            if is_dtensor(spread[0])
+            else "fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, full)"
+        )
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict: this rank has its part of the state only, and this state is "
+            f"another optimizer's: {problem}. If it is that of the unsharded model, give it names by "
+            f"fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load that by {remedy} "
+            "(docs/optimizer_state.md)."
+        )
+
+
+def _is_of_unsharded(value: Any, param: Any) -> bool:
+    """Return whether something in a state is of an unsharded parameter, of which this rank has a shard."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
+        return False
+    if is_dtensor(param):
+        return not is_dtensor(value) and value.shape == param.shape
+    return value.shape != param.shape and value.shape in _shapes_in(param)
+
+
+# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
+# the value for its one element.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_number(
+    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
+) -> bool:
+    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
+
+    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
+    element.
+    """
+    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
+
+
+def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
+    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
+    found: dict[str, bool] = {}
+    for shape, state in states:
+        if shape:
+            for key, value in state.items():
+                found[key] = found.get(key, False) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    return found
+
+
+def _become_dtensors(optimizer: torch.optim.Optimizer) -> None:
+    """Make `DTensor`s of plain tensors in the state of `DTensor`s without dimensions.
+
+    `torch.distributed.checkpoint.state_dict` shards a full state by its shapes, and leaves 0-d tensors as they are.
+    """
+    single = [param for param in _ours(_listed(optimizer)) if is_dtensor(param) and not param.dim()]
+    states = ((param.shape, state) for param, state in optimizer.state.items())
+    has_elements = keys_with_elements(states) if single else {}
+    for param in single:
+        for key, value in optimizer.state.get(param, {}).items():
+            is_plain = isinstance(value, torch.Tensor) and not is_dtensor(value)
+            if is_plain and not value.dim() and not is_number(key, value.shape, param.shape, has_elements):
+                made = optimizer.state[param][key] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
+                held_part(made).copy_(value)

@@ -1,0 +1,258 @@
+"""The options of one unit, checked and resolved once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp.distributed.devices import accelerator, is_host
+from fsdp.engine.precision import MixedPrecision, Precision
+from fsdp.engine.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp.layers.offload import Offload
+
+# Flags that a `MixedPrecision` says in one object, with the values that say nothing.
+_PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
+    "fp32_reduce_scatter": (False, None),
+    "compute_dtype": (None,),
+    "buffer_dtype": (None,),
+    "force_input_to_fp32": (False, None),
+}
+
+# Options that change what ranks communicate; others that do are compared under other names.
+_COMPARED = (
+    "flatten_parameters",
+    "use_orig_params",
+    "bucket_cap_mb",
+    "disable_reshard_on_root",
+    "state_dict_on_rank_0_only",
+    "no_broadcast_optim_state",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `FullyShardedDataParallel` that are options of one unit, and what they come to.
+
+    Args:
+        disable_reshard_on_root: the outermost wrapper keeps its own parameters between forward and backward, which
+            need them at once.
+        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
+        bucket_cap_mb: gradients of small units (below 1 MiB) are collected up to this many MiB and reduced by one
+            collective; 0 or less reduces each by itself.
+        mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
+            saying it: compute in `compute_dtype`, with float32 shards, buffers in `buffer_dtype`, and floating-point
+            inputs of the outermost such wrapper cast. False computes in the parameters' own dtype, which may be any.
+        fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients over the ranks in float32.
+        move_params_to_cpu: shards live in host memory, and the optimizer steps there.
+        compute_dtype: with ``mixed_precision=True``, the dtype to compute in; None means float16. Without, the dtype
+            that parameters must have.
+        buffer_dtype: dtype of floating-point buffers; None means `compute_dtype` if that or ``mixed_precision=True`` is
+            given, and otherwise leaves them as they are. State dicts hold them in their own.
+        move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`.
+        compute_device: None means where the parameters are, or, if those are offloaded and on the host, or on the meta
+            device and the group serves CUDA, the current CUDA device if there is one.
+        state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
+        clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module.
+        force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
+        cpu_offload: old name of `move_params_to_cpu`.
+        gradient_predivide_factor: divide gradients by it before they are summed, and by the number of ranks (replicas
+            included) over it afterwards. None: the smallest power of two whose square is at least that number, or that
+            does not divide it.
+        verbose: print more in ``repr``.
+        allow_reset_parameters: let `reset_parameters` reach the module, instead of raising.
+        offload: "cpu" is both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
+            optimizer state in mapped files, so that a model larger than memory trains.
+        offload_folder: with "disk", the folder below which the files are made, on a fast local disk.
+        keep_offload_files: with "disk", leave the files when the process ends, however it ends.
+        use_orig_params: optimizers see the original parameters under their own names, each as this rank's shard of it
+            (1-D, empty where the rank has nothing of it), instead of flat ones. A little slower.
+        sync_module_states: collective; take parameters and buffers from the group's rank 0 (with replicas, the first
+            of all), without those of inner wrappers and of what is ignored. Other ranks may have theirs on the meta
+            device; what no rank has values of waits for them.
+        state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.
+        no_broadcast_optim_state: leave this wrapper's optimizer state out of the gathered one
+            (`gather_full_optim_state_dict`). A wrapper of one rank inside of a sharded one does so by itself, and then
+            the gathered state has that of the rank that gets it.
+
+    Attributes:
+        precision: the dtypes that the unit computes and communicates in.
+        storage: where its shards and gradients are stored.
+
+    Raises:
+        TypeError, ValueError: for a value out of range, or options that contradict each other.
+    """
+
+    disable_reshard_on_root: bool = True
+    mixed_precision: bool | MixedPrecision = False
+    fp32_reduce_scatter: bool = False
+    flatten_parameters: bool = True
+    move_params_to_cpu: bool = False
+    compute_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    move_grads_to_cpu: bool | None = None
+    bucket_cap_mb: float = 25
+    compute_device: torch.device | str | None = None
+    no_broadcast_optim_state: bool | None = False
+    state_dict_device: torch.device | None = None
+    clear_autocast_cache: bool = False
+    force_input_to_fp32: bool = False
+    verbose: bool = False
+    cpu_offload: bool = False
+    state_dict_on_rank_0_only: bool = False
+    gradient_predivide_factor: float | None = None
+    allow_reset_parameters: bool = False
+    offload: str | None = None
+    offload_folder: Any = None
+    keep_offload_files: bool = False
+    use_orig_params: bool = False
+    sync_module_states: bool = False
+    precision: Precision = field(init=False)
+    storage: Offload = field(init=False)
+
+    def __post_init__(self) -> None:
+        factor = self.gradient_predivide_factor
+        if factor is not None and factor <= 0:
+            raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
+        if self.use_orig_params and not self.flatten_parameters:
+            raise ValueError(
+                "use_orig_params=True is for flattened parameters; with flatten_parameters=False optimizers see each "
+                "parameter's shard already. Choose one."
+            )
+        from fsdp.layers.offload import Offload  # with storages that most units do not use
+
+        storage = Offload.of_options(
+            offload=self.offload,
+            offload_folder=self.offload_folder,
+            keep_offload_files=self.keep_offload_files,
+            move_params_to_cpu=bool(self.move_params_to_cpu or _asks_for_offload(self.cpu_offload)),
+            move_grads_to_cpu=self.move_grads_to_cpu,
+        )
+        policy = _own_policy(self.mixed_precision)
+        resolved = {
+            "mixed_precision": policy,
+            "precision": _precision(policy, {name: getattr(self, name) for name in _PRECISION_FLAGS}),
+            "storage": storage,
+            "move_params_to_cpu": storage.params,
+            "move_grads_to_cpu": storage.grads,
+            "cpu_offload": storage.params,
+            "compute_device": _device(self.compute_device),
+            "state_dict_device": _device(self.state_dict_device),
+            "no_broadcast_optim_state": bool(self.no_broadcast_optim_state),  # people pass None for these
+            "fp32_reduce_scatter": bool(self.fp32_reduce_scatter),
+            "force_input_to_fp32": bool(self.force_input_to_fp32),
+            "state_dict_on_rank_0_only": bool(self.state_dict_on_rank_0_only),
+        }
+        self.__dict__.update(resolved)
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The options that all ranks must have alike."""
+        return {name: getattr(self, name) for name in _COMPARED}
+
+    @property
+    def bucket_bytes(self) -> int:
+        return max(0, int(self.bucket_cap_mb * 2**20))
+
+    def device_for(self, params_are_on: torch.device) -> torch.device:
+        """Return where to compute: as asked, else where the parameters are, or from where they are offloaded."""
+        if isinstance(self.compute_device, torch.device):
+            return self.compute_device
+        if self.storage.params and is_host(params_are_on):
+            return accelerator() or params_are_on
+        return params_are_on
+
+    def predivide_factor(self, world_size: int) -> float:
+        """Return the factor that was asked for, or the usual one.
+
+        That is the smallest power of two whose square is at least `world_size`, or that doesn't divide it.
+        """
+        if self.gradient_predivide_factor is not None:
+            return float(self.gradient_predivide_factor)
+        factor = 1
+        while factor * factor < world_size and world_size % factor == 0:
+            factor *= 2
+        return float(factor)
+
+    def require_no_other_division(self, unit: Unit) -> None:
+        """Raise an error if a communication hook cannot replace what divides and sums the gradients of a unit."""
+        if (hook := unit.policy.comm_hook) is not None:
+            raise RuntimeError(
+                f"{unit.name}: a communication hook ({hook.name}) is registered already, and there can be "
+                "only one. Write one hook that does both, or change what is in its state."
+            )
+        if unit.axes[1].world_size > 1:
+            raise ValueError(
+                f"{unit.name}: gradients are summed over {unit.axes[1].world_size} replicas besides, along the replica "
+                "axis, and a communication hook does not see that. Wrap with one process_group to shard over; "
+                "or leave the hook out, and say in which dtype to send with MixedPrecision(reduce_dtype=...)."
+            )
+        world_size = unit.comm.world_size
+        usual = self.predivide_factor(world_size)
+        is_usual = (unit.predivide, unit.postdivide) == (usual, world_size / usual)
+        if self.gradient_predivide_factor is not None or not is_usual:
+            raise ValueError(
+                f"{unit.name}: gradients were to be divided by {unit.predivide} and {unit.postdivide}, but a "
+                "communication hook divides them by itself. Leave gradient_predivide_factor at None, don't call "
+                "set_gradient_divide_factors, and have the hook divide by what you want."
+            )
+
+
+# Options that FairScale's users read as attributes of the wrapper.
+PUBLIC = frozenset(option.name for option in fields(Options)) - {
+    "precision",
+    "storage",
+    "offload",
+    "offload_folder",
+    "keep_offload_files",
+}
+
+
+def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
+    if not isinstance(policy, MixedPrecision):
+        if policy not in (True, False, None):
+            raise TypeError(f"mixed_precision must be True, False or a fsdp.MixedPrecision, got {policy!r}")
+        return Precision.of_flags(mixed_precision=bool(policy), **flags)
+    also = [name for name, silent in _PRECISION_FLAGS.items() if not any(flags[name] is value for value in silent)]
+    if also:
+        raise ValueError(
+            f"mixed_precision is a MixedPrecision, which says everything about dtypes: {', '.join(also)} cannot be "
+            "given beside it. Use its param_dtype, reduce_dtype and buffer_dtype, or the flags and no policy."
+        )
+    return Precision.of_policy(policy)
+
+
+def _device(given: Any) -> torch.device | None:
+    return None if given is None else torch.device(given)
+
+
+def _asks_for_offload(given: Any) -> bool:
+    """Return whether `cpu_offload`, a flag or torch's ``CPUOffload``, asks for it."""
+    if isinstance(given, bool) or given is None:
+        return bool(given)
+    if _is_torchs(given, "CPUOffload"):
+        return bool(given.offload_params)
+    raise TypeError(f"cpu_offload must be True, False or torch's CPUOffload, got {given!r}")
+
+
+def _own_policy(given: Any) -> Any:
+    """Return `mixed_precision` with torch's ``MixedPrecision`` as one of ours."""
+    if not _is_torchs(given, "MixedPrecision"):
+        return given
+    return MixedPrecision(
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        buffer_dtype=given.buffer_dtype,
+        cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
+        full_precision_modules=tuple(given._module_classes_to_ignore),
+        keep_low_precision_grads=given.keep_low_precision_grads,
+    )
+
+
+def _is_torchs(given: Any, name: str) -> bool:
+    """Return whether a value is of this class of FSDP1, which is not imported for it."""
+    kind = type(given)
+    return kind.__name__ == name and kind.__module__.startswith("torch.distributed.fsdp")

@@ -1,0 +1,195 @@
+"""Recovery: after an exception on any rank, all ranks return to the weights of the last step and continue training.
+
+The rank that has caught an exception informs the other ranks, which wait for it in a collective. They abandon their
+waits, raise an error, and call `recover` as well. gloo closes connections when a wait is abandoned, so process groups
+are reconnected. The work of the interrupted step is discarded. If other ranks have completed the step that failed on
+this rank, this rank also takes the step, because it cannot be undone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp.distributed import paths
+from fsdp.distributed.collectives import Communicator, Pending
+from fsdp.distributed.communicator import (
+    CollectiveError,
+    after_closing,
+    backend_names,
+    behind,
+    communicators_among,
+    named,
+    own_rank,
+)
+from fsdp.distributed.consensus import done_by_all, peers_answer
+from fsdp.distributed.messages import blank, renew
+from fsdp.distributed.watchdog import meet
+from fsdp.engine.phase import Phase
+from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.unit import Unit, unit_of, units_in
+from fsdp.layers.optimizer_hooks import optimizers_of
+
+_CALL = "fsdp.recover()"
+_AT_MOST = 100_000  # things that a rank has to let go of
+
+
+def recover(model: nn.Module) -> bool:
+    """Collective, at any time. Continue after an exception on any rank, from the weights of the last step.
+
+    ::
+
+        for batch in batches:
+            while True:
+                try:
+                    train(batch)  # forward, backward, optimizer.step(), optimizer.zero_grad()
+                except Exception:
+                    if fsdp.recover(model):
+                        continue  # with the same batch
+                break  # and go on with the next one
+
+    Call it on the rank that has caught an exception, and on the other ranks, which then raise a `CollectiveError`.
+    Unsharded parameters and all gradients of the model are discarded. Process groups are reconnected: the groups of
+    the model, and all other gloo groups among its ranks that fsdp uses, so user collectives on them work again. If
+    some ranks have completed a step that failed on other ranks before any write, these ranks take the step too.
+
+    Buffers (batch norm statistics), states of random generators, schedulers and scalers are not restored.
+
+    Args:
+        model: a sharded model.
+
+    Returns:
+        True on ranks that were a step ahead: their interrupted batch was not used, and they must run it again together
+        with the other ranks.
+
+    Raises:
+        RuntimeError: on every rank, if a rank cannot complete the last step because it has begun to write or has lost
+            its gradients. All ranks are idle then, and can load a checkpoint. Also if a rank has exited, if groups do
+            not use gloo, or inside a forward, a backward, or `fsdp.join`.
+        ValueError: if `model` is not sharded.
+    """
+    roots: dict[Unit, None] = {}
+    inside: set[Unit] = set()
+    for unit in filter(None, map(unit_of, model.modules())):
+        if unit not in inside:
+            root = unit if unit.runtime is None else unit.runtime.root
+            roots[root] = None
+            inside.update(one for _, one in units_in(root))
+    if not roots:
+        raise ValueError(f"{_CALL}: nothing in this {type(model).__name__} is sharded")
+    were_ahead = [_recover(root) for root in roots]
+    return any(were_ahead)
+
+
+class _State(NamedTuple):
+    """The steps of a rank, as the ranks tell each other."""
+
+    taken: int = 0
+    backwards: int = 0  # that have ended, the last of them before the next step
+    can_step: bool = False  # it knows the optimizer to take a step with, which has not begun to write
+    problem: str = ""  # why its weights are not those of the last step; empty if they are
+
+
+def _recover(root: Unit) -> bool:
+    runtime = next((each for each in runtimes() if each.root is root), None)
+    if runtime is not None:
+        _require_no_context(runtime)
+    ways = communicators_among(root.ranks)
+    for way in ways:
+        if (names := backend_names(way.group)).get("cpu") != "gloo":
+            raise RuntimeError(f"{_CALL} is for process groups on gloo, got {names}: start the job again")
+    optimizer, own = (None, _State()) if runtime is None else _steps_of(runtime)
+    heard = {own_rank(): own}
+    if len(root.ranks) > 1 and peers_answer(root.everyone):
+        heard = {rank: _State(*state) for rank, state in meet(sorted(root.ranks), _reason(), own).items()}
+    _come_to_rest(root, runtime, ways)
+    if len(heard) > 1:
+        for group in sorted({behind(way.group) for way in ways}, key=attrgetter("group_name")):
+            renew(group)
+    try:
+        problem, late = _missing_steps(heard)
+        if problem:
+            raise RuntimeError(f"rank {own_rank()}: {_CALL}: {problem} Load the last checkpoint, on every rank.")
+        is_late = own_rank() in late
+        if late:
+            done_by_all([root.everyone], "complete its last step", lambda: _step(optimizer if is_late else None))
+    finally:
+        for _, unit in units_in(root):
+            for handle in unit.handles:
+                handle.zero_grad()
+        if runtime is not None:
+            runtime.forget()  # the next forward begins with orders of units and journals that are alike on all ranks
+    return bool(late) and not is_late
+
+
+def _require_no_context(runtime: Runtime) -> None:
+    if runtime.is_joining:
+        raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
+    if runtime.is_computing:
+        raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {runtime.root.name}: call it after them")
+
+
+def _reason() -> str:
+    error = sys.exc_info()[1]
+    cause = "" if error is None else f", after {type(error).__name__}{': ' * bool(str(error))}{str(error)[:300]}"
+    return f"rank {own_rank()} has called {_CALL}{cause}. Call it on every rank, or end them all"
+
+
+def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
+    """Return the optimizer whose step was interrupted, or the model's only optimizer, and this rank's state."""
+    steps = runtime.steps
+    known = [steps.interrupted] if steps.interrupted is not None else optimizers_of(runtime.handles)
+    optimizer = known[0] if len(known) == 1 else None
+    return optimizer, _State(steps.taken, steps.backwards, optimizer is not None, steps.problem)
+
+
+def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
+    """Return why ranks cannot come to the same weights, if they can't, and those that have to take a step yet."""
+    for problem in filter(None, (state.problem for state in heard.values())):
+        return f"{named(rank for rank, state in heard.items() if state.problem == problem)} {problem}.", ()
+    most = max(state.taken for state in heard.values())
+    backwards = max(state.backwards for state in heard.values())
+    late = {rank: state for rank, state in heard.items() if state.taken < most}
+    lost = [rank for rank, state in late.items() if (state.taken, state.backwards) != (most - 1, backwards)]
+    if lost:
+        return f"{named(lost)} failed before the gradients were there that others have taken a step with already.", ()
+    unable = [rank for rank, state in late.items() if not state.can_step]
+    if unable:
+        return f"others have taken a step that {named(unable)} cannot repeat, not knowing with which optimizer.", ()
+    return "", list(late)
+
+
+def _step(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is not None:
+        optimizer.step()
+
+
+def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
+    """Discard the state of an interrupted forward or backward, while connections are closed and no message arrives."""
+    paths.path.forget(root.ranks)
+    for _, unit in units_in(root):
+        for handle in unit.handles:
+            if handle.phase is Phase.UNSHARDING:
+                handle._pending = Pending("", (), lambda: blank(0))
+    paths.path.forget(root.ranks)
+    with after_closing():
+        for way in ways:
+            _repeat(way.settle)
+            way.restart_tags()
+        if runtime is not None:
+            _repeat(runtime.reset_iteration)
+            _repeat(runtime.release)
+
+
+def _repeat(end: Callable[[], None]) -> None:
+    """Call a function repeatedly that releases resources and raises an error for each incomplete collective."""
+    for _ in range(_AT_MOST):
+        with suppress(CollectiveError):
+            end()
+            break

@@ -1,0 +1,299 @@
+"""`SameBits` makes the results of a training bitwise equal for every number of ranks.
+
+In an ordinary training, the order of additions (of gradients, losses, squares) and the random numbers of a sample
+depend on the number of ranks. Here a step consists of micro-batches that are numbered across all ranks. A single rank
+computes each micro-batch with its own random numbers. Sums over micro-batches are computed in the order of their
+numbers (`TreeSum`), or exactly (`exact_norm`). The engine does not depend on this module: gradients use a different
+communicator (`SumByMicroBatch`), and are not divided elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp.distributed.communicator import Communicator, during
+from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.custom_collectives import CustomReduceScatter
+from fsdp.distributed.devices import is_host
+from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
+from fsdp.distributed.tree_sum import TreeSum
+from fsdp.engine.call_stack import uncompiled
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.participation import Participation
+from fsdp.engine.runtime import runtime_of_root
+from fsdp.engine.unit import Unit
+from fsdp.layers.exact_norm import exact_norm
+from fsdp.layers.grad_clipping import require_reduced, scale_to, unsharded_parameters
+from fsdp.layers.verify import require_sharded
+
+_MAKE = "train with the same bits"
+
+
+class SameBits:
+    """Train a model with bitwise equal weights, losses and optimizer state for every number of ranks. ::
+
+        bits = fsdp.SameBits(model, micro_batches=24, seed=0)
+        for step in range(first, last):
+            optimizer.zero_grad()
+            losses = []
+            for number in bits.step(step):  # this rank's micro-batches
+                loss = model(batch(step, number)).mean()
+                loss.backward()
+                losses.append(loss)
+            bits.clip_grad_norm_(1.0)
+            optimizer.step()
+            print(bits.mean(losses), fsdp.fingerprint(model, optimizer))
+
+    A step always has the same number of micro-batches of a fixed size. With W ranks, rank r computes the micro-batches
+    r, W + r, 2 W + r, ... The gradient is the mean over all micro-batches and is available after the last one; until
+    then it is zero. The gradient of an unused parameter is also zero.
+
+    The mode is permanent for this model. The constructor and all methods are collective.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        micro_batches: the number of micro-batches of a step, over all ranks: a multiple of the number of ranks.
+        seed: the seed of the random numbers of micro-batches.
+
+    Raises:
+        TypeError: if `model` is not sharded.
+        ValueError: if the number of ranks does not divide the number of micro-batches.
+        NotImplementedError: for features whose results depend on the number of ranks, by name: hybrid sharding,
+            reductions in 16 bits, communication hooks, custom reduce-scatters, tensor parallelism, `fsdp.cond`,
+            parameters that are trained and not sharded.
+        RuntimeError: if ranks have different arguments or numbers of threads; if an enclosing sharded module runs it.
+    """
+
+    def __init__(self, model: nn.Module, micro_batches: int, seed: int = 0) -> None:
+        self._runtime = runtime_of_root(require_sharded(model, "fsdp.SameBits"), "fsdp.SameBits", "module")
+        self._runtime.ensure_idle(_MAKE)
+        root = self._root
+        done_by_all([root.everyone], _MAKE, lambda: self._require_possible(micro_batches))
+        settings = f"{micro_batches} micro-batches, seed {seed}, {torch.get_num_threads()} threads"
+        agree_on(root.everyone, "settings of fsdp.SameBits", settings)
+        self._micro_batches, self._seed = micro_batches, seed
+        self._rank, self._world_size = number_among(root.everyone), size_of(root.everyone)
+        self._sums = MicroBatchSums(micro_batches)
+        self._is_complete = True  # the gradients are of all micro-batches of a step
+        self._ranks = self._runtime.participation = _RanksWithMicroBatches()
+        for each in self._runtime.units:
+            each.set_divide_factors(1.0, 1.0)
+            each.policy.fills_unused = True  # or a gradient would have other places in one micro-batch than in another
+        fronts: dict[Communicator, Communicator] = {}  # one for each, or small gradients would not be sent together
+        for handle in self._runtime.handles:
+            ways = [handle.reduce_comm, handle.replicas]
+            way = ways[handle.is_replicated]
+            ways[handle.is_replicated] = fronts.setdefault(way, SumByMicroBatch.of(way, self._sums))
+            reduce_comm, replicas = ways
+            handle.connect(handle.comm, reduce_comm, replicas, replicas)
+        hook = register_optimizer_step_pre_hook(_Checking(self))
+        weakref.finalize(self, hook.remove)
+
+    @property
+    def _root(self) -> Unit:
+        return self._runtime.root
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, number: int) -> Iterator[int]:
+        """Collective. Yield the numbers of this rank's micro-batches of a step.
+
+        Run a single forward and backward of the model in each iteration of the loop. Before each iteration, torch's
+        generators are seeded by the seed, the step's and the micro-batch's number; they are restored at the end.
+
+        Args:
+            number: the number of the step since the beginning of the training.
+
+        Raises:
+            RuntimeError: if a micro-batch had no backward, more than one, or a backward under `no_sync`; inside
+                `fsdp.join`, or if the model uses `fsdp.cond`.
+            NotImplementedError: for norms that keep running statistics in training, as batch norms do.
+        """
+        device = self._root.device
+        done_by_all([self._root.everyone], "begin a step of fsdp.SameBits", self._require_unchanged)
+        self._is_complete = False
+        forked: dict[str, Any] = {} if is_host(device) else {"device_type": device.type}
+        with torch.random.fork_rng(devices=[] if is_host(device) else [device], **forked):
+            self._sums.begin()
+            try:
+                for micro_batch in range(self._rank, self._micro_batches, self._world_size):
+                    torch.manual_seed(_mixed(self._seed, number, micro_batch))
+                    yield micro_batch
+                    self._require_reduced(micro_batch)
+                self._is_complete = True
+            finally:
+                self._sums.end()
+
+    def mean(self, losses: Iterable[Tensor | float]) -> float:
+        """Collective. Return the mean of a number for each micro-batch of a step, such as its loss.
+
+        Args:
+            losses: the numbers of this rank's micro-batches, in their order.
+
+        Raises:
+            ValueError: on every rank, if there are more or fewer.
+        """
+        own = [loss.item() if isinstance(loss, Tensor) else float(loss) for loss in losses]
+        with during("SameBits.mean()"):
+            by_rank = from_everyone(self._root.everyone, own)
+        counts = [len(each) for each in by_rank]
+        if set(counts) != {self._micro_batches // self._world_size}:
+            raise ValueError(
+                f"SameBits.mean() got {counts} numbers from the ranks, and each has "
+                f"{self._micro_batches // self._world_size} micro-batches in a step"
+            )
+        total = TreeSum()
+        for together in zip(*by_rank, strict=True):
+            for loss in together:
+                total.add(torch.tensor(loss, dtype=torch.float64))
+        return total.total().item() / self._micro_batches
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Collective. Scale the gradients to a 2-norm of at most `max_norm`, and return the previous norm in float64.
+
+        The norm is more precise than a rounding of float32 for up to 2**40 elements; see `exact_norm`.
+
+        Raises:
+            RuntimeError: if `error_if_nonfinite` and the norm is not finite.
+        """
+        self._runtime.ensure_idle("clip gradients")
+        require_reduced(self._runtime.handles)
+        grads = {one: one.flat_param.grad for one in self._runtime.handles if one.flat_param.grad is not None}
+        own = [grad for handle, grad in grads.items() if handle.replicas.rank == 0]  # what is replicated counts once
+        with during("SameBits.clip_grad_norm_()"):
+            norm = exact_norm(self._root.everyone, own, self._root.device)
+        scale_to(grads.values(), norm, float(max_norm), error_if_nonfinite)
+        return norm
+
+    # --- what cannot be had -------------------------------------------------------------------------------------
+
+    def _require_possible(self, micro_batches: int) -> None:
+        ranks = size_of(self._root.everyone)
+        if micro_batches < 1 or micro_batches % ranks:
+            raise ValueError(
+                f"{micro_batches} micro-batches cannot be divided among {ranks} ranks: give a multiple of every number "
+                "of ranks that you will train with (24 for 1, 2, 3, 4, 6, 8, 12 and 24)"
+            )
+        problems = [problem for unit in self._runtime.units for problem in _problems(unit, ranks)]
+        if not isinstance(self._runtime.participation, _RanksWithMicroBatches | None):
+            problems.append("the model uses fsdp.cond or fsdp.join, by which ranks do different things")
+        apart = {id(param) for param in unsharded_parameters(self._root) if param.requires_grad}
+        problems += [
+            f"{name} is trained and not sharded (ignored), so that every rank trains its own"
+            for name, param in self._root.module.named_parameters()
+            if id(param) in apart
+        ]
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
+            raise NotImplementedError(f"fsdp.SameBits: {problems[0]}{more}")
+
+    def _require_unchanged(self) -> None:
+        if self._runtime.participation is not self._ranks:
+            raise RuntimeError(
+                "fsdp.SameBits: there is another one of this model, or it uses fsdp.cond or fsdp.join, by which ranks "
+                "do different things, and gradients have other numbers of summands"
+            )
+        for unit in self._runtime.units:
+            handles = [handle for handle in unit.handles if handle.layout.numel]
+            fronts = [handle.replicas if handle.is_replicated else handle.reduce_comm for handle in handles]
+            is_ours = all(isinstance(front, SumByMicroBatch) and front.serves(self._sums) for front in fronts)
+            is_hooked = unit.policy.comm_hook or unit.policy.all_reduce_hook
+            if unit.predivide * unit.postdivide != 1.0 or is_hooked or not is_ours:
+                raise RuntimeError(
+                    f"fsdp.SameBits: another divisor, communication hook or reduce-scatter was set for {unit.name} "
+                    "since: leave them as they are"
+                )
+        for name, module in self._root.module.named_modules():
+            # The base of batch and instance norms is private (torch 2.11 and 2.13).
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+                raise NotImplementedError(
+                    f"fsdp.SameBits: {name} is a {type(module).__name__} in training, whose running statistics are of "
+                    "the batches that this rank has seen. Call eval() of it, or use a norm of single samples "
+                    "(LayerNorm, GroupNorm), or track_running_stats=False."
+                )
+
+    def _require_reduced(self, micro_batch: int) -> None:
+        expected, added = micro_batch - self._rank + self._world_size, self._sums.added
+        if added not in ({expected}, set()) or (not added and any(one.requires_grad for one in self._runtime.handles)):
+            raise RuntimeError(
+                f"fsdp.SameBits: micro-batch {micro_batch} was not reduced once: run one forward and one backward for "
+                "each number of `bits.step(...)`, outside of no_sync(), without re-entrant checkpoints"
+            )
+
+    @uncompiled
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an error if an optimizer of this model must not step now, or not so."""
+        shards = {id(param) for handle in self._runtime.handles for param in handle.listed_params}
+        for group in optimizer.param_groups:
+            if not any(id(param) in shards for param in group["params"]):
+                continue
+            if not self._is_complete:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() before all {self._micro_batches} micro-batches of the step "
+                    "were reduced: let the loop over `bits.step(...)` end first"
+                )
+            if group.get("fused") and is_host(self._root.device):
+                raise NotImplementedError(
+                    f"fsdp.SameBits: {type(optimizer).__name__} with fused=True rounds the last elements of a shard on "
+                    "a CPU in another way than others. Leave `fused` out."
+                )
+
+
+class _RanksWithMicroBatches(Participation):
+    """All ranks run the same operations; operations that would sum in a different order raise an error."""
+
+    def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        raise RuntimeError(
+            "with fsdp.SameBits clip by its method clip_grad_norm_: this norm has other bits at another number of ranks"
+        )
+
+
+class _Checking:
+    """A hook of all optimizers for a `SameBits` object during its lifetime."""
+
+    def __init__(self, bits: SameBits) -> None:
+        self._bits = weakref.ref(bits)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        if (bits := self._bits()) is not None:
+            bits._check_step(optimizer)
+
+
+def _problems(unit: Unit, ranks: int) -> Iterator[str]:
+    """Yield the features of a unit whose results would depend on the number of ranks."""
+    if unit.policy.comm_hook is not None or unit.policy.all_reduce_hook is not None:
+        yield f"{unit.name} has a communication hook, which sums in its own way: leave it out"
+    if unit.placements.defers_reduction:
+        yield f"{unit.name} has PARTIAL gradients, which are summed over micro-batches first: use SHARD_OPTIM_GRADS"
+    for handle in unit.handles:
+        yield from _problems_of(handle, ranks)
+
+
+def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
+    own = handle.comm.world_size * handle.replicas.world_size
+    if handle.is_sharded and handle.replica_axis.world_size > 1:
+        yield f"{handle.name} is sharded and replicated (hybrid sharding), which sums twice: use FULL_SHARD"
+    elif own != ranks and handle.layout.numel:
+        yield f"{handle.name} is sharded over {own} ranks, and the model over {ranks}"
+    if any(part is not None for part in handle.flat_param.parts):
+        yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
+    if handle.gradients.dtype.itemsize < torch.float32.itemsize:
+        yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
+    if isinstance(handle.reduce_comm, CustomReduceScatter):
+        yield f"{handle.name} has a custom reduce-scatter, which sums in its own way: leave it out"
+
+
+def _mixed(*numbers: int) -> int:
+    """Return a seed that depends on all numbers."""
+    text = "/".join(map(str, numbers)).encode()
+    return int.from_bytes(
+        hashlib.blake2b(text, digest_size=4).digest(), "little"
+    )  # torch's CPU generator takes 32 bits

@@ -1,0 +1,309 @@
+"""`shard_module` makes a module a unit. `FullyShardedDataParallel` and `fully_shard` both use it.
+
+These are the steps. The function finds the parameters that belong to no inner unit, with every place where they are
+used. The function determines ranks and device, and groups similar parameters. Each group becomes this rank's shard of
+a flat parameter. The original parameters are removed from their modules, and their memory is freed. The unit gets a
+handle for each flat parameter, and methods of the modules are overridden. The two interfaces differ in the parameters
+that optimizers see and that modules list; a `ParamForm` defines them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp.distributed.collectives import communicator
+from fsdp.distributed.communicator import Group, served_device
+from fsdp.distributed.dtensor import check_ranks
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.forward_hooks import ForwardHooks
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.originals import take_over
+from fsdp.engine.shard import Shard
+from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.layers.managed_params import GroupKey, Places, collect, device_of, group, key_of, names_of
+from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
+from fsdp.layers.options import Options
+from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
+from fsdp.layers.shared_params import claimed_in, refuse_nothing_own, restore_order, wanted
+
+if TYPE_CHECKING:
+    from fsdp.engine.runtime import Runtime
+
+# Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
+# Only where no checkpoint of FairScale's flat shards is to be read or written.
+ALIGNED = 8
+
+Found = dict[nn.Parameter, Places]
+# `FlatParameter.shard_of` of some parameters, with ranks and storage settled; keywords say what is different.
+MakeFlatParam = Callable[..., FlatParameter]
+
+
+class ParamForm(Protocol):
+    """The form in which optimizers and modules see the parameters of a unit."""
+
+    @property
+    def takes_tied(self) -> bool:
+        """Return whether a parameter that a unit in this form has taken may be shared with other units."""
+
+    @property
+    def lists_parts(self) -> bool:
+        """Return whether modules list `DTensor`s, which can be saved and loaded as they are."""
+
+    @property
+    def names_shards(self) -> bool:
+        """Return whether modules list, and save, a shard of each parameter under the parameter's name."""
+
+    @property
+    def brings_inputs(self) -> bool:
+        """Return whether the inputs of the outermost module are brought to the device that it computes on."""
+
+    @property
+    def keeps_without_backward(self) -> bool:
+        """Return whether units that are not resharded after a forward stay unsharded even without a backward."""
+
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
+        """Raise an error for parameters that do not support this form; share tied parameters with inner units."""
+
+    def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
+        """Shard the parameters, and take them out of their modules."""
+
+
+@torch.inference_mode(False)  # shards that are made in it could not be trained
+def shard_module(
+    module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
+) -> tuple[Unit, Group]:
+    """Make a module a unit with this form of parameters; return the unit and the group for reducing gradients."""
+    refuse_shared_modules(module)
+    inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
+    ignored.check([place for unit in inner for place in unit.places()])
+    meet_torch()
+    _make_way(module, inner)
+    unit, reduce_group, shards = _shard_params(module, options, groups, reduce_over, ignored, form)
+    # The original parameters are gone by now: handles take more memory.
+    reduce_comm = communicator(reduce_group, unit.device)
+    for shard in shards:
+        unit.add_handle(shard, reduce_comm)
+    unit.rename(type(module).__name__)
+    restore_order(unit)
+    guard(unit, lists_parts=form.lists_parts, names_shards=form.names_shards)
+    return unit, reduce_group
+
+
+def meet_torch() -> None:
+    """Register with torch's optimizers and clipping functions, which are given shards from now on."""
+    from fsdp.layers.optimizer_hooks import watch_optimizers  # layers, for the surroundings of a sharded model
+    from fsdp.layers.torch_functions import teach_torch
+
+    watch_optimizers()
+    teach_torch()
+
+
+def _new_runtime(root: Unit, bucket_bytes: int) -> Runtime:
+    from fsdp.layers.first_use import new_runtime  # the checks of a tree, which nothing needs before its first use
+
+    return new_runtime(root, bucket_bytes=bucket_bytes)
+
+
+def _make_way(module: nn.Module, units: Iterable[Unit]) -> None:
+    """Detach units that were outermost until now, or the module's unit of an earlier wrapper, for a new unit."""
+    for unit in units:
+        if unit.module is module:
+            unit.withdraw()
+        elif unit.runtime is not None and unit.runtime.root is unit:
+            unit.runtime.forget()
+
+
+def _shard_params(
+    module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
+) -> tuple[Unit, Group, list[Shard]]:
+    tied: Found = {}
+    found = collect(
+        module,
+        ignored,
+        tied if form.takes_tied else None,
+        claimed_in(module),
+        with_values=False,
+        takes_all=form.lists_parts,
+    )
+    form.prepare(found, tied, module)
+    params_are_on = _device_of(found, module, groups.shard)
+    device = options.device_for(params_are_on)
+    reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
+    if options.sync_module_states:
+        from fsdp.layers.module_states import take_states_of_first  # which nothing but this option needs
+
+        found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
+    unit = _make_unit(module, options, groups, device, ignored, form)
+    unit.wanted = wanted(tied)
+    try:
+        for param, places in found.items():
+            unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+            # Of `DTensor`s that stay what they are, `prepare` has checked the mesh.
+            for over in () if form.lists_parts else filter(None, (groups.shard, reduce_group, groups.replicate)):
+                check_ranks(places[0].fqn, param, over, device)
+        from fsdp.layers.fingerprints import take_fingerprints  # a check, as those of the first use
+
+        new_storage = options.storage.storage_on(device)
+
+        def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
+            comm, copies = unit.everyone
+            replicas = how.pop("replicas", copies.world_size)
+            how = {"rank": comm.rank, "world_size": comm.world_size, **how}
+            made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
+            take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
+            return made
+
+        shards = form.shard(found, unit, make)
+    except BaseException:
+        unit.withdraw()
+        raise
+    if device != params_are_on or options.compute_device is not None or unit.awaits_values:
+        if form.lists_parts:
+            _move_buffers(module, device)
+        else:
+            move_values(module, device)
+    return unit, reduce_group, shards
+
+
+def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
+    """Return the device of a module: of its own parameters, or the compute device of its inner units."""
+    inner = (
+        unit
+        for unit in map(unit_of, module.modules())
+        if unit is not None and (unit.owned_handles or unit.borrowed_handles)
+    )
+    if not found and (first := next(inner, None)) is not None:
+        return first.device
+    return device_of(found) or served_device(over)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers that have values; parameters that are ignored stay where they are."""
+    for inner in own_modules(module):
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                inner._buffers[name] = buffer.to(device)
+
+
+def _make_unit(
+    module: nn.Module, options: Options, groups: Groups, device: torch.device, ignored: Ignored, form: ParamForm
+) -> Unit:
+    averaged = groups.shard.size() * groups.replicas
+    predivide = options.predivide_factor(averaged)
+    unit = Unit(
+        module,
+        groups.placements,
+        *groups.communicators(device),
+        groups.axes(device),
+        groups.near(device),
+        groups.ranks,
+        options.precision,
+        device,
+        ignored,
+        keeps_as_root=options.disable_reshard_on_root,
+        keeps_without_backward=form.keeps_without_backward,
+        predivide=predivide,
+        postdivide=averaged / predivide,
+        settings=options.compared,
+        new_runtime=partial(_new_runtime, bucket_bytes=options.bucket_bytes),
+    )
+    for each in unit.modules:
+        hooks = ForwardHooks(
+            unit, each, clear_autocast_cache=options.clear_autocast_cache, brings_inputs=form.brings_inputs
+        )
+        hooks.register()
+    return unit
+
+
+def refuse_unwrappable(module: Any, fully_sharded: type[Any]) -> None:
+    """Raise an error for modules that `FullyShardedDataParallel` cannot wrap, such as modules under `fully_shard`."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
+    if (unit := unit_of(module)) is not None and not unit.holds_nothing:
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
+            "wrapper, or the modules around it"
+        )
+    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
+            "model, or the wrapper"
+        )
+    refuse_fake_tensors(module)
+
+
+def refuse_fake_tensors(module: nn.Module) -> None:
+    """Raise RuntimeError for a module of torch's fake tensors, or under the mode that makes them."""
+    made = sys.modules.get("torch._subclasses.fake_tensor")  # without it there are none
+    if made is not None and any(isinstance(one, made.FakeTensor) for one in (torch.empty(0), *module.parameters())):
+        raise RuntimeError(
+            f"this {type(module).__name__} is to be sharded under FakeTensorMode, or was built there: ranks exchange "
+            "values, which fake tensors do not have. For the memory and the traffic of sharded training, call "
+            "fsdp.plan(model, world_size=...) on the plain model. To shard what has no values yet, build it on the "
+            "meta device."
+        )
+
+
+# --- the wrapper's form --------------------------------------------------------------------------------------------
+
+
+class WrapperForm:
+    """The forms of `FullyShardedDataParallel`.
+
+    Modules list flat parameters, or with ``use_orig_params`` this rank's shard of each original parameter; with
+    ``flatten_parameters=False`` each parameter is a separate flat parameter under its own name. The inner wrapper
+    (`holder`) also lists flat parameters.
+    """
+
+    lists_parts = brings_inputs = keeps_without_backward = False
+
+    def __init__(self, holder: ShardedParamsWrapper, options: Options, group_by: GroupKey | None) -> None:
+        self._holder, self._group_by = holder, group_by
+        self._flattens, self._shows_originals = options.flatten_parameters, options.use_orig_params
+
+    @property
+    def takes_tied(self) -> bool:
+        return not self._flattens
+
+    @property
+    def names_shards(self) -> bool:
+        return not self._flattens
+
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
+        refuse_nothing_own(found, tied, type(module).__name__)
+
+    def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
+        return self._shard_flat(found, unit, make) if self._flattens else self._shard_singly(found, unit, make)
+
+    def _shard_flat(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
+        groups = group(found, unit.precision_at, self._group_by)
+        align = ALIGNED if self._shows_originals else 1
+        flat_params = [make(params, align=align) for _, params in groups]
+        places = [[found[param] for param in params] for _, params in groups]
+        for flat_param, (key, _) in zip(flat_params, groups, strict=True):
+            flat_param.group = key
+        take_over({param: found[param] for _, params in groups for param in params}, flat_params, unit.name)
+        suffixes = [str(number) for number in range(len(flat_params))]
+        self._holder.hold(flat_params, places, suffixes, is_listed=not self._shows_originals)
+        if self._shows_originals:
+            return [Shard(*one, new_orig_params=OrigParams) for one in zip(flat_params, places, strict=True)]
+        # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
+        at = [[(self._holder, name), (unit.module, name)] for name in self._holder.flat_param_names]
+        return [Shard(*one) for one in zip(flat_params, places, at, strict=True)]
+
+    def _shard_singly(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
+        shards = []
+        for param, places in found.items():
+            flat_param = make([param], keeps_shape=True)
+            flat_param.group = key_of(param, places, self._group_by)
+            shards.append(Shard(flat_param, [places], [place[:2] for place in places]))
+        take_over(found, [shard.flat_param for shard in shards], unit.name, unit)
+        return shards

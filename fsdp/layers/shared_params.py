@@ -1,0 +1,395 @@
+"""Parameters that multiple units share: `append_shared_param`.
+
+A tied parameter must belong to a unit that contains all of its uses. If modules with a tied parameter are wrapped
+separately, with ``flatten_parameters=False``, the first wrapper owns the parameter and the other wrappers *want* it.
+When the parameter is appended to such a wrapper, the handle also gets the wrapper's places: there is a single shard,
+leaf and gradient. Before the units are used, the handle moves to the lowest unit around all of them, which unshards it
+during its whole forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fsdp.distributed.dtensor import MeshPart, is_dtensor
+from fsdp.engine.flat_param import ParamInfo
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import paths_in
+from fsdp.engine.originals import follow_flat_param, lender_of, note_stale, taken_over
+from fsdp.engine.precision import Precision
+from fsdp.engine.shard import Shard
+from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
+from fsdp.layers.managed_params import Places
+from fsdp.layers.state_requests import Exporting
+
+
+def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
+    """Return the parameters that `collect` found in other units, with these units."""
+    found = []
+    for param, places in tied.items():
+        owner, taken = lender_of(param), taken_over(param)
+        if owner is not None and taken is not None and taken.flat_param is not None:
+            shard = taken.flat_param()
+            found += [Wanted(handle, owner, places) for handle in owner.owned_handles if handle.flat_param is shard]
+    return found
+
+
+def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Return the places of parameters that units in a module tree want, which an enclosing unit must not own."""
+    units = filter(None, map(unit_of, module.modules()))
+    return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
+
+
+def restore_order(unit: Unit) -> None:
+    """Restore the order in which the modules of a unit listed their parameters before wrapping."""
+    for each in dict.fromkeys([unit, *(member for one in unit.shares for member in one.members)]):
+        places = [*(one.places for one in each.wanted), *(used for one in each.visible_handles for used in one.places)]
+        for module in {place.module for used in places for place in used}:
+            reorder(module, each.param_order.get(module, ()))
+
+
+def reorder(module: nn.Module, order: Iterable[str]) -> None:
+    """Make a module list its parameters in this order, followed by all other parameters."""
+    params = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({name: params.pop(name) for name in order if name in params})
+    module._parameters.update(params)
+
+
+def share(unit: Unit, param: Any) -> None:
+    """Add a parameter of another unit to `unit`; see `append_shared_param`."""
+    if any(one.state is TrainingState.SUMMON_FULL_PARAMS for one in (unit, *(one.owner for one in unit.wanted))):
+        raise RuntimeError(
+            f"append_shared_param: inside summon_full_params() the modules of {unit.name} and of those it is tied to "
+            "show copies only. Leave it first."
+        )
+    asked = next((one for one in unit.wanted if _is_of(one.handle, param)), None)
+    if asked is None:
+        if any(_is_of(handle, param) for handle in unit.borrowed_handles):
+            return
+        open_ones = ", ".join(one.places[0].fqn for one in unit.wanted) or "none"
+        raise ValueError(
+            f"{unit.name}: append_shared_param got a {type(param).__name__} that is no parameter which another wrapper "
+            f"has taken and which is tied to one in this module (those are: {open_ones}). Tie them before wrapping "
+            "(b.weight = a.weight), wrap both with flatten_parameters=False, and pass what the first one's module "
+            "shows as its weight."
+        )
+    _check(unit, asked)
+    for place in asked.places:
+        del place.module._parameters[place.name]
+    asked.handle.use_at(asked.places)
+    unit.wanted.remove(asked)
+    _join(unit, asked.handle, asked.owner)
+
+
+def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
+    """Record that `unit` uses a handle of another unit."""
+    common = next((one for one in owner.shares if one.handle is handle), None)
+    if common is None:
+        common = Share(handle, [owner], owner)
+        owner.shares.append(common)
+    common.members.append(unit)
+    unit.shares.append(common)
+    for member in common.members:
+        member.is_agreed = False
+    restore_order(unit)
+
+
+def _check(unit: Unit, asked: Wanted) -> None:
+    owner, name = asked.owner, f"{asked.places[0].fqn} of {unit.name}"
+    for one in (unit, owner):
+        if one.runtime is not None:
+            raise RuntimeError(
+                f"append_shared_param: {name} can be shared before the first use only, and {one.name} was used "
+                "already. Call it right after wrapping, or after `_reset_lazy_init()` on the outermost wrapper."
+            )
+    ours, theirs = _dtypes(unit.precision_at(asked.places)), _dtypes(asked.handle.precision)
+    for what, differ in (
+        ("process_group", unit.everyone != owner.everyone),
+        ("compute_device", unit.device != owner.device),
+        ("precision", ours != theirs),
+    ):
+        if differ:
+            raise ValueError(
+                f"append_shared_param: {name} and {_name(asked.handle)} of {owner.name} are one parameter, but their "
+                f"wrappers differ in {what}. Wrap both with the same."
+            )
+
+
+def split_off(param: nn.Parameter, owner: Unit | None) -> None:
+    """Move an original parameter of `owner` into a separate flat parameter. Not collective.
+
+    With `fully_shard` a module may be tied to a module that was sharded before and not used yet. The shared parameter
+    needs a separate handle, which the unit around both can run.
+    """
+    taken = taken_over(param)
+    shard = None if taken is None or taken.flat_param is None else taken.flat_param()
+    handle = next((one for one in owner.owned_handles if one.flat_param is shard), None) if owner is not None else None
+    if taken is None or owner is None or handle is None or len(handle.places) == 1:
+        return
+    if owner.runtime is not None:
+        raise RuntimeError(
+            f"{taken.description} is tied to a parameter of a module that is sharded now, after its own was used "
+            "already. Call fully_shard on all modules before the first forward."
+        )
+    _alone(owner, handle, taken.slot)
+
+
+def _alone(owner: Unit, handle: FlatParamHandle, slot: int) -> FlatParamHandle:
+    """Return a separate handle of a parameter, which replaces the handle of `owner` with multiple parameters."""
+    handle.absorb()
+    if len(handle.places) == 1:
+        return handle
+    rest = [other for other in range(len(handle.places)) if other != slot]
+    parts = [_split_out(owner, handle, slots) for slots in ([slot], rest)]
+    handle.presentation.leave()
+    for kept in (owner.owned_handles, owner.handles):
+        at = kept.index(handle)
+        kept[at : at + 1] = parts
+    for part in parts:
+        part.presentation.enter()
+    return parts[0]
+
+
+def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
+    """Return a handle for some of the parameters of another handle, with a copy of their local shards."""
+    from fsdp.layers.dtensor_params import DTensorParams  # imports DTensor, which takes a second
+
+    old, listed = handle.flat_param, handle.orig_params
+    if not isinstance(listed, DTensorParams):
+        raise TypeError(f"{handle.name} is not in rows")
+    flat_param = old.part_of_shard(slots, handle.comm.rank, handle.comm.world_size)
+    flat_param.fingerprints = handle.values.fingerprints and handle.values.fingerprints.only(slots)
+    params = [listed.params[slot] for slot in slots]
+    new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
+    kept = handle.kept_shard
+    places = [handle.places[slot] for slot in slots]
+    shard = Shard(flat_param, places, (), new_orig_params)
+    comms = handle.comm, handle.reduce_comm, handle.replicas
+    alike = None if kept is None else type(kept)(kept.comm, kept.lasts)
+    along_replicas = handle.replica_axis, handle.sums_replicas_by
+    made = FlatParamHandle(shard, *comms, handle.precision, owner.policy, *along_replicas, alike)
+    owner.attach(made)
+    follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
+    return made
+
+
+def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Parameter, Places], kind: str) -> None:
+    """Raise ValueError if all parameters of a module belong to other units."""
+    if tied and not found:
+        names = ", ".join(places[0].fqn for places in tied.values())
+        raise ValueError(
+            f"{kind} has no parameter of its own: {names} is the same parameter as one which another unit has already "
+            "taken over. Leave both modules unwrapped, so that the unit that contains both takes the parameter "
+            "(auto_wrap does so by itself)."
+        )
+
+
+class _Listed(NamedTuple):
+    """A parameter that a module lists under `fully_shard`, with the unit that took it."""
+
+    param: nn.Parameter
+    unit: Unit
+
+    def found(self) -> tuple[FlatParamHandle, int]:
+        """Return the handle of the parameter, and its number there."""
+        return next(
+            (handle, slot)
+            for handle in self.unit.owned_handles
+            for slot, param in enumerate(_dtensors(handle))
+            if param is self.param
+        )
+
+    @property
+    def places(self) -> list[ParamInfo]:
+        handle, slot = self.found()
+        return handle.places[slot]
+
+
+def _dtensors(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
+    """Return the `DTensor`s of a handle's parameters, if it has such."""
+    listed = handle.orig_params
+    return listed.params if listed is not None and is_dtensor(listed.params[0]) else ()
+
+
+def tie_assigned(units: Iterable[Unit]) -> None:
+    """Merge parameters that a user has tied after sharding: modules list the same `DTensor` for both.
+
+    Units that were already used are skipped: their handles raise an error.
+
+    Raises:
+        RuntimeError: for two parameters that cannot be merged.
+    """
+    kept: dict[nn.Parameter, _Listed] = {}
+    others: list[tuple[_Listed, nn.Parameter]] = []
+    for unit in units:
+        for handle in () if unit.runtime is not None else unit.owned_handles:
+            kept |= {param: _Listed(param, unit) for param in _dtensors(handle)}
+    for one in list(kept.values()):
+        values = {place.module._parameters.get(place.name) for place in one.places}
+        value = values.pop()
+        if not values and value is not None and value is not one.param and kept.setdefault(value, one) is not one:
+            others.append((one, value))
+    for one, value in others:
+        _tie(kept[value], one)
+
+
+def _tie(first: _Listed, other: _Listed) -> None:
+    """Replace a parameter by another parameter in all places that list it."""
+    places, name = other.places, other.places[0].fqn
+    _check_alike(first, other)
+    note_stale(other.param, f"what {name} was before it was tied to {first.places[0].fqn}")
+    for place in places:  # what is to be kept there belongs to the first one
+        place.module._parameters.update({place.name: other.param})
+    other.found()[0].presentation.refill()
+    handle = _alone(first.unit, *first.found())
+    left = _alone(other.unit, *other.found())
+    left.presentation.leave()
+    other.unit.give_up(left)
+    other.unit.owned_handles.remove(left)
+    for place in places:
+        place.module._parameters.pop(place.name, None)
+    handle.use_at(places)
+    if other.unit is first.unit:
+        restore_order(other.unit)
+    else:
+        _join(other.unit, handle, first.unit)
+
+
+def _check_alike(first: _Listed, other: _Listed) -> None:
+    """Raise RuntimeError for two parameters that cannot be merged."""
+    (handle, slot), (left, number) = first.found(), other.found()
+    for what, differ in (
+        ("shape or placements", MeshPart.of(first.param) != MeshPart.of(other.param)),
+        ("dtype", first.param.dtype != other.param.dtype),
+        ("ranks", first.unit.everyone != other.unit.everyone),
+        ("device", first.unit.device != other.unit.device),
+        ("precision", _dtypes(handle.precision) != _dtypes(left.precision)),
+        ("the modules that share them already", any(one.handle is left for one in other.unit.shares)),
+    ):
+        if differ:
+            raise RuntimeError(
+                f"{left.places[number][0].fqn} was tied to {handle.places[slot][0].fqn} after sharding, and cannot "
+                f"become one parameter with it: they differ in {what}. Tie them before fully_shard."
+            )
+
+
+def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_inside: bool) -> None:
+    """Assign each shared parameter to the lowest unit around all its uses.
+
+    Outer units precede inner units. With `all_inside`, all units that share a parameter must be in the tree; otherwise
+    such a parameter is not moved. A tied parameter that is not shared yet raises a RuntimeError.
+    """
+    _refuse_wanted(named_units)
+    units = [unit for _, unit in named_units]
+    tie_assigned(units)
+    names = {unit: name for name, unit in named_units}
+    for one in dict.fromkeys(one for unit in units for one in unit.shares):
+        missing = [member.name for member in one.members if member not in names]
+        if not missing:
+            _move(one, _lowest_around(one.members, root, units))
+        elif all_inside:
+            here = ", ".join(f"'{names[member]}'" for member in one.members if member in names)
+            raise RuntimeError(
+                f"{_name(one.handle)} of {here} is shared (append_shared_param) with {', '.join(missing)}, which is "
+                f"not inside of {root.name}, the outermost unit in use. Wrap the module that contains them all, and "
+                "use that one."
+            )
+
+
+def _move(one: Share, unit: Unit) -> None:
+    """Assign a shared handle to another unit, which must have the same ranks, while no unit computes."""
+    before = one.holder
+    if unit is before:
+        return
+    owner, precision = one.members[0], one.handle.precision
+    for what, differ in (
+        ("their ranks", unit.everyone != owner.everyone),
+        ("their devices", unit.device != owner.device),
+        ("full_precision_in_eval", one.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
+    ):
+        if differ:
+            raise RuntimeError(
+                f"{unit.name} is the lowest unit around all that share {_name(one.handle)} of {owner.name}, and "
+                f"has to gather it, but it differs from them in {what}. Shard it alike."
+            )
+    one.handle.gradients.rescale(before.predivide / unit.predivide)
+    before.give_up(one.handle)
+    unit.adopt(one.handle)
+    if before not in one.members:
+        before.shares.remove(one)
+    if unit not in one.members:
+        unit.shares.append(one)
+    one.holder = unit
+
+
+def _refuse_wanted(named_units: Iterable[tuple[str, Unit]]) -> None:
+    names = {unit: name for name, unit in named_units}
+    for unit, name in names.items():
+        for one in unit.wanted:
+            owner = names.get(one.owner, one.owner.name)
+            raise RuntimeError(
+                f"{one.places[0].fqn} of '{name}' is the same parameter as {_name(one.handle)} of '{owner}', which "
+                f"has taken it over: the two would no longer be tied. Call append_shared_param on the wrapper of "
+                f"'{name}' before the first use; or leave both unwrapped, so that the unit that contains both takes "
+                "the parameter (auto_wrap does so by itself)."
+            )
+
+
+def _lowest_around(members: Sequence[Unit], root: Unit, units: Sequence[Unit]) -> Unit:
+    modules = {module for member in members for module in member.modules}
+    return next(unit for unit in reversed(units) if unit is root or not _reaches(root, modules, without=unit))
+
+
+def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
+    """Return whether any of `modules` runs in the root's tree without being inside of the unit `without`."""
+    seen: set[nn.Module] = set()
+    ahead = [root.module]
+    while ahead:
+        current = ahead.pop()
+        if current in modules and unit_of(current) is not without:
+            return True
+        if current not in seen and unit_of(current) is not without:
+            seen.add(current)
+            ahead += current.children()
+    return False
+
+
+def exported_around(unit: Unit) -> set[int]:
+    """Return the addresses of shared parameters in the enclosing unit's state dict that is being created."""
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
+    places = [one.handle.places[0][0] for one in around if one.handle.presentation.is_exposed]
+    values = [place.module._parameters[place.name] for place in places]
+    return {value.data_ptr() for value in values if value is not None}
+
+
+def keys_of(unit: Unit) -> set[str]:
+    """Return the names, from the unit's module, of all parameters that its modules see when they are summoned."""
+    shared = {one.handle for one in unit.shares}
+    keys = {place.fqn for handle in unit.handles if handle not in shared for used in handle.places for place in used}
+    if shared:
+        paths = paths_in(unit.module)
+        places = [place for handle in shared for place in handle.places[0]]
+        keys |= {path + place.name for place in places for path in paths.get(place.module, ())}
+    return keys
+
+
+def _dtypes(precision: Precision) -> tuple[Any, ...]:
+    return precision.compute, precision.reduce, precision.full_in_eval, precision.keeps_low_gradients
+
+
+def _is_of(handle: FlatParamHandle, param: Any) -> bool:
+    """Return whether `param` belongs to the handle: the original, its shard, or a tensor that modules show."""
+    taken = taken_over(param) if isinstance(param, Tensor) else None
+    if taken is not None:
+        return taken.flat_param is not None and taken.flat_param() is handle.flat_param
+    places = [place for used in handle.places for place in used]
+    return param is handle.flat_param or any(place.module.__dict__.get(place.name) is param for place in places)
+
+
+def _name(handle: FlatParamHandle) -> str:
+    return handle.places[0][0].fqn

@@ -1,0 +1,185 @@
+"""Handles for users: `flat_param_handles` finds a model's, and a `StandaloneHandle` shards without a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import LONE_RANK, communicator
+from fsdp.distributed.consensus import agree_on
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.autograd import BackwardPass
+from fsdp.engine.flat_param import FlatParameter, refuse_unlike
+from fsdp.engine.grad_buffer import GradientSync, divided
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.originals import take_over
+from fsdp.engine.placements import Placements
+from fsdp.engine.policy import Policy
+from fsdp.engine.precision import MixedPrecision, Precision
+from fsdp.engine.shard import Shard
+from fsdp.engine.storage import ShardStorage
+from fsdp.engine.unit import unit_of
+from fsdp.layers.fingerprints import take_fingerprints
+from fsdp.layers.managed_params import Places, collect, names_of
+from fsdp.layers.options import Options
+from fsdp.layers.shard_module import ALIGNED, meet_torch, refuse_fake_tensors
+from fsdp.layers.sharding_strategy import Groups
+from fsdp.layers.shared_params import reorder
+from fsdp.layers.verify import agree_on_values
+
+
+def flat_param_handles(module: nn.Module) -> list[FlatParamHandle]:
+    """Return the handles of all units in a module tree, outer units first. Not collective.
+
+    Units of `FullyShardedDataParallel` and of `fully_shard` are included. A `StandaloneHandle` belongs to no unit, and
+    is not.
+    """
+    units = list(dict.fromkeys(filter(None, map(unit_of, module.modules()))))
+    for unit in units:
+        unit.wake()
+    return list(dict.fromkeys(handle for unit in units for handle in unit.owned_handles))
+
+
+class StandaloneHandle(FlatParamHandle):
+    """A `FlatParamHandle` that the user controls: no unit, hook or schedule runs it.
+
+    The constructor is collective. The handle removes parameters from a module and shards them as a flat parameter. The
+    module has placeholders instead, or the unsharded parameters after `unshard` and `wait_for_unshard`. The module
+    lists the shard as ``flat_param_0`` (or the next free number) for optimizers. Gradients of a backward stay in the
+    handle until `reduce_gradient`. The parameters must be unsharded in forward and in backward. Keep a reference to
+    the handle, because only the handle can unshard them.
+
+    Args:
+        params: parameters of `module` or of modules in it, with equal dtype and device, all trained or all frozen.
+        module: the module that names are relative to.
+        process_group: the ranks to shard over; None means all ranks. A 1-D `DeviceMesh` means its group.
+        use_orig_params: list this rank's shard of each parameter under its name instead of the flat parameter.
+        param_dtype: the dtype of the unsharded parameters; None leaves them as they are.
+        reduce_dtype: the dtype in which gradients are summed; None is `param_dtype`.
+        device: the device of the shard and of the computation; None is the device of the parameters.
+
+    Raises:
+        RuntimeError: without a process group; if the ranks give different parameters, or different values of them.
+        TypeError: for `DTensor`s, integers, and parameters without values.
+        ValueError: for an empty list, for parameters with different dtypes, devices or `requires_grad`, that do not
+            belong to the module, or that are already sharded; for a pair of groups.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        module: nn.Module,
+        process_group: Any = None,
+        *,
+        use_orig_params: bool = False,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        name = type(module).__name__
+        refuse_fake_tensors(module)
+        found = _places_of(params, module)
+        originals = list(found)
+        groups = Groups.resolve(process_group, Placements.from_strategy())
+        if groups.replicate is not None:
+            raise ValueError("StandaloneHandle shards over one process_group, without replicas: give one group")
+        precision = Precision.of_policy(MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+        precision.check(names_of(originals, found)[0], originals[0].dtype, originals[0].requires_grad)
+        meet_torch()
+        device = originals[0].device if device is None else torch.device(device)
+        comm = communicator(groups.shard, device)
+        flat_param = FlatParameter.shard_of(
+            originals,
+            names_of(originals, found),
+            comm.rank,
+            comm.world_size,
+            ShardStorage(device),
+            align=ALIGNED if use_orig_params else 1,
+        )
+        take_fingerprints(flat_param, originals, comm.rank, comm.world_size)
+        flat_param.is_standalone = True
+        listed = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in flat_param.make_layout().slots)
+        kind = f"{flat_param.dtype} requires_grad={flat_param.requires_grad} use_orig_params={use_orig_params}"
+        agree_on([comm], "parameters of a StandaloneHandle", f"{kind} {precision} {listed}", f"{kind}: {listed}")
+        orders = {inner: list(inner._parameters) for inner in module.modules()}
+        take_over(found, [flat_param], name)
+        places = list(found.values())
+        if use_orig_params:
+            shard = Shard(flat_param, places, new_orig_params=OrigParams)
+        else:
+            shard = Shard(flat_param, places, [(module, _free_name(module))])
+        super().__init__(shard, comm, comm, LONE_RANK, precision, Policy(False, False, False))
+        self._predivide = Options().predivide_factor(comm.world_size)
+        self._postdivide = comm.world_size / self._predivide
+        self._backward: BackwardPass | None = None  # the one that runs, or was the last
+        self.on_gradient = _take_gradient
+        for inner, order in orders.items():
+            reorder(inner, order)
+        self.rename(name, name)
+        self.number_as(0)
+        with_handles: Any = SimpleNamespace(handles=[self])
+        agree_on_values([(name, with_handles)])
+
+    def reduce_gradient(self) -> None:
+        """Collective. Add the mean of the ranks' gradients since the last call to the shard's gradient.
+
+        Every rank must call it. Missing gradients of a rank or a parameter count as zeros.
+        """
+        if not self.requires_grad:
+            return
+        if self.gradients.is_empty:
+            self.owe()
+        self.accept(divided(self.reduce().wait(), self._postdivide))
+        self.show_gradient([True] * len(self.layout.slots))
+        self.settle()
+        self.end_backward()
+
+    def take_in(self, slot: int, leaf: Tensor) -> None:
+        """Take in the gradient of a leaf; the first one of a backward begins it."""
+        if self._backward is None or not self._backward.is_alive:
+            self._backward = BackwardPass(self.mark_unreduced)
+            self.begin_backward(GradientSync.FULL, fills_unused=False)
+        self.take_gradient(slot, leaf, self._predivide)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a StandaloneHandle of {self.name} belongs to its module and its process group, and cannot be copied or "
+            "pickled. Save the values that it shows after wait_for_unshard(), and make another handle for a copy."
+        )
+
+
+def _take_gradient(handle: Any, slot: int, leaf: Tensor) -> None:
+    handle.take_in(slot, leaf)
+
+
+def _places_of(params: Iterable[nn.Parameter], module: nn.Module) -> dict[nn.Parameter, Places]:
+    """Return the parameters, in their order, with the places where the module uses them."""
+    wanted = list(dict.fromkeys(params))
+    if not wanted:
+        raise ValueError("StandaloneHandle needs parameters to shard, and was given none")
+    ids = {id(param) for param in wanted}
+    others = [param for param in module.parameters() if id(param) not in ids]  # the shards of other handles too
+    found = collect(module, Ignored.of(None, others))
+    for number, param in enumerate(wanted):
+        if is_dtensor(param):
+            raise TypeError(f"StandaloneHandle shards plain parameters, and number {number} of params is a DTensor")
+        if param not in found:
+            raise ValueError(
+                f"number {number} of params, of shape {list(param.shape)}, is no parameter of this "
+                f"{type(module).__name__}, or is sharded already"
+            )
+    refuse_unlike(wanted, names_of(wanted, found))
+    return {param: found[param] for param in wanted}
+
+
+def _free_name(module: nn.Module) -> str:
+    number = 0
+    while hasattr(module, f"flat_param_{number}"):
+        number += 1
+    return f"flat_param_{number}"

@@ -1,0 +1,586 @@
+"""The full state dict of a wrapped module: unsharded copies of its tensors, under the names of the unwrapped module.
+
+To save, torch iterates over modules whose parameters are unsharded. To load, torch iterates over modules with
+`LoadTarget`s, which record the values copied into them; when the state dicts fit on all ranks, each rank stores its
+shards of the values. So a state dict that does not fit changes no value, and loading neither gathers nor copies
+unsharded parameters. Modules with load hooks or methods that might read or write values cannot be loaded in this way:
+if the tree has such a module, units are loaded one after the other, and values that were loaded before an error stay,
+as in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.consensus import (
+    agree_on_outcome,
+    done_by_all,
+    from_everyone,
+    number_among,
+    peers_answer,
+    sent_by_first,
+)
+from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread_loaded
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
+from fsdp.engine.originals import is_ours
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, units_in
+from fsdp.layers.deferred_init import memory_to_load_into, require_values_everywhere
+from fsdp.layers.fingerprints import fingerprint, sampled
+from fsdp.layers.module_overrides import unswapped
+from fsdp.layers.shared_params import exported_around, keys_of, settle_shares
+from fsdp.layers.state_dict.lost_writes import note_loaded, watch_copies
+from fsdp.layers.state_dict.sharded import TensorPart, store
+from fsdp.layers.state_dict.summon import (
+    Exposure,
+    LoadTarget,
+    Values,
+    beside_ours,
+    deal_changes,
+    for_each,
+    keep_value,
+    recorded,
+    recording,
+    standing_in,
+    unsharded,
+)
+from fsdp.layers.state_requests import (
+    Exporting,
+    FirstRank,
+    LoadPass,
+    LocalState,
+    Saving,
+    ShardedState,
+    Summoning,
+    loading,
+    saving,
+    serving,
+)
+from fsdp.layers.verify import agree, agree_on_values, difference_of_written
+
+Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
+
+
+def ensure_agreed(root: Unit) -> None:
+    """Collective the first time. Compare the units of all ranks before their shards are combined."""
+    named_units = units_in(root)
+    if not all(unit.is_agreed for _, unit in named_units):
+        settle_shares(root, named_units, all_inside=False)
+        agree(root.everyone, named_units)
+
+
+def ensure_same_values(root: Unit) -> None:
+    """Collective the first time. The ranks compare the values that they were wrapped with, before these are read."""
+    if root.state is not TrainingState.SUMMON_FULL_PARAMS:
+        agree_on_values(units_in(root))
+
+
+def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Collective. Return the unsharded state of a wrapper, in the form that the outermost saved wrapper has chosen."""
+
+    def between_hooks(take: Callable[[], Any]) -> Any:
+        for before in wrapper._state_dict_pre_hooks.values():
+            before(wrapper, prefix, keep_vars)
+        state = take()
+        for after in wrapper._state_dict_hooks.values():
+            changed = after(wrapper, state, prefix, state._metadata.get(prefix[:-1], {}))
+            state = state if changed is None else changed
+        return state
+
+    if unit.request(ShardedState):  # nothing is to be gathered
+        return between_hooks(
+            partial(unit.module.state_dict, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        )
+
+    def gathered() -> Any:
+        ensure_agreed(unit)
+        require_values_everywhere(unit, "take a state dict")
+        ensure_same_values(unit)
+        return _full_state(unit, destination, prefix, keep_vars, form)
+
+    unit.require_idle("take a state dict")
+    summoning = unit.request(Summoning)
+    if summoning is not None and summoning.rank0_only:
+        raise RuntimeError(
+            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
+            "it outside, with state_dict(rank0_only=True)."
+        )
+    is_outermost = unit.request(Saving) is None
+    with saving(unit, asked) as form:
+        state = between_hooks(gathered)
+    if is_outermost and not form.is_here:
+        for key in [key for key in state if key.startswith(prefix)]:
+            del state[key]
+    elif is_outermost and not keep_vars:
+        watch_copies(state, {key for key in state if key.startswith(prefix)}, type(unit.module).__name__)
+    return state
+
+
+def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
+    """Collective. Return the `state_dict` of the unit's module, with copies of its unsharded parameters.
+
+    On ranks that do not receive the state, tensors are on the meta device.
+    """
+    summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
+    # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
+    others = [param for param in unit.module.parameters() if not is_ours(param)]
+    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
+        with serving([unit], Exporting()):
+            state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if not form.is_here:
+            for key, value in state.items():
+                if key.startswith(prefix) and isinstance(value, Tensor):
+                    state[key] = _without_values(value)
+        elif not keep_vars:
+            live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
+            _gather_dtensors(state, unit, prefix)
+            params = {prefix + key for key in keys_of(unit)}
+            left = exported_around(unit)
+            moved: dict[Any, Tensor] = {}  # tied tensors stay tied
+            for key, value in state.items():
+                if key.startswith(prefix) and isinstance(value, Tensor) and value.data_ptr() not in left:
+                    wanted = form.dtype if key in params and value.is_floating_point() else None
+                    place = (value.data_ptr(), value.shape, value.stride(), value.dtype, wanted)
+                    if place not in moved or value.numel() == 0:
+                        moved[place] = _own(value, live, form.device, wanted)
+                    state[key] = moved[place]
+    return state
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+    """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
+    for handle in unit.handles:
+        for places in handle.places:
+            names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
+            if names:
+                state.update(dict.fromkeys(names, full_tensor(state[names[0]])))
+    for key, value in state.items():
+        if key.startswith(prefix) and is_dtensor(value):
+            state[key] = full_tensor(value)
+
+
+def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+    moved = value.to(device=device, dtype=dtype) if device or dtype else value
+    return moved.clone() if moved.data_ptr() in live else moved
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_full(
+    wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
+) -> Any:
+    """Collective. Load an unsharded state dict into a wrapper by torch's `walk`.
+
+    If the state dict does not fit on any rank, all ranks raise an error, and all values are unchanged, unless modules
+    have custom load hooks or methods. With `rank0_only`, only the first rank's state dict counts.
+    """
+    source = FirstRank(unit.everyone) if rank0_only else None
+    if isinstance(state_dict, Mapping):
+        note_loaded(state_dict)
+    if source is not None:
+        state_dict = _received(source, wrapper, unit, state_dict)
+
+    def load() -> Any:
+        try:
+            with unswapped():
+                return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
+        except Exception as error:
+            explain(error, unit.module, state_dict)
+            raise
+
+    form = LoadPass(read=_agree_to_read(unit, wrapper), source=source)
+    if form.read is None:
+        return _record_and_commit(wrapper, unit, form, load)
+    with loading(unit, form):
+        try:
+            return _done(unit, source, load)
+        finally:
+            for _, each in units_in(unit):
+                each.end_load()
+
+
+def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
+    """Collective. Load the state dict if it fits on all ranks; otherwise leave all values unchanged."""
+    units = [each for _, each in units_in(unit)]
+    hidden = [each for each in units if each.state is not TrainingState.SUMMON_FULL_PARAMS]
+    with (
+        for_each(hidden, lambda each: closing(_recording(each, form))) as recordings,
+        _beside(wrapper.modules()) as rest,
+    ):
+        result = done_by_all([unit.everyone], "load its state dict", load)
+        values = [recorded(each) for each in recordings]
+        if form.source is None:
+            problem = _difference(unit, dict(zip(hidden, values, strict=True)))
+            done_by_all([unit.everyone], "load its state dict", lambda: _raise_if(problem, number_among(unit.everyone)))
+
+    def commit() -> None:
+        with stored_buffers(units), torch.no_grad():
+            for entries, name, target in rest.tensors:
+                if target.source is not None:
+                    entries[name].copy_(target.source)
+            for module, state in rest.extra:
+                module.set_extra_state(state)
+        for each, exposure, found in zip(hidden, recordings, values, strict=True):
+            _keep(exposure.handles, found, form.source_of(each))
+
+    _done(unit, form.source, commit)
+    return result
+
+
+def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
+    """Collective. Return a description of the difference if samples of the ranks' state dicts differ; else "".
+
+    Ranks without a common unit may differ: experts that are units with separate groups have other values on each rank.
+    """
+    loaded: dict[tuple[Communicator, Communicator], dict[str, int]] = {}
+    for name, each in units_in(unit):
+        for handle in each.handles:
+            loaded.setdefault((handle.comm, handle.replicas), {})
+        for (handle, slot), value in values.get(each, {}).items():
+            key = join("" if each is unit else name, handle.places[slot][0].fqn)
+            loaded[handle.comm, handle.replicas][key] = fingerprint(sampled(local_part(value)))
+    # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
+    problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
+    return next(filter(None, problems), "")
+
+
+def _raise_if(problem: str, rank: int) -> None:
+    if problem:
+        raise RuntimeError(
+            f"rank {rank}: loading a state dict, {problem} Load the same state dict on every rank, or pass "
+            "rank0_only=True, where the first rank's counts."
+        )
+
+
+def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
+    """Collective. Return the result of `job`, if it raises on no rank."""
+    if source is None:
+        return done_by_all([unit.everyone], "load its state dict", job)
+    try:
+        result = job()
+    except Exception as error:
+        source.finish(error)
+        raise
+    source.finish(None)
+    return result
+
+
+def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
+    """Collective. Return the units whose values a load may read on any rank.
+
+    None means that all modules of the tree only copy values, on every rank, so the complete load can be recorded.
+    """
+    units = [each for _, each in units_in(unit)]
+    others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
+    is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
+    told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
+    if peers_answer(unit.everyone):
+        told = from_everyone(unit.everyone, told[0])
+    if all(flags[0] for flags in told):
+        return None
+    return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Return True if a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return any(_is_users(getattr(one, "hook", one)) for one in (*hooks, module._load_from_state_dict))
+
+
+def _is_users(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    origin = getattr(function, "__module__", None) or ""
+    is_lazy = origin == "torch.nn.modules.lazy"
+    return is_lazy or not origin.startswith(("torch.nn.modules.", f"{__name__.partition('.')[0]}."))
+
+
+# A state dict that only the first rank has
+
+
+def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any) -> Mapping[str, Any]:
+    """Collective. Return the first rank's state dict, on other ranks with sharded parameters on the meta device.
+
+    Buffers and other values are sent one after the other; sharded parameters are sent when their units are loaded.
+    """
+    error = None
+    if source.is_here and not isinstance(state_dict, Mapping):
+        error = TypeError(f"rank0_only=True: rank 0 has to pass a state dict, and passed a {type(state_dict).__name__}")
+    agree_on_outcome([source.ranks], "load its state dict", error)
+    given: Any = None
+    if source.is_here:
+        tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+        described = {**state_dict, **{key: _without_values(tensor) for key, tensor in tensors.items()}}
+        sent = tensors.keys() - _sharded_keys(source, wrapper)
+        given = described, sent, getattr(state_dict, "_metadata", None)
+    described, sent, metadata = from_everyone(source.ranks, given)[0]
+    found = OrderedDict[str, Any](state_dict if source.is_here else described)
+    for key in (key for key in found if key in sent):
+        made = torch.empty_like(described[key], device=unit.device)
+        if source.is_here:
+            made.copy_(found[key].detach())
+        found[key] = sent_by_first(source.ranks, made)
+    found._metadata = metadata  # type: ignore[attr-defined]
+    return found
+
+
+def _sharded_keys(source: FirstRank, wrapper: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for name, module in wrapper.named_modules(remove_duplicate=False):
+        unit = unit_of(module)
+        if unit is not None and source.serves(unit):
+            prefix = clean_name(name)
+            found |= {f"{prefix}.{key}" if prefix else key for key in keys_of(unit)}
+    return found
+
+
+# Recording
+
+
+def _recording(unit: Unit, form: LoadPass) -> Exposure:
+    source = form.source_of(unit)
+    is_here = source is None or source.is_here
+
+    def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
+        if is_here:  # other ranks get shapes
+            _refuse_meta(value)
+        if isinstance(value, TensorPart):
+            raise NotImplementedError(
+                f"it is a part of a tensor, {value}. Load a sharded state with load_sharded_state_dict()"
+            )
+
+    return recording(unit, check)
+
+
+def _refuse_meta(value: Tensor) -> None:
+    if value.is_meta:
+        raise NotImplementedError("it is on the meta device, and has no values to copy")
+
+
+class _Rest(NamedTuple):
+    """A record of the values that a load would write, apart from sharded parameters."""
+
+    tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
+    extra: list[tuple[nn.Module, Any]]
+
+
+@contextmanager
+def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
+    """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
+    targets, modules = dict[int, LoadTarget](), list(modules)
+    before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
+
+    def target(tensor: Tensor) -> LoadTarget:
+        return targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
+
+    extra = [module for module in modules if "set_extra_state" not in module.__dict__]
+    with standing_in(before, target) as shown:
+        rest = _Rest(shown, [])
+        try:
+            for module in extra:
+                module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
+            yield rest
+        finally:
+            for module in extra:
+                module.__dict__.pop("set_extra_state", None)
+
+
+def _try(tensor: Tensor, value: Tensor) -> None:
+    """Raise the error of torch if `value` cannot be copied into `tensor`."""
+    _refuse_meta(value)
+    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(value)
+
+
+@contextmanager
+def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
+    """Cast buffers to the dtype in which they are saved, and allocate memory for tensors without values."""
+    with memory_to_load_into(units), buffers_in_own_precision(units):
+        yield
+
+
+@contextmanager
+def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
+    """Cast buffers from the dtype of computation to the dtype in which they are saved."""
+    try:
+        for unit in units:
+            unit.buffers.widen()
+        yield
+    finally:
+        for unit in units:
+            if not unit.in_full_precision:
+                unit.buffers.narrow()
+
+
+# Keeping
+
+
+def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:
+    """Store the recorded values. Collective if only the first rank has them."""
+    if source is not None and (source.is_over or not source.is_here):
+        values = {}
+    store(values)
+    _tell(handles, values, source)
+
+
+def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None, problem: str = "") -> None:
+    """Collective if only the first rank has values: other ranks receive their shards of its stored values."""
+    if source is not None and not source.is_over:
+        changed = [[handles.index(handle), slot] for handle, slot in values]
+        deal_changes(handles, source.tell(changed, problem), values)
+
+
+@contextmanager
+def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
+    """Make a unit's modules loadable inside the context; written values are stored, even after an exception."""
+    source = form.source_of(unit)
+    is_here = source is None or source.is_here
+    is_read = unit in (form.read or ())
+    if is_read:
+        exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    else:
+        exposure = _recording(unit, form)
+    try:
+        with stored_buffers([unit]):
+            yield
+    finally:
+        if is_read:
+            _keep_written(exposure, is_here, source)
+        else:
+            values = recorded(exposure)
+            exposure.close()
+            _keep(exposure.handles, values, source)
+
+
+def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
+    """Store the values of a load that could read them. If only the first rank has them, all ranks raise its error."""
+    written = set(exposure.changed())
+    kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in written:
+            kept[handle, slot] = handle.presentation.replacement(slot)
+            keep_value(handle, slot)
+
+    problem = ""
+    try:
+        exposure.close(keep if is_here and not (source is not None and source.is_over) else None)
+    except RuntimeError as error:
+        if source is None:
+            raise
+        problem = str(error)
+    _tell(exposure.handles, kept, source, problem)
+
+
+def require_mapping(state_dict: Any) -> None:
+    """Raise TypeError, as torch does, for values other than a state dict."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+
+
+def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
+    """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    require_mapping(state_dict)
+    copied = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped = {name: metadata[clean_name(name)] for name, _ in root.named_modules() if clean_name(name) in metadata}
+        copied._metadata = type(metadata)({**metadata, **wrapped})  # type: ignore[attr-defined]
+    return copied
+
+
+_adds_path_parts: ContextVar[bool] = ContextVar("_adds_path_parts", default=True)
+
+
+@contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Inside, ``load_state_dict`` takes raw names only, with the wrappers' path parts, and adds none to plain ones.
+
+    For a state dict that no wrapper made, such as ``dict(model.named_parameters())`` of a tool that knows them. Keys
+    with path parts are taken as they are outside of it as well. FairScale's name.
+    """
+    token = _adds_path_parts.set(False)
+    try:
+        yield
+    finally:
+        _adds_path_parts.reset(token)
+
+
+def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
+    """Add a remedy to an error of loading into a module (`plain`) if every key has the same extra prefix."""
+    front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
+    if front:
+        remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
+        error.args = (f"{error}\n\t{prefix_problem(front, remedy)}",)
+
+
+class Loading:
+    """Lets `nn.Module.load_state_dict` load a wrapped module like an unwrapped module, a unit at a time.
+
+    torch iterates over the module tree and loads each module from the keys under its path. At the beginning of a
+    wrapper, the keys get the path parts of the wrapper. At the beginning of a wrapper, or of a module of its unit that
+    is loaded by itself, the unit's parameters are exposed, unless the complete load is recorded; at the end they are
+    sharded again.
+    """
+
+    def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
+        self._unit = unit
+        self._entered: nn.Module | None = None
+        self._exit = ExitStack()  # ends what began when that was entered
+        wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
+        wrapper.register_load_state_dict_post_hook(self._clean)
+        for module in (wrapper, *own_modules(unit.module)):
+            unit.hooks += [
+                module.register_load_state_dict_pre_hook(self._enter),
+                module.register_load_state_dict_pre_hook(spread_loaded),
+                module.register_load_state_dict_post_hook(self._leave),
+            ]
+
+    def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._error_msgs = rest[-1]
+        inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
+        for key in [key for key in state_dict if key.startswith(prefix)] if _adds_path_parts.get() else ():
+            if not key.startswith(prefix + FSDP_PART):
+                state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+
+    def _clean(self, module: nn.Module, incompatible: object) -> None:
+        if not _adds_path_parts.get():
+            return  # or a key without its path parts would be called missing and unexpected by the same name
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
+            keys[:] = [clean_name(key) for key in keys]
+        self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
+
+    def _enter(self, module: nn.Module, *rest: Any) -> None:
+        unit = self._unit
+        if unit.request(LocalState) or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return  # the shards are loaded already, or what is to be written is listed
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle("load a state dict")
+        self._entered, unit.unfinished_load = module, self.close
+        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
+            ensure_agreed(unit)
+            self._exit.enter_context(loading(unit, LoadPass(read=_agree_to_read(unit, unit.module))))
+        self._exit.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
+
+    def _leave(self, module: nn.Module, incompatible: object) -> None:
+        if self._entered is module:
+            self.close()
+
+    def close(self) -> None:
+        """Shard the parameters that are still exposed, even after an exception."""
+        self._unit.unfinished_load = self._entered = None
+        self._exit.close()

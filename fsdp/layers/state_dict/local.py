@@ -1,0 +1,310 @@
+"""Local state dicts: a rank's shards, their metadata for consolidation, and their loading, without other ranks.
+
+A local state dict is the result of `nn.Module.state_dict` without a gather: modules list their shards, under the names
+of FairScale's flat parameters. Loading has two steps. First, all keys are compared, and no value changes; then shards
+are copied, and the remaining entries (buffers, ignored parameters, extra state) are passed to
+`nn.Module.load_state_dict`, for modules with a custom load method.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import clean_name, join, paths_in
+from fsdp.engine.originals import is_ours
+from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
+from fsdp.layers.shared_params import settle_shares
+from fsdp.layers.state_dict.full import is_customised, require_mapping, stored_buffers, with_wrapped_metadata
+from fsdp.layers.state_requests import LocalState, require_shards, serving
+
+_NAMED = 5  # in messages
+_EXTRA = "_extra_state"
+_MARK = "fsdp_shard"  # in a state dict's own metadata of a unit's module: which shard of how many it has
+_REMEDY = (
+    "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
+    "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A wrapper of the tree with a local state."""
+
+    path: str  # from the root, as a plain name
+    unit: Unit  # its own
+    is_flat: bool  # its parameters lie in flat ones
+    is_counted: bool  # this rank's shards are those to consolidate from: the unit's ranks have the root's first
+    is_alone: bool  # the first rank has all of it, though the root is sharded
+
+    @property
+    def title(self) -> str:
+        return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
+
+
+def members_in(wrapper: nn.Module) -> list[Member]:
+    """Return this wrapper, followed by the wrappers inside."""
+    found: list[Member] = []
+    for path, module in wrapper.named_modules():
+        unit = unit_of_wrapper(module)
+        if unit is not None:
+            root = found[0].unit if found else unit
+            first = min(root.ranks, default=None)
+            ranks = unit.comm.ranks
+            is_counted = first is None or not ranks or first in ranks
+            is_alone = unit.comm.world_size == 1 < root.comm.world_size
+            found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))
+    return found
+
+
+@contextmanager
+def local(root: Unit, what: str) -> Iterator[None]:
+    """State dicts of all units inside are of shards."""
+    if root.request(LocalState):  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+        yield
+        return
+    units = [unit for _, unit in units_in(root)]
+    require_shards(units, what)
+    settle_shares(root, units_in(root), all_inside=False)
+    for handle in _handles(units):
+        handle.absorb()  # what users have put in the places of parameters belongs to the shards
+        handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
+        handle.storage.check(handle.name)
+    with serving(units, LocalState()):
+        yield
+
+
+def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Return the `state_dict` of a unit's module inside `local`: shards, under the names that modules list them by."""
+    with stored_buffers([unit]):
+        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        metadata.setdefault(prefix[:-1], {})[_MARK] = (unit.comm.rank, unit.comm.world_size)
+    return state
+
+
+def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
+    """Return which shard of how many the unit at `path` (a plain name) has in a local state dict; None if unknown."""
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    found = metadata.get(path, {}).get(_MARK)
+    return None if found is None else tuple(found)
+
+
+# --- metadata -------------------------------------------------------------------------------------------------------
+
+
+def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
+    """Return the metadata of this rank's shards for `consolidate`, in FairScale's format.
+
+    `members` are the outermost wrapper, `root`, and the wrappers inside.
+    """
+    paths = paths_in(root)
+    entries = [_entry(member) for member in members]
+    for member, entry in zip(members, entries, strict=True):
+        for handle in member.unit.owned_handles:
+            for slot, places in zip(handle.layout.slots, handle.places, strict=True):
+                primary = join(member.path, slot.name)
+                names = [path + place.name for place in places for path in paths.get(place.module, ())]
+                for name in dict.fromkeys(names):
+                    if name != primary:
+                        is_inside = not member.path or name.startswith(f"{member.path}.")
+                        holder, path = (entry, member.path) if is_inside else (entries[0], "")
+                        holder["shared_param_info"].append((_below(primary, path), _below(name, path)))
+    beside = [key for key, tensor in _entries(root).items() if tensor is None or not is_ours(tensor)]
+    return {"param_metadata": entries, "buffer_names": beside}
+
+
+def _entry(member: Member) -> dict[str, Any]:
+    params: dict[str, dict[str, Any]] = {}
+    if member.unit.placements.is_nested:
+        raise NotImplementedError(
+            f"{member.title} has shards that are divided along the replica axis again, in an order that FairScale's "
+            "format does not have. Save state_dict() instead; local_state_dict() by itself is loaded again by the same "
+            "ranks."
+        )
+    for handle in member.unit.owned_handles:
+        if any(handle.flat_param.parts):
+            raise NotImplementedError(
+                f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
+                "FairScale's format cannot say that. Save state_dict() instead, which is unsharded on every rank; "
+                "local_state_dict() by itself is loaded again by the same ranks."
+            )
+        params |= dict(_backings(handle, member))
+    path, alone = member.path, member.is_alone
+    return {"fsdp_path": path, "params": params, "no_broadcast_optim_state": alone, "shared_param_info": []}
+
+
+def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the names under which modules list a handle's parameters, with the contents of each."""
+    slots, rank = handle.layout.slots, handle.comm.rank
+    # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
+    groups = [slots] if handle.orig_params is None else [(slot,) for slot in slots]
+    for number, group in enumerate(groups):
+        listed = handle.flat_param if handle.orig_params is None else handle.orig_params.params[number]
+        padding = handle.layout.padding(rank) if handle.orig_params is None else 0
+        is_one = handle.orig_params is not None or not member.is_flat
+        yield (
+            group[0].name if is_one else handle.presentation.entries[0][1],
+            {
+                "names": [slot.name for slot in group],
+                "shapes": [slot.shape for slot in group],
+                "numels": [slot.numel for slot in group],
+                # What is not to be read counts as padding, for FairScale's reader too.
+                "padding": padding if member.is_counted else listed.numel(),
+            },
+        )
+
+
+def _below(name: str, path: str) -> str:
+    return name[len(path) + 1 :] if path else name
+
+
+def _entries(root: nn.Module) -> dict[str, Tensor | None]:
+    """Return the saved tensors of modules by plain name: shards, local shards, other tensors; None for extra state."""
+    found: dict[str, Tensor | None] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        path = clean_name(path)
+        kept = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is not None:
+                found.setdefault(join(path, name), tensor)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[join(path, _EXTRA)] = None
+    return found
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+class LocalLoad:
+    """A load of this rank's shards inside `local`. Creation only checks the state dict; values change when it runs.
+
+    The keys may be plain or raw names. With `strict`, missing and unexpected keys raise an error.
+    """
+
+    def __init__(self, root: nn.Module, members: Sequence[Member], state_dict: Mapping[str, Any], strict: bool) -> None:
+        self._root, self._members, self._strict, self._given = root, members, strict, state_dict
+        self._handles = {id(one.flat_param): one for one in _handles([member.unit for member in members])}
+        self._wanted = _entries(root)
+        self._shards = {key: one for key, one in self._wanted.items() if one is not None and is_ours(one)}
+        self._values = self._renamed(state_dict)
+        named = root.named_modules(remove_duplicate=False)
+        self._loads_alone = [clean_name(path) for path, module in named if is_customised(module)]
+        problems = [*self._other_ranks(), *self._misfits(), *(self._odd_keys() if strict else ())]
+        if problems:
+            self._refuse(problems)
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        unit = self._members[0].unit
+        more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+        raise RuntimeError(
+            f"rank {unit.comm.rank} of {unit.comm.world_size}: cannot load this local state dict into {unit.name}: "
+            + "; ".join([*problems[:_NAMED], *more])
+            + f". {_REMEDY}"
+        )
+
+    def _renamed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values by plain names; the names in old versions of FairScale had no number."""
+        require_mapping(state_dict)
+        values: dict[str, Any] = {}
+        for key, value in state_dict.items():
+            name = clean_name(key)
+            if name not in self._wanted and name.rpartition(".")[2] == "flat_param":
+                name += "_0"
+            if name in values:
+                raise RuntimeError(f"two keys of this local state dict stand for {name!r}: leave one of them out")
+            values[name] = value
+        return values
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def _other_ranks(self) -> Iterator[str]:
+        """Yield a problem for each unit with a shard that was saved by another rank."""
+        for member in self._members:
+            comm, mark = member.unit.comm, shard_mark(self._given, member.path)
+            if mark is not None and mark != (comm.rank, comm.world_size):
+                yield (
+                    f"of unit {member.title} it has shard {mark[0]} of {mark[1]}, and this rank has shard {comm.rank} "
+                    f"of {comm.world_size}"
+                )
+
+    def _misfits(self) -> Iterator[str]:
+        """Yield a problem for each value of another size."""
+        for key, own in self._wanted.items():
+            value = self._values.get(key)
+            if own is None or key not in self._values or (key not in self._shards and self._is_left_alone(key)):
+                continue
+            if not isinstance(value, Tensor) or (key in self._shards and is_dtensor(value)):
+                yield f"{key!r} is a {type(value).__name__} instead of a tensor"
+            elif value.is_meta:
+                yield f"{key!r} has no values: it is on the meta device"
+            elif key in self._shards and value.numel() != own.numel():
+                handle = self._handle(own)
+                own_handles = ((one, (*one.unit.owned_handles, *one.unit.borrowed_handles)) for one in self._members)
+                title = next(one.title for one, handles in own_handles if handle in handles)
+                yield (
+                    f"{key!r} (unit {title}, shard {handle.comm.rank} of {handle.comm.world_size}) has "
+                    f"{value.numel()} elements, and this rank's shard has {own.numel()}"
+                )
+            elif key not in self._shards and not _fits(value, own):
+                yield f"{key!r} has shape {tuple(value.shape)}, and the model has {tuple(own.shape)}"
+
+    def _odd_keys(self) -> Iterator[str]:
+        missing = [key for key in self._wanted if key not in self._values]
+        unexpected = [key for key in self._values if key not in self._wanted]
+        for what, keys in (("missing keys", missing), ("unexpected keys", unexpected)):
+            keys = [key for key in keys if key in self._shards or not self._is_left_alone(key)]
+            if keys:
+                yield f"{what} {', '.join(map(repr, keys[:_NAMED]))}{', ...' if len(keys) > _NAMED else ''}"
+
+    def _is_left_alone(self, key: str) -> bool:
+        """Return True if a module handles the key with a custom load method, so that the result is unknown."""
+        return any(not path or key.startswith(f"{path}.") for path in self._loads_alone)
+
+    def _handle(self, listed: Tensor) -> FlatParamHandle:
+        return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
+
+    # --- changes ------------------------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """Load, and return torch's result with the plain names of missing and unexpected keys."""
+        for handle in self._handles.values():
+            handle.values.touch()  # also where nothing is given: other ranks may be given something
+        done: set[int] = set()  # tied parameters have several names
+        for key, own in self._shards.items():
+            if key in self._values and id(own) not in done:
+                done.add(id(own))
+                handle = self._handle(own)
+                shards = handle.orig_params.params if handle.orig_params is not None else []
+                slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: the flat one
+                handle.values.fill_local(self._values[key], slot)
+        rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
+        if hasattr(self._given, "_metadata"):
+            rest._metadata = self._given._metadata  # type: ignore[attr-defined]
+        with stored_buffers([member.unit for member in self._members]):
+            result = nn.Module.load_state_dict(self._root, with_wrapped_metadata(rest, self._root), strict=False)
+        missing = [key for key in self._shards if key not in self._values]
+        result.missing_keys[:] = [*missing, *(key for key in result.missing_keys if key not in self._shards)]
+        if self._strict and (result.missing_keys or result.unexpected_keys):  # of modules that load in their own way
+            self._refuse([f"missing keys {result.missing_keys}, unexpected keys {result.unexpected_keys}"])
+        return result
+
+
+def _fits(value: Tensor, own: Tensor) -> bool:
+    """Return True if torch would load the value; torch accepts a tensor of a single element for a scalar."""
+    return is_lazy(own) or value.shape == own.shape or (own.dim() == 0 and value.shape == (1,))
+
+
+def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
+    """Return all handles that a tree's modules list, whichever unit runs them."""
+    listed = [(*unit.owned_handles, *unit.borrowed_handles, *unit.handles) for unit in units]
+    return list(dict.fromkeys(handle for handles in listed for handle in handles))

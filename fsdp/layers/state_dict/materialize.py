@@ -1,0 +1,311 @@
+"""`materialize` initializes parameters and buffers without values, unit by unit and module by module.
+
+A unit's modules list its parameters as ordinary tensors in new memory, without a gather; each module initializes the
+tensors directly in it; then each rank copies its shard, and the memory is freed before the next unit.
+
+Children are initialized before their parents, as in constructors, so a module can change the values of its children
+(torch's attention zeroes the bias of its projection). A tied parameter is initialized once, by the first of its
+modules. Existing values are protected: modules list temporary copies in their places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import during
+from fsdp.distributed.devices import HOST, default_generators, return_freed_memory
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import plain_name
+from fsdp.engine.originals import is_ours
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.layers.deferred_init import Uninitialized, mark, uninitialized_in
+from fsdp.layers.module_overrides import Conversions
+from fsdp.layers.state_dict.redistribute import as_modules_see, blanks
+from fsdp.layers.state_dict.summon import Exposure, beside_ours, hidden_handles, standing_in
+from fsdp.layers.state_requests import Filling, require_shards, serving
+
+ParamInit = Callable[[nn.Module], object]
+Lacks = list[Uninitialized]
+
+# The second is what torch's own attention has, and models that follow it.
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+@torch.inference_mode(False)  # or the values could not be trained
+@during("fsdp.materialize()")
+def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, seed: int | None = None) -> None:
+    """Initialize all parameters and buffers of a model without values, as created on the meta device.
+
+    Call it on every rank, with the same arguments, before the first use; the ranks do not communicate. A single unit
+    is unsharded at a time, on the unit's compute device. The function accepts any tree of modules, with or without
+    units; tensors outside units are created on the device of the units, or on the default device. Parameters and
+    buffers with values, loaded from a file for example, keep them.
+
+    Each module that has parameters or buffers without values *directly* in it is initialized once, children before
+    parents. `param_init_fn` is called with the module; without it, the module's method ``reset_parameters()`` (or
+    ``_reset_parameters()``, as in `nn.MultiheadAttention`). The function may write in place, or assign new parameters
+    of the same shape.
+
+    Args:
+        model: the outermost module; it may be unwrapped.
+        param_init_fn: initializes the tensors directly in the module that it receives. Their memory is allocated, so a
+            call of ``to_empty`` is unnecessary; if it calls it, then with ``recurse=False``.
+        seed: the seed of the values. torch's generators are seeded for each module by this number and the module's
+            plain name in `model`. So values are independent of the number of ranks, of the wrapped modules and of the
+            order; they depend on the type of device. The states of the generators are restored. With None, the values
+            come from the current states, which must be the same on every rank.
+
+    Raises:
+        RuntimeError: for a module that has no method to initialize it, or leaves a tensor without values; inside a
+            forward or backward, or `summon_full_params`.
+        ValueError: for a part of a unit, or a new value with another shape.
+        TypeError: if `param_init_fn` is not callable, or `seed` is not an integer.
+    """
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed must be an integer or None, got {seed!r}")
+    guarding = model.__dict__.get("_apply")
+    if isinstance(guarding, Conversions) and unit_of(model) is None:
+        raise ValueError(
+            f"this {type(model).__name__} is a part of {guarding.unit.name}, whose parameters lie in one vector: call "
+            "materialize with the FullyShardedDataParallel around it, or the whole model"
+        )
+    _Materializing(model, param_init_fn, seed).fill_all()
+
+
+@torch.inference_mode(False)
+def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
+    """Run `materialize` for a unit's own modules, without those in units inside of it."""
+    _Materializing(unit.module, param_init_fn, None).fill_unit(unit)
+
+
+class _Materializing:
+    """The state of a call of `materialize`."""
+
+    def __init__(self, model: nn.Module, param_init_fn: ParamInit | None, seed: int | None) -> None:
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(f"param_init_fn must be a function of a module, got {param_init_fn!r}")
+        self._init, self._seed = param_init_fn, seed
+        self._names = {module: plain_name(name) for name, module in model.named_modules()}
+        self._order = _children_first(model)
+        self._units = list(filter(None, dict.fromkeys(map(unit_of, self._order))))
+        require_shards(self._units, "materialize")
+        self._device = _device_beside(model, self._units)
+        self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
+        self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
+        self._lacks: dict[nn.Module, Lacks] = {}  # by the module that is to initialise them
+        numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
+        for lack in _lacks_in(self._order, self._units):
+            inside = [place for place in lack.places if place[0] in numbers]
+            if inside:
+                first = min(inside, key=lambda place: numbers[place[0]])
+                lack.places.remove(first)
+                lack.places.insert(0, first)
+                self._lacks.setdefault(first[0], []).append(lack)
+
+    def fill_all(self) -> None:
+        in_units = {module for unit in self._units for module in own_modules(unit.module)}
+        last = {unit_of(module): module for module in self._order}
+        for module in self._order:
+            unit = unit_of(module)
+            if unit is not None:
+                if module is last[unit]:
+                    self.fill_unit(unit)
+            elif module not in in_units:
+                self._fill_module(module, self._lacks.get(module, []), self._device)
+
+    def fill_unit(self, unit: Unit) -> None:
+        """Initialize the modules of a unit, and shard the values."""
+        own, shown = set(own_modules(unit.module)), set(hidden_handles(unit))
+        found = {
+            module: [lack for lack in lacks if lack.handle is None or lack.handle in shown]
+            for module, lacks in self._lacks.items()
+            if module in own
+        }
+        if not any(found.values()):
+            return
+        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as self._scratch:
+            for module in sorted(found, key=self._numbers.__getitem__):
+                self._fill_module(module, found[module], unit.device)
+        for module, lacks in found.items():
+            self._filled[module] = [lack for lack in lacks if lack.handle is None]  # the others are sharded now
+        unit.awaits_values = True  # until it is looked at
+        return_freed_memory()
+
+    def _fill_module(self, module: nn.Module, lacks: Lacks, device: torch.device) -> None:
+        if not lacks:
+            return
+        name = self._names[module] or "the root"
+        text = f"{name} ({type(module).__name__})"
+        init = self._init or _own_init(module, text, lacks)
+        for lack in lacks:
+            lack.give_memory(device)
+        inside = [inner for inner in module.modules() if inner is not module]
+        below = [lack for inner in inside for lack in self._filled.get(inner, ())]
+        before = [(lack, _address(lack)) for lack in below]
+        try:
+            reach = _out_of_reach(module, lacks, below, self._scratch)
+            with reach, _drawing_from(self._seed, self._names[module], device), torch.no_grad():
+                init(module)
+            for lack in lacks:
+                _require_filled(lack, text)
+            moved = [lack.places[0][1] for lack, address in before if _address(lack) != address]
+            if moved:  # without values, most likely
+                raise RuntimeError(
+                    f"{text}: its initialisation gave other memory to parameters or buffers of modules inside of it, "
+                    f"which had their values: {', '.join(moved)}. Initialise what is directly in the module, and call "
+                    "to_empty(..., recurse=False), if at all."
+                )
+        except BaseException:
+            for lack in lacks:
+                lack.take_back()
+            raise
+        for lack in lacks:
+            if lack.value is not None:
+                lack.put(lack.value)
+        self._filled[module] = list(lacks)
+
+
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    """Return all modules, each once, in the order in which constructors finish."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in found:
+                visit(child)
+        found[module] = None
+
+    visit(model)
+    return list(found)
+
+
+def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
+    """Return the device for tensors outside units: of the units, or of other values, or the default device."""
+    devices = [unit.device for unit in units]
+    devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
+    return devices[0] if devices else HOST
+
+
+def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
+    for name in _RESETS:
+        if callable(getattr(module, name, None)):
+            return lambda each: getattr(each, name)()
+    names = ", ".join(lack.places[0][1] for lack in lacks)
+    raise RuntimeError(
+        f"{text} has {names} without values, and no reset_parameters() to draw them. "
+        "Give materialize, or the wrapper, a param_init_fn that initialises such modules, or load the values first."
+    )
+
+
+def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Uninitialized]:
+    """Yield all tensors without values: parameters of the units, and tensors that the modules list."""
+    for unit in units:
+        for handle in unit.owned_handles:
+            handle.absorb()  # what users have assigned has values
+            for slot in sorted(handle.valueless):
+                places = [(place.module, place.name) for place in handle.places[slot]]
+                yield Uninitialized(places, None, handle, slot)
+    yield from uninitialized_in(modules)
+
+
+def _address(lack: Uninitialized) -> int | None:
+    value = lack.value
+    is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
+    return value.data_ptr() if value is not None and is_here else None
+
+
+def _require_filled(lack: Uninitialized, module: str) -> None:
+    """Raise unless there are values now; `module` was to bring them."""
+    value, name = lack.value, lack.places[0][1]
+    if value is None:
+        raise RuntimeError(f"{module}: its initialisation removed {name}")
+    if value.shape != lack.shape:
+        raise ValueError(
+            f"{module}: its initialisation gave {name} the shape {tuple(value.shape)}; it is "
+            f"{tuple(lack.shape)} in the model that was wrapped"
+        )
+    if value.numel() and not lack.is_filled:
+        where = "on the meta device" if value.is_meta else "without values"
+        raise RuntimeError(
+            f"{module}: its initialisation left {name} {where}. Give a param_init_fn that initialises every "
+            "parameter and buffer that is directly in the module that it is called with."
+        )
+
+
+# --- what modules see -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
+    """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
+
+    Yields the ids of the other parameters, which stand for those that have values and are forgotten.
+    """
+    slots = {(lack.handle, lack.slot) for lack in wanted}
+    memory = {handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)}
+    for handle, tensors in memory.items():
+        for slot, tensor in enumerate(tensors):
+            if (handle, slot) in slots:
+                mark(tensor)
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in slots:
+            handle.values.store(slot, handle.presentation.replacement(slot))
+
+    exposure = Exposure(unit, memory)
+    is_filled = False
+    with serving([unit], Filling()):
+        try:
+            yield {id(param) for key, param in exposure.numbered() if key not in slots}
+            is_filled = True
+        finally:
+            exposure.close(keep if is_filled else None)
+
+
+@contextmanager
+def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
+    """Start torch's generators from a number made of `seed` and a module's name, and put them back afterwards."""
+    if seed is None:
+        yield
+        return
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
+    generators = default_generators(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(number)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> Iterator[None]:
+    """Replace values that an initialization of `module` must not change by temporary copies.
+
+    The initialization may change the new values of children (`below`), except tensors shared with another module.
+    Temporary parameters, by their ids (`scratch`), need no protection.
+    """
+    own = {id(lack.value) for lack in lacks} | set(scratch)
+    drawn = {id(lack.value) for lack in below} | own
+    others = [
+        (entries, name, tensor)
+        for inner in module.modules()
+        for entries, name, tensor in beside_ours(inner)
+        if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
+    ]
+    with standing_in(others, _copied):
+        yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

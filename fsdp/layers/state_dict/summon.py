@@ -1,0 +1,501 @@
+"""Unsharded parameters registered in the modules: for summoning, for state dicts, and for loading.
+
+All three use an `Exposure`: a unit's parameters are registered in the modules as ordinary parameters, with separate
+memory or without memory. So all features of `nn.Module` (names, hooks, `state_dict`, `_load_from_state_dict`, in-place
+changes) work as in an unwrapped module. Closing the exposure stores this rank's shards of the values, or discards
+them. The unit computes with other tensors, so the memory of an exposed tensor stays valid if a user keeps it.
+
+Loading has three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` checks keys and shapes and reports errors as usual, and the targets record the values. The
+ranks exchange the outcome. Then all ranks store their shards of the values, or none do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import during
+from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first
+from fsdp.distributed.devices import HOST, is_host
+from fsdp.distributed.dtensor import local_part
+from fsdp.engine.flat_param import ParamInfo
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.originals import is_ours, note_stale
+from fsdp.engine.unit import TrainingState, Unit
+from fsdp.engine.user_attributes import give_attributes
+from fsdp.layers.deferred_init import is_marked, mark
+from fsdp.layers.fingerprints import fingerprint
+from fsdp.layers.shared_params import restore_order
+from fsdp.layers.state_dict.redistribute import as_modules_see, assembled, blanks, deal
+from fsdp.layers.state_requests import Summoning, serving
+from fsdp.layers.verify import difference_of_written
+
+Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
+Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor
+_Shown = TypeVar("_Shown")
+_StandIn = TypeVar("_StandIn", bound=Tensor)
+
+
+class Exposure:
+    """A unit's modules with ordinary parameters in place of their sharded parameters, until closed.
+
+    The modules list `tensors` for each handle; None leaves them unchanged. With `by_value`, changes without a new
+    version, such as those through ``.data``, are detected too.
+    """
+
+    def __init__(
+        self, unit: Unit, tensors: Mapping[FlatParamHandle, Sequence[Tensor] | None], by_value: bool = False
+    ) -> None:
+        self._unit = unit
+        self.handles = list(tensors)
+        self.params = {handle: _as_params(handle, each) for handle, each in tensors.items() if each is not None}
+        self._looks = {key: _Look.at(param, by_value) for key, param in self.numbered()}
+        self._outer_state = unit.state
+        unit.transition_to(TrainingState.SUMMON_FULL_PARAMS)
+        try:
+            unit.buffers.widen()
+            for handle in self.handles:
+                handle.presentation.expose(self.params.get(handle))
+            restore_order(unit)
+        except BaseException:
+            self.close()
+            raise
+
+    def numbered(self) -> Iterator[tuple[tuple[FlatParamHandle, int], nn.Parameter]]:
+        """Yield the exposed parameters, each after its handle and its number in the handle."""
+        for handle, params in self.params.items():
+            for slot, param in enumerate(params):
+                yield (handle, slot), param
+
+    def changed(self) -> list[tuple[FlatParamHandle, int]]:
+        """Return which parameters were written, or replaced."""
+        return [
+            (handle, slot)
+            for (handle, slot), param in self.numbered()
+            if listed_at(handle.places[slot][0]) is not param or not self._looks[handle, slot].is_of(param)
+        ]
+
+    def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
+        """Restore the shards in the modules, and `keep` this rank's shards of the current values.
+
+        If a parameter was removed, replaced under only some of its names, or has another shape, a RuntimeError
+        includes its name; all other values are stored, and the unit is usable.
+        """
+        problems: list[str] = []
+        try:
+            for handle, slot in () if keep is None else self.changed():
+                handle.values.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+            for handle in self.handles:
+                handle.settle()  # peers may still be receiving from the shard
+            if keep is not None:
+                for (handle, slot), _ in self.numbered():
+                    try:
+                        keep(handle, slot)
+                    except ValueError as error:
+                        problems.append(str(error))
+        finally:
+            self._withdraw()
+        if problems:
+            raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
+
+    def _withdraw(self) -> None:
+        """Restore the modules, also if only some of the parameters are shown."""
+        for handle in self.handles:
+            handle.presentation.conceal()
+        for handle in self.params:  # after all have left: optimizers number parameters in this order
+            handle.presentation.enter()
+        restore_order(self._unit)
+        if not self._unit.in_full_precision:
+            self._unit.buffers.narrow()
+        self._unit.transition_to(self._outer_state)
+
+
+def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    pairs = zip(tensors, handle.requires_grad_each, strict=True)
+    params = [each if isinstance(each, nn.Parameter) else nn.Parameter(each, need) for each, need in pairs]
+    for param, places, attributes in zip(params, handle.places, handle.flat_param.attributes, strict=True):
+        note_stale(param, f"a summoned copy of {places[0].fqn}")
+        give_attributes(param, attributes)
+    return params
+
+
+class _Look(NamedTuple):
+    """The facts of a parameter that tell later if it was written."""
+
+    version: int | None  # how often it was written; None if that is not known, in inference mode
+    value: int | None  # a fingerprint, if it was asked for
+
+    @classmethod
+    def at(cls, param: nn.Parameter, by_value: bool) -> _Look:
+        version = None if param.is_inference() else param._version
+        local = local_part(param)
+        return cls(version, fingerprint(local) if by_value and not local.is_meta else None)
+
+    def is_of(self, param: nn.Parameter) -> bool:
+        """Return True if the parameter is still the same."""
+        is_counted = self.version is not None and not param.is_inference() and param._version == self.version
+        return is_counted and (self.value is None or _Look.at(param, by_value=True).value == self.value)
+
+
+def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
+    """Return the handles that a unit's modules see, without those that a unit around it shows already."""
+    return [handle for handle in unit.visible_handles if not handle.presentation.is_exposed]
+
+
+def unsharded(
+    unit: Unit, at_first: bool = False, device: torch.device | None = None
+) -> dict[FlatParamHandle, list[Tensor]]:
+    """Collective. Return the values of a unit's parameters, for an `Exposure`; other ranks may have those missing here.
+
+    If only the first rank needs them (`at_first`), they are on the meta device elsewhere.
+    """
+    found = {}
+    for handle in hidden_handles(unit):
+        tensors = assembled(handle, at_first)
+        for slot in handle.valueless:
+            mark(tensors[slot])
+        found[handle] = [each if each.is_meta else each.to(device) for each in tensors] if device else tensors
+    return found
+
+
+def keep_value(handle: FlatParamHandle, slot: int) -> None:
+    """Store the value of an exposed parameter; a parameter without values that received none stays without values."""
+    value = handle.presentation.replacement(slot)
+    if slot not in handle.valueless or not is_marked(value):
+        handle.values.keep(slot, value)
+
+
+@contextmanager
+def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManager[_Shown]]) -> Iterator[list[_Shown]]:
+    """Enter a context for each unit in turn, and exit all of them at the end."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(show(unit)) for unit in units]
+
+
+def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
+    """Collective. Send all ranks the `values` of the parameters, by handle, that changed on the first rank."""
+    for number, handle in enumerate(handles):
+        slots = [slot for which, slot in changed if which == number]
+        kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
+        for slot, value in kept.items():
+            part = handle.flat_param.parts[slot]
+            kept[slot] = value if part is None else local_part(part.to_local(handle.layout.slots[slot].name, value))
+        if slots:
+            deal(handle, slots, kept)
+
+
+def beside_ours(module: nn.Module) -> Iterator[Entry]:
+    """Yield the entries of a module that the library does not manage."""
+    entries: dict[str, Any]
+    for entries in (module._parameters, module._buffers):
+        for name, tensor in entries.items():
+            if tensor is not None and not is_ours(tensor):
+                yield entries, name, tensor
+
+
+@contextmanager
+def standing_in(
+    entries: Iterable[Entry], stand_in: Callable[[Tensor], _StandIn]
+) -> Iterator[list[tuple[dict[str, Any], str, _StandIn]]]:
+    """Modules list inside what `stand_in` returns for each tensor, and afterwards the tensors again.
+
+    Yields:
+        The entries with the tensors that stand in.
+    """
+    before = list(entries)
+    shown: list[tuple[dict[str, Any], str, _StandIn]] = []
+    try:
+        for listed, name, tensor in before:
+            shown.append((listed, name, stand_in(tensor)))
+            dict.__setitem__(*shown[-1])  # no `Presentation` records it
+        yield shown
+    finally:
+        for entry in before:
+            dict.__setitem__(*entry)
+
+
+def listed_at(place: ParamInfo) -> nn.Parameter | None:
+    """Return the parameter that a module lists in a place."""
+    return place.module._parameters.get(place.name)
+
+
+# --- loading: record, agree, commit -----------------------------------------------------------------------------------
+
+
+class LoadTarget(nn.Parameter):
+    """A placeholder for a tensor while a state is loaded: it records in `source` the value copied into it.
+
+    A `LoadTarget` has no memory. A rank stores its shard of the value when all ranks could load their values, so it
+    reads only this shard of a file that is mapped into memory.
+    """
+
+    source: Tensor | None
+    _check: Callable[[Tensor], None]
+    _device: torch.device
+    is_meta = False  # or torch's load would warn that copying into it does nothing
+
+    @classmethod
+    def like(
+        cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
+    ) -> LoadTarget:
+        """Return a target of this shape, and the dtype and device of `tensor`; `check` raises for unfit values."""
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(cls, empty, requires_grad)
+        made.source, made._check, made._device = None, check, tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
+        # Batch norms load their count of batches from itself where a state dict has none.
+        if not isinstance(value, LoadTarget):
+            self._check(value)
+            self.source = value.detach()
+        return self
+
+
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
+
+    `check` raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    """
+    targets: dict[FlatParamHandle, list[Tensor]] = {}
+    for handle in hidden_handles(unit):
+        handle.storage.check(handle.name)
+        handle.absorb()
+        shard = handle.flat_param
+        targets[handle] = [
+            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
+            for slot, (kept, mesh, need) in enumerate(
+                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
+            )
+        ]
+    return Exposure(unit, targets)
+
+
+def recorded(exposure: Exposure) -> Values:
+    """Return the values that were copied into the targets of a `recording`."""
+    return {
+        key: param.source
+        for key, param in exposure.numbered()
+        if isinstance(param, LoadTarget) and param.source is not None
+    }
+
+
+# --- summon_full_params in all its forms ----------------------------------------------------------------------------
+
+
+@contextmanager
+def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
+    """Collective. The units' modules hold unsharded parameters inside; those that do already must be in this form."""
+    closed = []
+    for unit in units:
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            form.require_shown_by(unit.request(Summoning), unit)
+        else:
+            closed.append(unit)
+    with ExitStack() as undo:  # of an entry that fails half way, on one rank perhaps
+        shown = []
+        for unit in closed:
+            shown.append(_Summoned(unit, form))
+            undo.callback(shown[-1].forget)
+        undo.pop_all()
+    with ExitStack() as stack:
+        for each in shown:
+            stack.callback(each.close)
+        yield
+
+
+class _Summoned:
+    """An exposure of values and gradients in a given form. Collective over the unit's ranks and their replicas."""
+
+    @during("summon_full_params()")
+    def __init__(self, unit: Unit, form: Summoning) -> None:
+        self._unit, self._form = unit, form
+        self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
+        handles = hidden_handles(unit)
+        for handle in handles if form.on_host else ():
+            if any(handle.flat_param.parts) and not is_host(handle.storage.device):
+                raise NotImplementedError(
+                    f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
+                    "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
+                )
+        device = HOST if form.on_host else None
+        grads = {handle: _full_gradients(handle) for handle in handles} if form.with_grads else {}
+        values = unsharded(unit, form.rank0_only, device)
+        shown = {handle: tensors if self._is_here else None for handle, tensors in values.items()}
+        for handle, found in grads.items() if self._is_here else ():
+            shown[handle] = _with_gradients(handle, values[handle], found)
+        by_value = form.keeps_changes and form.rank0_only and self._is_here
+        self._exposure = Exposure(unit, shown, by_value)
+        unit.requests[Summoning] = form
+
+    def forget(self) -> None:
+        """Shard the values again without changes; not collective."""
+        self._unit.requests.pop(Summoning, None)
+        self._exposure.close()
+
+    @during("summon_full_params()")
+    def close(self) -> None:
+        """Shard the values again; see `Exposure.close`. With ``rank0_only``, all ranks raise the first rank's error."""
+        form, exposure = self._form, self._exposure
+        self._unit.requests.pop(Summoning, None)
+        changed = set(exposure.changed()) if form.keeps_changes else set()
+        if form.keeps_changes and not form.rank0_only:
+            self._agree_on(changed)
+        params: dict[FlatParamHandle, list[Any]] = {
+            handle: [listed_at(places[0]) for places in handle.places] for handle in exposure.handles
+        }
+        kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
+
+        def keep(handle: FlatParamHandle, slot: int) -> None:
+            keep_value(handle, slot)
+            if (handle, slot) in changed:
+                kept[handle, slot] = params[handle][slot]
+
+        problems: list[str] = []
+        try:
+            exposure.close(keep if form.keeps_changes else None)
+        except RuntimeError as error:
+            problems.append(str(error))
+        grads = {handle: [getattr(param, "grad", None) for param in listed] for handle, listed in params.items()}
+        if form.keeps_changes and form.rank0_only:
+            problems = self._share(kept, grads, problems)
+        elif form.keeps_changes and form.with_grads and not problems:
+            for handle in exposure.handles:
+                _keep_gradients(handle, grads[handle])
+        if problems:
+            raise RuntimeError(problems[0])
+
+    def _agree_on(self, changed: Collection[tuple[FlatParamHandle, int]]) -> None:
+        """Collective. Drop all changes, and raise RuntimeError, if the ranks have made different ones."""
+        listed = {(handle, slot): listed_at(handle.places[slot][0]) for (handle, slot), _ in self._exposure.numbered()}
+        written = {
+            handle.places[slot][0].fqn: 0
+            if (handle, slot) not in changed or value is None
+            else fingerprint(local_part(value))
+            for (handle, slot), value in listed.items()
+        }
+        ranks, name = self._unit.everyone, self._unit.name
+        problem = difference_of_written(ranks, written)
+        if problem:
+            self._exposure.close()
+            raise RuntimeError(
+                f"rank {number_among(ranks)}: {name}: leaving summon_full_params(), {problem} Make the same changes on "
+                "every rank, or summon with rank0_only=True, where the first rank's count."
+            )
+
+    def _share(
+        self, values: Values, grads: Mapping[FlatParamHandle, Sequence[Tensor | None]], problems: Sequence[str]
+    ) -> list[str]:
+        """Collective. Send the changes of the first rank to all ranks, and return its problems."""
+        handles = self._exposure.handles
+        changed = [(handles.index(handle), slot) for handle, slot in values]
+        have = [[grad is not None for grad in grads[handle]] for handle in handles if self._form.with_grads]
+        changed, have, problems = from_everyone(self._unit.everyone, (changed, have, problems))[0]
+        deal_changes(handles, changed, values)
+        for handle, flags in zip(handles, have, strict=False):
+            own = enumerate(grads[handle])
+            _keep_gradients(handle, [self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
+        return list(problems)
+
+    def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
+        """Return a tensor of the first rank's on all; of a `DTensor` its local part, on the ranks of that."""
+        shape, device, part = handle.layout.slots[slot].shape, handle.storage.device, handle.flat_param.parts[slot]
+        if value is None or not self._is_here:
+            tensor = torch.empty(shape, dtype=handle.flat_param.dtype, device=device)
+        else:
+            local = value if part is None else part.gradient(value)
+            tensor = local.detach().to(device, handle.flat_param.dtype).reshape(shape).contiguous()
+        tensor = sent_by_first(self._unit.everyone, tensor)
+        return tensor if part is None else part.dtensor(tensor)
+
+
+@contextmanager
+def shapes_summoned(units: Sequence[Unit]) -> Iterator[None]:
+    """Not collective. The units' modules hold parameters on the meta device inside; summoned ones stay so."""
+    with for_each([unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS], _shapes):
+        yield
+
+
+@contextmanager
+def _shapes(unit: Unit) -> Iterator[None]:
+    shapes = {}
+    for handle in hidden_handles(unit):
+        handle.absorb()
+        shapes[handle] = as_modules_see(handle, blanks(handle, torch.device("meta")))
+    # As on ranks that have none: nothing that needs values works inside.
+    form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
+    with closing(Exposure(unit, shapes)), serving([unit], form):
+        yield
+
+
+def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
+    places = [
+        places[0] for handle in unit.visible_handles if handle.presentation.is_exposed for places in handle.places
+    ]
+    listed = {prefix + place.fqn: listed_at(place) for place in places}
+    return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}
+
+
+def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
+    """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
+    if handle.has_unreduced:
+        raise RuntimeError(
+            f"the gradients of {handle.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
+            "can be shown. Run the last backward of the step outside no_sync()."
+        )
+    if handle.orig_params is not None:
+        handle.orig_params.collect_gradients()
+    handle.flat_param.bring_gradient()
+    grad = handle.flat_param.grad
+    if grad is None:
+        return [None] * len(handle.places)
+    shard = grad.detach().view(-1).to(handle.storage.device)
+    full = shard.new_empty(handle.layout.padded_numel)
+    handle.comm.all_gather(full, shard, f"all-gather of the gradient of {handle.name}", ("gradient", handle.tag)).wait()
+    shown: list[Tensor | None] = []
+    for slot, (view, part) in enumerate(zip(handle.layout.unpack(full), handle.flat_param.parts, strict=True)):
+        has_none = handle.orig_params is not None and handle.orig_params.params[slot].grad is None
+        shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
+    return shown
+
+
+def _with_gradients(
+    handle: FlatParamHandle, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return unsharded parameters with these gradients, which may have another dtype."""
+    params = _as_params(handle, tensors)
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            if gradient.dtype != param.dtype:
+                param.grad_dtype = None  # any
+            param.grad = gradient.to(param.device)
+    return list[Tensor](params)
+
+
+def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> None:
+    """Replace this rank's gradient shards by its shards of unsharded gradients."""
+    handle.zero_grad()
+    handle.flat_param.grad = None
+    if all(gradient is None for gradient in gradients):
+        return
+    shard = torch.zeros(handle.layout.shard_numel, dtype=handle.kept_grad_dtype, device=handle.storage.device)
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            part, local = handle.flat_param.parts[slot], gradient.detach()
+            local = local if part is None else part.to_local(handle.layout.slots[slot].name, local)
+            handle.layout.shard_of(slot, local, shard, handle.comm.rank)
+    handle.storage.accept(handle.flat_param, shard)
+    handle.storage.copy_stream.settle()
+    if handle.orig_params is not None:
+        handle.orig_params.show_gradients([gradient is not None for gradient in gradients])

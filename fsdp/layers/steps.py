@@ -1,0 +1,342 @@
+"""Optimizer steps are entered in journals, by which the ranks find out that they have not taken the same ones.
+
+A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would be those
+of another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
+(`distributed.journal`). So is what was written between steps, to shards and to gradients: everybody may do that, if all
+do. Every thousand backwards ranks that hold the same shards note what those are, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.communicator import ranks_of
+from fsdp.distributed.consensus import peers_answer
+from fsdp.distributed.devices import is_host
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.distributed.journal import KEPT, Finding, Journal, settings
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit, units_in
+from fsdp.layers.fingerprints import fingerprint
+
+_STEPS_DIFFER = Finding(
+    "fsdp: the ranks have taken different optimizer steps after backward {page}:",
+    "Their shards are of different models from there on. Take the same steps on every rank, with the same options, and "
+    "go on from the last checkpoint. (set_watchdog(None) compares nothing.)",
+)
+_CHANGES_DIFFER = Finding(
+    "fsdp: some ranks have changed what others have not, found at the step after backward {page}:",
+    "Change parameters and gradients on every rank, or parameters inside of summon_full_params(). If a rank changes "
+    "nothing because it finds nothing to do in its shard, that is all right. (set_watchdog(raises=True) makes an error "
+    "of it, and set_watchdog(None) compares nothing.)",
+    begin="between steps, ",
+)
+_REPLICAS_DIFFER = Finding(
+    "fsdp: replicas of the same shards have different values, found when they were compared ({page}):",
+    "Something has changed them on some ranks only, or a device has failed. Change parameters inside of "
+    "summon_full_params(), on every rank, and go on from a checkpoint of before. (set_watchdog(None) compares "
+    "nothing.)",
+)
+
+
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_VERSION_OF_DTENSOR = attrgetter("_version", "_local_tensor._version")  # of its local tensor, which counts by itself
+_PLAIN = {int, float, bool, str, type(None)}  # types of options that cannot be changed in place
+_SLOT_BITS = 32  # of a parameter's number, which has its handle's before
+
+
+class Rest:
+    """A shard as the last optimizer step has left it.
+
+    Attributes:
+        handle: the handle of the shard.
+        listed: the parameters that modules list for it, which have the gradients.
+        tensors: the tensors whose versions count all writes to the shard; `version` returns that of a tensor.
+        left: the versions after the last step; None before the first step.
+    """
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle, self.listed = handle, list(handle.listed_params)
+        has_rows = handle.orig_params is not None and is_dtensor(handle.orig_params.params[0])
+        self.tensors = self.listed if has_rows else [handle.flat_param]
+        self.version = _VERSION_OF_DTENSOR if has_rows else _VERSION
+        self.left: list[Any] | None = None
+
+
+class Part:
+    """The shards of a single model that an optimizer steps.
+
+    Args:
+        steps: of the model.
+        handles: of the shards.
+    """
+
+    def __init__(self, steps: Steps, handles: Sequence[FlatParamHandle]) -> None:
+        self.steps, self.handles = steps, handles
+        self.watched = steps.watched(handles)
+        self.counts: dict[str, int] = {}  # of writes to the gradients of the last step, by handles
+        self.written: list[str] = []  # what is noted of these
+        self._options: list[Any] = []  # of the last step, and what was noted of it
+        self._text = ""
+
+    def described(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the text that must be alike on all ranks; it is made again only if an option has changed."""
+        options: list[Any] = []
+        for group in optimizer.param_groups:
+            options.append(len(group["params"]))
+            for value in map(group.get, optimizer.defaults):
+                options += value if type(value) is tuple else (value,)
+        if not self._text or not _PLAIN.issuperset(map(type, options)) or options != self._options:
+            self._options, self._text = options, _described(optimizer, self.handles)
+        return self._text
+
+
+class Steps:
+    """The steps of the optimizers of a model on this rank.
+
+    The ranks compare three things by journals: the options of each step, whether shards were written between steps, and
+    how often gradients were. A step costs a look at the version of each tensor.
+
+    Args:
+        root: the outermost unit; all ranks have numbered its handles alike.
+
+    Attributes:
+        backwards: the number of backwards that have ended and reduced gradients.
+        taken: the number of steps.
+        journals: of this model.
+        root: the outermost unit.
+    """
+
+    def __init__(self, root: Unit) -> None:
+        self.root = root
+        self.backwards = self.taken = 0
+        self._parts: weakref.WeakKeyDictionary[torch.optim.Optimizer, Part] = weakref.WeakKeyDictionary()
+        self._compared_at = 0
+        self._begun: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
+        self._journal: Journal | None = None
+        self._has_warned = False
+        self._rests: dict[FlatParamHandle, Rest | None] = {}  # of the shards that were stepped; None: not watched
+        self._looked_at: int | None = None  # the number of backwards before the last look at all of these
+        self._of_replicas: dict[Any, Journal] = {}  # by the group of ranks
+        for handle in self.handles if peers_answer(self.root.everyone) else ():
+            ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
+            tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
+            name = " ".join(tags)
+            if tags and self._journal is None and self.root.comm in (handle.comm, handle.replicas):
+                self._journal = Journal(f"steps {name}", self.root.ranks, _STEPS_DIFFER, _CHANGES_DIFFER)
+            if handle.is_replicated and handle.replicas.group not in self._of_replicas:
+                ranks = ranks_of(handle.replicas.group)
+                self._of_replicas[handle.replicas.group] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER)
+        self.journals = [*filter(None, [self._journal]), *self._of_replicas.values()]
+
+    @property
+    def handles(self) -> list[FlatParamHandle]:
+        return [handle for _, unit in units_in(self.root) for handle in unit.handles]
+
+    def part(self, optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> Part:
+        """Return the part of the model that an optimizer steps; it lives as long as the model and the optimizer."""
+        found = self._parts[optimizer] = Part(self, handles)
+        return found
+
+    def watched(self, handles: Iterable[FlatParamHandle]) -> list[Rest]:
+        """Return the state at rest of those of these shards that all ranks change if a single rank does."""
+        for handle in handles:
+            rest = self._rests.get(handle)
+            if handle not in self._rests or (rest is not None and list(map(id, rest.listed)) != _ids_listed(handle)):
+                self._rests[handle] = Rest(handle) if _is_changed_by_all(handle, self.root) else None
+        return [rest for handle in handles if (rest := self._rests[handle]) is not None]
+
+    def end_backward(self) -> None:
+        """Note that a backward has ended, and reduced gradients."""
+        self.backwards += 1
+        if self._journal is not None:
+            self._journal.page = self.backwards
+        if self._of_replicas and self.backwards - self._compared_at >= settings.replicas_every:
+            self._compare_replicas()
+
+    def begin(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
+        """Note that an optimizer is about to step shards, which have all their gradients.
+
+        Note what was written since the last steps, and to the gradients of these shards since the last backward. All
+        shards are looked at in the first step after each backward.
+
+        Raises:
+            RuntimeError: if it is known that the ranks' models differ.
+        """
+        for journal in self.journals:
+            if journal.difference or journal.warning:
+                self._report(journal)
+        for notify in self.root.observers.step:
+            notify(optimizer)
+        self._begun = weakref.ref(optimizer), _version(optimizer)
+        if self._journal is None:
+            return
+        if self._looked_at != self.backwards:
+            self._looked_at = self.backwards
+            for rest in self._rests.values():
+                left = None if rest is None else rest.left
+                if rest is not None and left is not None and list(map(rest.version, rest.tensors)) != left:
+                    self._note(f"the shard of {rest.handle.name} was written")
+        counts: dict[str, int] = {}
+        for rest in part.watched:
+            count, absent = 0, False
+            for grad in map(_GRAD, rest.listed):
+                if grad is None:
+                    absent = True
+                else:
+                    count += grad._version
+            counts[rest.handle.name] = count
+            if absent:
+                slots = zip(rest.handle.layout.slots, rest.listed, strict=False)
+                names = [slot.name for slot, param in slots if param.grad is None]
+                self._note(f"{rest.handle.name} has no gradient of {', '.join(names)}")
+        if counts != part.counts:
+            part.counts, part.written = counts, list(_written_gradients(counts))
+        for change in part.written:
+            self._journal.notes.setdefault(self._journal.page, {})[object(), change] = 1
+
+    def _report(self, journal: Journal) -> None:
+        if journal.difference:
+            journal.is_raised = True
+            raise RuntimeError(journal.difference)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(journal.warning, stacklevel=7)
+
+    def _note(self, change: str) -> None:
+        if self._journal is not None:
+            self._journal.note(object(), _CHANGES_DIFFER.begin + change)  # a line that is there twice says no more
+
+    def end(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
+        """Note that a step was taken, and what it has left."""
+        self._begun = None
+        self.taken += 1
+        if self._journal is not None:  # without a call of `Journal.note`: this is done in each step
+            notes, key = (
+                self._journal.notes.setdefault(self._journal.page, {}),
+                (id(optimizer), part.described(optimizer)),
+            )
+            notes[key] = notes.get(key, 0) + 1
+            if len(self._journal.notes) > KEPT:
+                self._journal.forget()
+            for rest in part.watched:
+                rest.left = list(map(rest.version, rest.tensors))
+        for notify in self.root.observers.step_end:
+            notify(optimizer)
+
+    @property
+    def interrupted(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose step has begun and not ended."""
+        return None if self._begun is None else self._begun[0]()
+
+    @property
+    def problem(self) -> str:
+        """A text that says why the weights are not those of the last step, which all ranks have taken."""
+        if any(journal.difference for journal in self.journals):
+            return "have different models, as was reported"
+        optimizer = self.interrupted
+        if optimizer is not None and self._begun is not None and _version(optimizer) != self._begun[1]:
+            return "failed in the middle of a step, with a part of the weights written"
+        return ""
+
+    def _compare_replicas(self) -> None:
+        self._compared_at = self.backwards
+        for handle in self.handles:
+            # A user's hook in the place of the all-reduce may keep replicas apart on purpose.
+            if not handle.is_replicated or handle.policy.all_reduce_hook is not None:
+                continue
+            for slot, shard in zip(handle.layout.slots, handle.values.local_shards, strict=True):
+                text = f"{slot.name} of unit '{handle.unit_name}' has the checksum {fingerprint(shard):016x}"
+                self._of_replicas[handle.replicas.group].note(slot.name, text)
+            handle.storage.release()
+        for journal in self._of_replicas.values():
+            journal.page += 1
+
+
+def _written_gradients(counts: dict[str, int]) -> Iterator[str]:
+    """Yield how often gradients were written: one line for what is the same of most of them, as after clipping."""
+    tally = Counter(counts.values())
+    usual = min(tally, key=lambda times: (-tally[times], times), default=0)
+    if usual:
+        yield f"{_CHANGES_DIFFER.begin}gradients were written {usual} times"
+    for name, times in counts.items():
+        if times != usual:
+            yield f"{_CHANGES_DIFFER.begin}the gradient of {name} was written {times} times"
+
+
+def _ids_listed(handle: FlatParamHandle) -> list[int]:
+    return list(map(id, handle.listed_params))
+
+
+def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:
+    """Return whether all ranks change a shard if one does.
+
+    Units may have ranks of their own; and of parameters that a rank has nothing of, users leave local shards out.
+    """
+    if root.comm not in (handle.comm, handle.replicas) or handle.is_local:
+        return False
+    if handle.orig_params is None or is_dtensor(handle.orig_params.params[0]):
+        return True
+    ranks, slots = range(handle.comm.world_size), range(len(handle.layout.slots))
+    return all(handle.layout.interval(slot, rank) is not None for slot in slots for rank in ranks)
+
+
+def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
+    """Return what must be alike on all ranks when an optimizer has stepped these handles' shards.
+
+    Options that the user has added to groups are left out, and what other ranks may have none of: local shards of
+    original parameters are often empty, and may not be listed.
+    """
+    kind, lines, order = type(optimizer).__name__, [], array("q")
+    listed = ((handle.number << _SLOT_BITS, handle.listed_params) for handle in handles)
+    numbers = {id(param): number for first, params in listed for number, param in enumerate(params, first)}
+    for number, group in enumerate(optimizer.param_groups):
+        options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]
+        params = group["params"]
+        is_alike = params and (is_dtensor(params[0]) or getattr(params[0], "owner", None) is params[0])
+        count = f", {len(params)} parameters" if is_alike else ""
+        lines.append(f"{kind}.step() of group {number}{count}: {', '.join(options)}")
+        if is_alike:
+            order.extend([numbers.get(id(param), -1) for param in params])
+    if order:
+        lines.append(f"{kind}.step() of parameters in the order {zlib.crc32(order):08x}")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """Return an option as text, so that it does not depend on the last bits of a number; empty if it cannot be told."""
+    if isinstance(value, Tensor):
+        if not is_host(value.device) or value.numel() != 1:
+            return ""  # nobody waits for a device
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    return str(value) if isinstance(value, (int, str)) and value is not False else ""
+
+
+def _version(optimizer: torch.optim.Optimizer) -> int:
+    """Return a number that changes when a step has begun to write.
+
+    It writes to the first parameter that has a gradient, and to its state, before others or together with them.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                version = int(param._version)
+                for value in optimizer.state[param].values() if param in optimizer.state else ():
+                    if isinstance(value, Tensor):
+                        version += value._version
+                return version
+    return 0

@@ -1,0 +1,374 @@
+"""The functions of torch that are replaced when the first model is wrapped. `REPLACED` lists all of them.
+
+What `fully_shard` changes in `DTensor` is in `dtensor_params`, `counted_data` and `distributed.gathered_part`.
+
+Each of them is given tensors that a model lists, or the state of an optimizer of them, and would use this rank's shards
+as if they were the whole parameters: a plain training loop would be wrong without an error. So these functions look for
+shards among their arguments, and do for shards what they would do for the unsharded parameters. `DTensor`s
+(`fully_shard`) are left to torch, except for the infinity norm, which fails there on ranks without rows, and for
+parameters on several meshes, which have no common norm.
+
+The environment variable FSDP_TORCH_FUNCTIONS=0 leaves all of torch's functions as they are.
+
+The clipping functions stay the same objects, because programs import them by name: torch's decorator keeps the function
+that it calls in a closure cell, and the cell is given ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.utils import clip_grad
+
+from fsdp.distributed.communicator import during
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.originals import is_ours, owner_of
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.runtime import Runtime, reduce_deferred, runtimes
+from fsdp.layers.grad_clipping import (
+    Owned,
+    clip_by_norm,
+    norm_over_ranks,
+    require_reduced,
+    scale_to,
+    unsharded_parameters,
+)
+from fsdp.layers.optimizer_hooks import load_state_dict
+
+Tensors = Tensor | Iterable[Tensor]
+
+_NAMED = 5  # parameters in one message
+
+
+# --- in the place of torch's ----------------------------------------------------------------------------------------
+
+
+def _clip_grad_norm(
+    torchs: Callable[..., Tensor],
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    params = _reduced(parameters)
+    models = _models_of(params, "clip_grad_norm_", dtensors=_is_beyond_torch(params, norm_type))
+    if models is None:
+        return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if models.whole is not None:
+        return models.shown(clip_by_norm(models.whole, max_norm, norm_type, error_if_nonfinite))
+    owned = models.gradients()
+    norm = models.norm(owned, norm_type)
+    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
+    return models.shown(norm)
+
+
+def _get_total_norm(
+    torchs: Callable[..., Tensor],
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    owned = _with_parameters(_listed(tensors))
+    params = [param for _, param in owned]
+    is_beyond = _is_beyond_torch(params, norm_type)
+    models = _models_of(params, "get_total_norm", of_values=True, dtensors=is_beyond)
+    if models is None:
+        return torchs([tensor for tensor, _ in owned], norm_type, error_if_nonfinite, foreach)
+    models.prepare()
+    norm = models.norm([(local_part(tensor), param) for tensor, param in owned], float(norm_type))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"get_total_norm: the norm (of order {norm_type}) over all ranks is {norm.item()}")
+    return models.shown(norm)
+
+
+# --- whose parameters they are --------------------------------------------------------------------------------------
+
+
+class Models:
+    """The sharded models that parameters are of which a function was given; `handles` are by ids of flat parameters."""
+
+    def __init__(
+        self, params: Sequence[Any], function: str, handles: Mapping[int, tuple[Runtime, FlatParamHandle]]
+    ) -> None:
+        self._params, self._function = params, function
+        found = [handles[id(param.owner)] for param in params if is_ours(param) and id(param.owner) in handles]
+        self._runtimes = list(dict.fromkeys(runtime for runtime, _ in found))
+        self._handles = dict.fromkeys(handle for _, handle in found)
+        self.whole = self._whole({id(param) for param in params})
+
+    def _whole(self, given: set[int]) -> Runtime | None:
+        """The only model, if all of its parameters that are trained or have gradients were given, and no others."""
+        if len(self._runtimes) != 1:
+            return None
+        runtime = self._runtimes[0]
+        own = [*_parameters(runtime), *unsharded_parameters(runtime.root)]
+        needed = {id(param) for param in own if param.requires_grad or param.grad is not None}
+        return runtime if needed <= given <= {id(param) for param in own} else None
+
+    def prepare(self) -> None:
+        """Have gradients where their parameters are, and raise RuntimeError where that cannot be."""
+        for runtime in self._runtimes:
+            if runtime.is_joining:
+                raise RuntimeError(
+                    f"{self._function} inside fsdp.join: ranks that have finished take part in clip_grad_norm_ and "
+                    "clip_grad_value_ of all parameters of one model, and in nothing else of this kind."
+                )
+            runtime.ensure_idle(f"call {self._function}")
+        require_reduced(self._handles)
+
+    def gradients(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Return what this rank has of the parameters' gradients, to be changed in place; raises as `prepare`."""
+        self.prepare()
+        grads = ((settled_gradient(param), param) for param in self._params)
+        return [(grad, param) for grad, param in grads if grad is not None]
+
+    def shown(self, norm: Tensor) -> Tensor:
+        """A norm as torch gives it: of `DTensor`s it is one."""
+        part = MeshPart.of(self._params[0])
+        if part is None:
+            return norm
+        from torch.distributed.tensor import Replicate
+
+        return MeshPart(part.mesh, (Replicate(),) * part.mesh.ndim, norm.shape).dtensor(norm)
+
+    def norm(self, owned: Owned, norm_type: float) -> Tensor:
+        """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to."""
+        parts: dict[Runtime, list[tuple[Tensor, nn.Parameter]]] = {runtime: [] for runtime in self._runtimes}
+        known = {id(handle.flat_param): runtime for runtime in self._runtimes for handle in runtime.handles}
+        for tensor, param in owned:
+            parts[known.get(id(owner_of(param)), self._runtimes[0])].append((tensor, param))
+        with during(f"{self._function}()"):
+            norms = [norm_over_ranks(one.root, one.units, part, norm_type) for one, part in parts.items()]
+        if len(norms) == 1:
+            return norms[0]
+        dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
+
+
+def _models_of(
+    params: Sequence[Any], function: str, *, of_values: bool = False, dtensors: bool = False
+) -> Models | None:
+    """Return the sharded models that parameters are of, which must have been used; None if torch knows all of them.
+
+    With `of_values`, parameters without gradients count as well; with `dtensors`, those that torch sees to.
+    """
+    shards = [param for param in params if _is_shard(param) and (dtensors or not is_dtensor(param))]
+    if not shards:
+        return None
+    handles = {
+        id(handle.flat_param): (runtime, handle)
+        for runtime in runtimes()
+        for unit in runtime.units
+        for handle in unit.handles
+    }
+    if by_hand := [param for param in shards if param.owner.is_standalone]:
+        raise RuntimeError(
+            f"{function}: {by_hand[0].owner._names[0]} is sharded by a StandaloneHandle, and each rank would see its "
+            "own shard. Sum the squares of the shards' gradients over the ranks (torch.distributed.all_reduce), and "
+            "scale the gradients by hand; or make the module a unit, whose gradients this function clips."
+        )
+    unused = [param for param in shards if id(param.owner) not in handles]
+    if not all(map(is_dtensor, unused)) and any(of_values or param.grad is not None for param in unused):
+        raise RuntimeError(
+            f"{function}: before the first forward of a sharded model it is not settled which of its wrappers is the "
+            "outermost one. Run the model first, or call model.clip_grad_norm_() of the outermost wrapper."
+        )
+    return Models(params, function, handles) if len(unused) < len(shards) else None
+
+
+def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
+    """Return whether torch has no norm of such `DTensor`s."""
+    parts = map(MeshPart.of, params)
+    return math.isinf(float(norm_type)) or len({None if part is None else part.mesh for part in parts}) > 1
+
+
+def _is_shard(param: Any) -> bool:
+    """Return whether other ranks may have other shards of a parameter."""
+    return is_ours(param) and param.owner._is_managed
+
+
+def _parameters(runtime: Runtime) -> list[nn.Parameter]:
+    return [param for unit in runtime.units for handle in unit.handles for param in handle.listed_params]
+
+
+def _with_parameters(tensors: Sequence[Any]) -> Owned:
+    """Each tensor with the parameter that it is, or is the gradient of; with itself if it is neither."""
+    owners: dict[Any, Any] = {}
+    for param in (param for runtime in runtimes() for param in _parameters(runtime)):
+        owners[id(param)] = param
+        if param.grad is not None:
+            owners |= {id(param.grad): param, _place(param.grad): param}
+    owners.pop(None, None)
+    return [(one, owners.get(id(one), owners.get(_place(one), one))) for one in tensors]
+
+
+def _listed(tensors: Tensors) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _reduced(parameters: Tensors) -> list[Any]:
+    """Collective. Return parameters whose gradients are about to be changed, and are reduced over the ranks."""
+    params = _listed(parameters)
+    reduce_deferred(param.owner for param in params if is_ours(param))
+    return params
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Return where in memory a plain tensor begins, by which a detached gradient is known; None if it has no place."""
+    memory = 0 if is_dtensor(tensor) or isinstance(tensor, Placeholder) else memory_of(tensor)
+    return (memory, int(tensor.storage_offset())) if memory else None
+
+
+# --- backward --------------------------------------------------------------------------------------------------------
+
+
+_arguments = inspect.signature(torch.autograd.backward)
+
+
+def _backward(torchs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = _arguments.bind(*args, **kwargs)
+    inputs = given.arguments.get("inputs")
+    if inputs is not None:
+        given.arguments["inputs"] = _leaves_of_all(inputs)
+    try:
+        torchs(*given.args, **given.kwargs)
+    except RuntimeError as error:
+        names = _freed_like(str(error))
+        if not names:
+            raise
+        raise RuntimeError(
+            f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
+            "because something was computed with it and left its unit beside the output (an attribute, a closure, "
+            "a generator). Return it from the forward, or compute it before the output; if this is a second "
+            "backward through the same graph, add up the losses and run a single backward."
+        ) from error
+
+
+def _freed_like(message: str) -> list[str]:
+    """Return the sharded parameters that autograd may mean when it says that what it has saved was changed."""
+    told = re.search(r"modified by an inplace operation: \[torch\.\S+ \[([\d, ]*)\]\]", message)
+    if told is None:
+        return []
+    shape = sorted(map(int, re.findall(r"\d+", told[1])))  # a linear layer saves its weight transposed
+    handles = [handle for runtime in runtimes() for handle in runtime.handles if handle.is_sharded]
+    return [
+        f"{slot.name} of {handle.unit_name}"
+        for handle in handles
+        for slot in handle.layout.slots
+        if sorted(slot.shape) == shape
+    ][:_NAMED]
+
+
+def _leaves_of_all(inputs: Any) -> Any:
+    listed: list[Any]
+    if isinstance(inputs, (Tensor, GradientEdge)):  # the latter is a tuple
+        listed = [inputs]
+    else:
+        listed = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    owners = [owner_of(one) if isinstance(one, Tensor) else None for one in listed]
+    if not any(owner is not None for owner in owners):
+        return inputs
+    handles: dict[Any, FlatParamHandle] = {one.flat_param: one for runtime in runtimes() for one in runtime.handles}
+    found: list[Any] = []
+    for one, owner in zip(listed, owners, strict=True):
+        found += _leaves_of(one, handles[owner]) if owner in handles else [one]
+    return found
+
+
+def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
+    """Return what autograd knows in the place of a shard, or a local shard, for each dtype of computation."""
+    listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
+    slots = [slot for slot, each in enumerate(listed) if each is param]
+    return [form.leaves[slot] for form in handle.forms.values() for slot in slots]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+class Replaced(NamedTuple):
+    """A function of torch that is replaced.
+
+    Attributes:
+        name: the public name.
+        function: torch's function.
+        ours: is called with torch's function and its arguments.
+        why: the error of a plain training loop without it.
+        since: the first version of torch that has the function in this form.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    ours: Callable[..., Any]
+    why: str
+    since: str
+
+
+REPLACED = (
+    Replaced(
+        "torch.nn.utils.clip_grad_norm_",
+        nn.utils.clip_grad_norm_,
+        _clip_grad_norm,
+        "each rank would scale its gradients by the norm of its own shards",
+        "2.11",
+    ),
+    Replaced(
+        "torch.nn.utils.get_total_norm",
+        clip_grad._get_total_norm,  # private name of the public function
+        _get_total_norm,
+        "each rank would get the norm of its own shards",
+        "2.11",
+    ),
+    Replaced(
+        "torch.autograd.backward",
+        torch.autograd.backward,
+        _backward,
+        "backward(inputs=...) with parameters that a model lists would compute no gradients",
+        "2.11",
+    ),
+    Replaced(
+        "torch.optim.Optimizer.load_state_dict",
+        torch.optim.Optimizer.load_state_dict,
+        load_state_dict,
+        "ranks would go on with the state of another rank's shards",
+        "2.11",
+    ),
+)
+SWITCH = "FSDP_TORCH_FUNCTIONS"  # with the value 0 in this environment variable nothing is replaced
+
+
+def _around(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(torchs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return ours(torchs, *args, **kwargs)
+
+    return replacement
+
+
+@cache
+def teach_torch() -> None:
+    """Replace the functions of the table, once."""
+    if os.environ.get(SWITCH) == "0":
+        return
+    for each in REPLACED:
+        torchs = getattr(each.function, "__wrapped__", each.function)
+        cells = [cell for cell in each.function.__closure__ or () if cell.cell_contents is torchs]
+        replacement = _around(torchs, each.ours)
+        for cell in cells:
+            cell.cell_contents = replacement
+        if not cells:
+            place, _, attribute = each.name.rpartition(".")
+            setattr(resolve_name(place), attribute, replacement)

@@ -1,0 +1,304 @@
+"""The ranks compare their units before the first use: otherwise shards of different models would be combined.
+
+When a tree is used first, all ranks must have the same units with the same options (`agree`), and must have wrapped the
+same values (`agree_on_values`, by `layers.fingerprints`). On each rank, all trained parameters must be sharded, by a
+single library (`refuse_strangers`, `refuse_ddp`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from fsdp import __version__
+from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import ContiguousLayout
+from fsdp.engine.names import clean_name, join
+from fsdp.engine.originals import is_ours, refuse_held
+from fsdp.engine.precision import autocast_dtype
+from fsdp.engine.unit import Unit, own_modules, unit_of, unit_of_wrapper
+from fsdp.layers.fingerprints import first_difference
+from fsdp.layers.managed_params import ddp_message, text_of_key
+
+# Of each unit, by its name, what the ranks must have alike, by what messages call that.
+Plan = list[tuple[str, dict[str, Any]]]
+
+
+def require_sharded(model: Any, what: str) -> Unit:
+    """Return the unit of a wrapper or of a module under `fully_shard`; a TypeError for anything else."""
+    unit = (unit_of_wrapper(model) or unit_of(model)) if isinstance(model, nn.Module) else None
+    if unit is None:
+        raise TypeError(
+            f"{what} needs the outermost FullyShardedDataParallel, or the outermost module under fully_shard; got a "
+            f"{type(model).__name__}"
+        )
+    return unit
+
+
+def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = False) -> None:
+    """Collective. Check that all ranks have the same units with the same parameters, and assign equal numbers to them.
+
+    Handles get tags that are unique on their communicators, so that messages of different units never mix.
+
+    Args:
+        ranks: that hold a part of the root.
+        units: all in the root, with their names.
+        to_run: the ranks are about to compute, so their training modes must be equal too.
+
+    Raises:
+        RuntimeError: with the first rank that differs from rank 0, the unit, and the values of both ranks; or if a
+            handle has no communicator for the ranks.
+    """
+    for _, unit in units:
+        for handle in unit.handles:
+            handle.comm.ensure_connected()
+            handle.reduce_comm.ensure_connected()
+            handle.replica_axis.ensure_connected()
+    if peers_answer(ranks):
+        outside = "none, outside of forward"
+        plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
+        agree_on_plan(ranks, [(plan[0][0], plan[0][1] | _environment(units[0][1].device, to_run)), *plan[1:]])
+        _agree_on_parts(units)
+    for _, unit in units:
+        unit.is_agreed = True
+    for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
+        handle.number_as(number)
+
+
+def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
+    """Return the versions, and the settings of torch, that affect the results of a computation."""
+    autocast = autocast_dtype(device.type) if to_run else None
+    return {
+        "torch": torch.__version__.split("+")[0],  # whatever it was built for
+        "fsdp": __version__,
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.autocast": "off" if autocast is None else autocast,
+    }
+
+
+def describe_unit(unit: Unit) -> dict[str, Any]:
+    """Return the properties of a unit that must be equal on all ranks, by their names in messages."""
+    return {
+        "parameters": list(map(describe_handle, unit.handles)),
+        **unit.settings,
+        "placement of parameters": str(unit.placements.parameters),
+        "placement of gradients": str(unit.placements.gradients),
+        "placement of optimizer state": str(unit.placements.optimizer),
+        "reshard_after_forward": unit.policy.reshard_after_forward,
+        "reshard_after_backward": unit.policy.reshard_after_backward,
+        "unshard_in_backward": unit.policy.unshard_in_backward,
+        "gradients summed over ranks": unit.policy.sync.name,
+        "gradient_predivide_factor": unit.predivide,
+        "a divisor of summed gradients of": unit.postdivide,
+        **{f"mixed_precision.{name}": value for name, value in unit.precision.describe().items()},
+        "buffers": [*_saved_buffers(unit)],
+    }
+
+
+def _saved_buffers(unit: Unit) -> Iterator[str]:
+    """Yield a unit's persistent buffers; others, such as caches, may differ."""
+    names = {inner: clean_name(name) for name, inner in unit.module.named_modules()}
+    for inner in own_modules(unit.module):
+        for name, buffer in inner._buffers.items() if inner not in unit.ignored.modules else ():
+            if buffer is not None and name not in inner._non_persistent_buffers_set and not is_lazy(buffer):
+                yield f"{join(names[inner], name)}{list(buffer.shape)} {buffer.dtype}"
+
+
+def describe_handle(handle: FlatParamHandle) -> str:
+    """Return the properties of a flat parameter that must be equal on all ranks, as text."""
+    flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
+    slots = ", ".join(
+        (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
+        + (f" along {slot.dim}" if slot.dim else "")
+        + (" frozen" if handle.requires_grad and not needs else "")
+        for slot, part, needs in zip(layout.slots, flat_param.parts, handle.requires_grad_each, strict=True)
+    )
+    kind = f"{own} requires_grad={handle.requires_grad}"
+    if handle.is_cast or handle.gradients.dtype != own:
+        kind += f" computed in {handle.precision.compute_dtype(own)}, reduced in {handle.gradients.dtype},"
+    if flat_param.group is not None:
+        kind += f" of group {text_of_key(flat_param.group)}"
+    kind += "" if isinstance(layout, ContiguousLayout) else " in rows"
+    kind += "" if flat_param.example is None else f" of class {type(flat_param.example).__name__}"
+    ranks = f"over {layout.world_size} ranks by {type(handle.comm).__name__}"
+    if handle.is_replicated:
+        ranks += f" and {handle.replicas.world_size} replicas by {type(handle.replicas).__name__}"
+    if handle.kept_shard is not None:
+        ranks += f", kept among {handle.kept_shard.comm.world_size} of them"
+    return f"{kind} {ranks}: {slots}"
+
+
+def _describe_parts(handle: FlatParamHandle) -> list[str]:
+    """Return which parts of `DTensor`s are sharded here, on which the ranks of the shards must agree."""
+    parts = zip(handle.layout.slots, handle.flat_param.parts, strict=True)
+    return [f"{slot.name} ({part})" for slot, part in parts if part]
+
+
+def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
+    """Collective. Check that the ranks which shard a `DTensor`'s local part have the same part of it.
+
+    Other ranks may have other parts: with expert parallelism, a unit's ranks are a subset of the root's.
+    """
+    plans: dict[tuple[Communicator, Communicator], Plan] = {}
+    for name, unit in units:
+        for handle in unit.handles:
+            if parts := _describe_parts(handle):
+                plans.setdefault((handle.comm, handle.replicas), []).append((name, {"parts": parts}))
+    for ranks, plan in plans.items():
+        if peers_answer(ranks):
+            agree_on_plan(ranks, plan)
+
+
+def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
+    """Collective. Check that all ranks have the same units with the same properties.
+
+    The error includes the first rank that differs from rank 0, the unit, and the values of both ranks.
+    """
+    text = json.dumps(plan, default=str).encode()
+    digests = from_everyone(ranks, hashlib.sha256(text).digest())
+    if len(set(digests)) == 1:
+        return
+    plans = [json.loads(other) for other in from_everyone(ranks, text)]
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise RuntimeError(
+                f"rank {number_among(ranks)}: the ranks have built different models. "
+                f"{_difference(plans[0], other, rank)} "
+                "Build and shard the same modules in the same order and with the same options on every rank."
+            )
+
+
+def _difference(first: Plan, other: Plan, rank: int) -> str:
+    for number, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+        if ours[0] != theirs[0]:
+            return f"Unit number {number} is '{ours[0]}' on rank 0 and '{theirs[0]}' on rank {rank}."
+        for what, value in ours[1].items():
+            if theirs[1].get(what) != value:
+                return f"Unit '{ours[0]}' has {what} {value} on rank 0 and {theirs[1].get(what)} on rank {rank}."
+    longer, more, fewer = (0, first, other) if len(first) > len(other) else (rank, other, first)
+    missing = more[len(fewer)][0]
+    return f"Rank 0 has {len(first)} units and rank {rank} has {len(other)}: unit '{missing}' is only on rank {longer}."
+
+
+def settle_fingerprints(handle: FlatParamHandle) -> None:
+    """Delete the fingerprints of parameters that were written without a notification."""
+    if handle.values.fingerprints is not None and handle.flat_param.numel() == handle.layout.shard_numel:
+        handle.values.fingerprints.forget_written(handle.values.local_shards)
+        handle.storage.release()
+
+
+def renew_fingerprints(handle: FlatParamHandle) -> None:
+    """Take fingerprints again: the shard was cast or moved since `settle_fingerprints`."""
+    if handle.values.fingerprints is not None:
+        handle.values.fingerprints.follow(handle.values.local_shards)
+        handle.storage.release()
+
+
+def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
+    """Collective while the ranks have parameters with uncompared values. Check that these were equal.
+
+    Each group of ranks, with its replicas, compares the values at wrapping once, in a single exchange for all units.
+    The comparison excludes buffers, parameters that any rank has written since, and parameters without a part on
+    another rank.
+
+    Raises:
+        RuntimeError: with the first rank that differs from rank 0, the unit and the parameter.
+    """
+    pending: dict[tuple[Communicator, Communicator], list[tuple[str, FlatParamHandle]]] = {}
+    for name, unit in units:
+        for handle in unit.handles:
+            if handle.values.fingerprints is not None:
+                handle.absorb()
+                settle_fingerprints(handle)
+                pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
+    # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
+    problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items() if peers_answer(ranks)]
+    for problem in filter(None, problems):
+        raise RuntimeError(problem)
+    for handles in pending.values():
+        for _, handle in handles:
+            handle.values.fingerprints = None
+
+
+def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
+    """Collective. Return a description of the difference if the ranks are about to write different values; else "".
+
+    Fingerprints, by FQNs, are compared only if all ranks have them.
+    """
+    if not peers_answer(ranks):
+        return ""
+    told = [json.loads(other) for other in from_everyone(ranks, json.dumps(dict(written)).encode())]
+    difference = first_difference([[each.get(name) for name in told[0]] for each in told])
+    if difference is None:
+        return ""
+    rank, number, count = difference
+    more = f" (and of {count - 1} more)" if count > 1 else ""
+    return (
+        f"rank {rank} has other values than rank 0 of {list(told[0])[number]}{more}. Each rank would keep its own "
+        "shard of them; nothing was changed."
+    )
+
+
+def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
+    """Collective. Return a description of the difference if ranks have sharded different values; else ""."""
+    seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
+    noted = [(handle.values.fingerprints, slot) for _, handle, slot in seen]
+    found = [fingerprints.unsharded[slot] for fingerprints, slot in noted if fingerprints is not None]
+    known = bytes(one is not None for one in found)
+    payload = known + struct.pack(f"<{len(found)}Q", *(one or 0 for one in found))
+    by_rank = []
+    for other in from_everyone(ranks, payload):
+        values = struct.unpack(f"<{len(found)}Q", other[len(found) :])
+        by_rank.append([one if is_known else None for one, is_known in zip(values, other[: len(found)], strict=True)])
+    difference = first_difference(by_rank)
+    if difference is None:
+        return ""
+    rank, number, count = difference
+    unit, handle, slot = seen[number]
+    more = f" (and of {count - 1} more)" if count > 1 else ""
+    return (
+        f"rank {number_among(ranks)}: the ranks have sharded different values. Rank {rank} has other values than "
+        f"rank 0 of {handle.layout.slots[slot].name} of unit '{unit}'{more}: their shards are of different models. "
+        "Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
+        "FullyShardedDataParallel does with sync_module_states=True), or load a checkpoint before the first use."
+    )
+
+
+def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise RuntimeError if a parameter was added after the units were created, or an original is still used."""
+    refuse_held(root)
+    ours = {(place.module, place.name) for unit in units for place in unit.places()}
+    # What was put into ignored modules since, is theirs too.
+    ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
+    for path, module in root.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:
+                continue
+            if any(param in unit.ignored.parameters for unit in units):
+                continue
+            raise RuntimeError(
+                f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and "
+                "ranks would train it each for itself. Complete the module before sharding, shard what is put into "
+                "it by itself, or have the parameter ignored (ignored_parameters, ignored_params of fully_shard)."
+            )
+
+
+def refuse_ddp(ddp: DistributedDataParallel, root: Unit, handles: Iterable[FlatParamHandle]) -> None:
+    """Raise RuntimeError if DistributedDataParallel would treat the shards of a model as replicas."""
+    ours = {id(param) for handle in handles for param in handle.listed_params}
+    # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
+    for path, module in ddp.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) in ours and join(path, name) not in ddp.parameters_to_ignore:
+                raise RuntimeError(ddp_message(root.name))

@@ -1,0 +1,207 @@
+"""`torch.nn.utils` on a sharded model's parameters gives what it gives on the unsharded one, or says what to use.
+
+Its functions get parameters and gradients without the model, and would take this rank's shards for all there is.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import (  # as scripts do, before anything is wrapped
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    parameters_to_vector,
+)
+
+import fsdp
+from tests.helpers.equality import assert_close
+from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import fully_sharded
+from tests.layers.test_clip import backward, trained_gradients
+
+FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+Twins = tuple[nn.Module, nn.Module]
+
+
+def twins(**options: Any) -> Twins:
+    """A sharded model and its plain twin after a backward, with the same gradients."""
+    sharded, plain = nested_mlp(fully_sharded(**options)), nested_mlp(keep)
+    backward(sharded, dist.get_rank())
+    for rank in range(dist.get_world_size()):
+        backward(plain, rank)
+    for param in plain.parameters():
+        param.grad /= dist.get_world_size()
+    return sharded, plain
+
+
+def assert_close_gradients(pair: Twins, what: str) -> None:
+    found, expected = map(trained_gradients, pair)
+    assert_close(found, expected, what)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
+@on_ranks(2)
+def test_clips_as_on_the_unsharded_model(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    for norm_type in (2.0, math.inf, 1.0):
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            pair = twins(**options)
+            sharded, plain = (clip(model.parameters(), 1e-2, norm_type) for model in pair)
+            assert_close(sharded, plain, f"norm {norm_type}")
+            assert_close_gradients(pair, f"norm {norm_type}")
+    pair = twins(**options)
+    norms = [get_total_norm([param.grad for param in model.parameters()]) for model in pair]
+    assert_close(*norms, "total norm")
+    assert_close(*(get_total_norm(list(model.parameters())) for model in pair), "norm of the parameters")
+    for model, norm in zip(pair, norms, strict=True):
+        clip_grads_with_norm_(model.parameters(), 1e-2, norm)
+    assert_close_gradients(pair, "in two calls")
+    pair = twins(**options)
+    for model in pair:
+        clip_grad_value_(model.parameters(), 1e-2)
+    assert_close_gradients(pair, "by value")
+
+
+@pytest.mark.parametrize("options", FORMS[:2], ids=["flat", "original"])
+@on_ranks(2)
+def test_clips_parts_of_models_and_several_models(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    pair = twins(**options)
+    assert_close(*(clip_grad_norm_(model.trunk.parameters(), 1e-2) for model in pair), "a part")
+    assert_close(*(clip_grad_norm_(next(iter(model.gate.parameters())), 1e-2) for model in pair), "a single parameter")
+    assert_close_gradients(pair, "a part")
+    pair = twins(**options)
+    for model in pair:  # as trainers freeze what another optimizer steps, whose gradients stay
+        model.trunk.requires_grad_(False)
+    given = ([param for param in model.parameters() if param.requires_grad] for model in pair)
+    assert_close(*(clip_grad_norm_(params, 1e-2) for params in given), "what is not frozen")
+    assert_close_gradients(pair, "what is not frozen")
+
+    first, second = twins(**options), twins(**options)
+    plain_beside = [nn.Linear(3, 2), nn.Linear(3, 2)]  # one for each twin, the same on every rank
+    for linear in plain_beside:
+        linear.weight.grad = torch.full_like(linear.weight, 0.5)
+    for norm_type in (2.0, math.inf):
+        norms = [
+            clip_grad_norm_(chain(one.parameters(), other.parameters(), beside.parameters()), 1e-2, norm_type)
+            for one, other, beside in zip(first, second, plain_beside, strict=True)
+        ]
+        assert_close(*norms, f"two models and what is not sharded, {norm_type}")
+    assert_close_gradients(first, "two models")
+    assert_close(*(linear.weight.grad for linear in plain_beside), "what is not sharded")
+
+
+@on_ranks(2)
+def test_rows_are_clipped_also_where_a_rank_has_none() -> None:
+    torch.set_default_dtype(torch.float64)
+    for norm_type in (2.0, math.inf):
+        sharded, plain = nested_mlp(_rows), nested_mlp(keep)
+        backward(sharded, 0)
+        backward(plain, 0)
+        for params in (lambda model: model.parameters(), lambda model: model.trunk.parameters()):
+            totals = [get_total_norm([param.grad for param in params(model)], norm_type) for model in (sharded, plain)]
+            assert_close(totals[0].full_tensor(), totals[1], f"total norm {norm_type}")
+            norms = [clip_grad_norm_(params(model), 1e-2, norm_type) for model in (sharded, plain)]
+            assert_close(norms[0].full_tensor(), norms[1], f"norm {norm_type}")
+            for model, total in zip((sharded, plain), totals, strict=True):
+                clip_grads_with_norm_(params(model), 1e-3, total)
+        for mine, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert_close(mine.grad.full_tensor(), expected.grad, "gradient")
+
+
+def _rows(module: nn.Module) -> nn.Module:
+    return fsdp.fully_shard(module)
+
+
+@on_ranks(2)
+def test_what_is_not_finite_or_not_reduced_is_an_error_on_every_rank() -> None:
+    model, _ = twins()
+    params = list(model.parameters())
+    if dist.get_rank() == 1:
+        params[0].grad[0] = math.nan
+    before = [param.grad.clone() for param in params]
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert all(torch.equal(a.grad.nan_to_num(), b.nan_to_num()) for a, b in zip(params, before, strict=True))
+    with model.no_sync():
+        backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
+        clip_grad_norm_(params, 1.0)
+    clip_grad_value_(params, 1.0)  # of each element, what is there
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
+        torch.optim.SGD(params, lr=0.1).step()
+
+
+@on_ranks(2)
+def test_before_the_first_use_there_is_nothing_to_clip() -> None:
+    model = nested_mlp(fully_sharded())
+    params = list(model.parameters())
+    assert clip_grad_norm_(params, 1.0) == 0
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match=r"before the first forward.*model\.clip_grad_norm_"):
+        clip_grad_norm_(params, 1.0)
+
+
+@on_ranks(2)
+def test_inside_of_join() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp.join(model, optimizer):
+        for _ in range(1 + dist.get_rank()):
+            backward(model, 0)
+            assert clip_grad_norm_(model.parameters(), 1e-2) > 1e-2
+            model.clip_grad_value_(1e-3)
+            if dist.get_world_size() == 2 and dist.get_rank() == 1:
+                with pytest.raises(RuntimeError, match=r"fsdp\.join.*all parameters of one model"):
+                    clip_grad_norm_(model.trunk.parameters(), 1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_vectors_are_those_of_the_model_inside_of_summon_full_params() -> None:
+    for options in FORMS:
+        model = nested_mlp(fully_sharded(**options))
+        with model.summon_full_params():
+            whole = parameters_to_vector(model.parameters())
+        assert_close(whole, parameters_to_vector(nested_mlp(keep).parameters()), "whole parameters")
+
+
+@on_ranks(2)
+def test_models_that_are_not_sharded_are_clipped_by_torch() -> None:
+    twins()  # from now on torch's functions look for what is sharded
+    rank = dist.get_rank()
+    plain = nested_mlp(keep)
+    backward(plain, rank)
+    grads: list[Tensor] = [param.grad for param in plain.parameters()]
+    expected = torch.cat([grad.flatten() for grad in grads]).norm()
+    assert_close = torch.testing.assert_close
+    assert_close(get_total_norm(grads), expected)
+    assert_close(clip_grad_norm_(plain.parameters(), 1e-3), expected)  # each rank by its own
+    assert_close(get_total_norm(grads), torch.tensor(1e-3), rtol=1e-3, atol=0.0)
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((param for param in ()), 1.0)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
+@on_ranks(2)
+def test_another_model_is_clipped_while_a_sharded_one_accumulates(options: dict[str, Any]) -> None:
+    """As with two networks that train against each other."""
+    model, plain = nested_mlp(fully_sharded(**options)), nested_mlp(keep)
+    with model.no_sync():
+        backward(model, dist.get_rank())
+    for clip in (clip_grad_norm_, get_total_norm):
+        backward(plain, 0)
+        given = [param if clip is clip_grad_norm_ else param.grad for param in plain.parameters()]
+        expected = math.sqrt(sum(float(param.grad.square().sum()) for param in plain.parameters()))
+        assert float(clip(given, *[0.1] * (clip is clip_grad_norm_))) == pytest.approx(expected)
+        plain.zero_grad()
