@@ -1,7 +1,7 @@
 """`fully_shard`: parameters become `DTensor`s in their own modules, without a wrapper.
 
-It is the same unit, with the same schedule and collectives, as that of `FullyShardedDataParallel`. What differs is the
-layout (every parameter is sharded along one of its dimensions) and what the modules list.
+The unit has the same schedule and collectives as a unit of `FullyShardedDataParallel`. The layout differs (every
+parameter is sharded along one of its dimensions), and so do the parameters that modules list.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep shards, their gradients and the optimizer's state in host memory, from where they are copied when needed.
 
     Attributes:
-        pin_memory: in pinned memory, where there is an accelerator. It always is, so False is an error.
+        pin_memory: in pinned memory if an accelerator exists. Host memory is always pinned then, so False is an error.
     """
 
     pin_memory: bool = True
@@ -159,8 +159,8 @@ def fully_shard(
     Every rank must do the same in the same order, with the same values; ranks compare both at the first use.
 
     Args:
-        module: with a forward that is called (a plain ``ModuleList`` has none), or several. One without parameters, or
-            with those of sharded modules inside only, may be given too.
+        module: a module with a forward that is called (a plain ``ModuleList`` has none), or several modules. A module
+            may have no parameters, or only parameters of inner sharded modules.
         mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
             means all ranks, on CUDA if a parameter is there or the default process group serves it. Parameters that
             are elsewhere are brought to the mesh's device.
@@ -235,7 +235,7 @@ def fully_shard(
 
 
 def _settle_ties(unit: Unit, *_: Any) -> None:
-    """Have what a user has tied inside be one parameter, before anything is loaded into it."""
+    """Make parameters that a user has tied one parameter, before values are loaded into it."""
     tie_assigned(each for _, each in units_in(unit))
 
 
@@ -292,7 +292,7 @@ class DTensorForm:
         groups = [params for _, params in group(found, unit.precision_at, _kind_of)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
-            # What has no dimensions is unsharded on every rank, as if all were replicas.
+            # Scalars are unsharded on every rank, as if all ranks were replicas.
             is_replicated = params[0].dim() == 0
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
             # Where ranks are nothing but replicas, they would send each other the gaps.
@@ -383,7 +383,7 @@ def _policy(given: Any) -> MixedPrecision:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(given, name) for name in names):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got a {type(given).__name__}")
-    # As `fully_shard` is known: all that is in the module computes in one dtype, batch norms too.
+    # As in torch: the whole module computes in one dtype, batch norms too.
     return MixedPrecision(**{name: getattr(given, name) for name in names}, full_precision_modules=())
 
 
@@ -443,7 +443,7 @@ class FSDPModule(_Base):
     """The class, mixed into ``FSDP<Class>``, of modules whose parameters are sharded by `fully_shard`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # ``type(module)(...)`` makes another module of the original class, which nobody has sharded.
+        # ``type(module)(...)`` makes another module of the original class, which is not sharded.
         return cls.__mro__[2](*args, **kwargs)
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -451,8 +451,8 @@ class FSDPModule(_Base):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
 
-        Between passes a `DTensor` that has a gradient is listed in any case, for who clips, zeroes or steps it. What a
-        user has put in the place of a parameter is kept in its shard before.
+        Between passes a `DTensor` that has a gradient is listed in any case, for clipping, zeroing or stepping it. A
+        tensor that a user has assigned to a parameter is stored in its shard first.
         """
         units = _units(self, recurse=True)
         with suppress(RuntimeError):  # which the next forward raises
@@ -527,23 +527,23 @@ class FSDPModule(_Base):
             unit.policy.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Unshard these ahead in this module's forward, in this order, instead of what is expected to come next."""
+        """Prefetch these modules, in this order, in this module's forward, instead of the next expected module."""
         _of(self).policy.forward_prefetch = _sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Unshard these ahead in this module's backward, in this order, instead of what is expected to come next."""
+        """Prefetch these modules, in this order, in this module's backward, instead of the next expected module."""
         _of(self).policy.backward_prefetch = _sharded(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards the module's parameters. An embedding's needs none, for instance.
 
-        Where autograd has saved them, backward raises its error about changed tensors. What is recomputed in backward
-        unshards in any case.
+        Where autograd has saved them, backward raises its error about changed tensors. A recomputed forward unshards
+        them in any case.
         """
         _of(self).policy.unshard_in_backward = unshard_in_backward
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Have all-gathers wait for an event that was recorded after the optimizer's step.
+        """Make all-gathers wait for an event that was recorded after the optimizer's step.
 
         They are issued in the order of the stream that is current, which waits for the event now; that orders them
         after a step on another stream. On CPU there is nothing to wait for.
@@ -555,17 +555,18 @@ class FSDPModule(_Base):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backwards reduce gradients over the ranks, or accumulate unsharded ones on each rank.
 
-        The next backward that reduces takes what has accumulated. With replicas it is both reduce-scatter and
-        all-reduce. It holds from the next backward on, for this module and, with `recurse`, those inside.
+        The next backward that reduces includes the accumulated gradients. With replicas, the setting concerns both the
+        reduce-scatter and the all-reduce. The setting takes effect with the next backward, for this module and, with
+        `recurse`, for inner modules.
         """
         for unit in _units(self, recurse):
             unit.policy.sync = GradientSync.FULL if requires_gradient_sync else GradientSync.NONE
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards sum over replicas what they have reduce-scattered, or accumulate it on each rank.
+        """Set whether backwards all-reduce reduce-scattered gradients over replicas, or accumulate them on each rank.
 
-        It takes 1/W of the memory of accumulating unsharded gradients. Without replicas it changes nothing, nor while
-        gradients are not reduced at all.
+        Accumulating shards takes 1/W of the memory of unsharded gradients. The setting has no effect without replicas,
+        or while gradients are not reduced at all.
         """
         for unit in _units(self, recurse):
             if unit.policy.sync is not GradientSync.NONE:
@@ -575,10 +576,10 @@ class FSDPModule(_Base):
         """Do nothing: all-gathers here are asynchronous always. The name is torch's."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing: each backward leaves complete gradients behind, whatever comes next. The name is torch's."""
+        """Do nothing: each backward leaves complete gradients. The name is torch's."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks, replicas included, by this number, and not by that of the ranks.
+        """Divide the sum of gradients over ranks, replicas included, by this number, instead of the number of ranks.
 
         Raises:
             ValueError: if it is not positive.
@@ -624,15 +625,15 @@ class FSDPModule(_Base):
     def set_custom_all_gather(self, comm: on_demand.Collective) -> None:
         """All-gather the module's parameters with an object that has the interface of torch's ``AllGather``.
 
-        It allocates what is sent and received. A world of one has nothing to gather.
+        The object allocates the buffers for sending and receiving. A world size of 1 needs no all-gather.
         """
         _of(self).connect(lambda handle: (on_demand.CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
 
     def set_custom_reduce_scatter(self, comm: on_demand.Collective) -> None:
         """Reduce-scatter the module's gradients with an object that has the interface of torch's ``ReduceScatter``.
 
-        It allocates what is sent and received, and is always asked to sum; gradients are divided apart from that. A
-        world of one has nothing to reduce.
+        The object allocates the buffers for sending and receiving, and always sums; gradients are divided separately.
+        A world size of 1 needs no reduction.
         """
         _of(self).connect(lambda handle: (handle.comm, on_demand.CustomReduceScatter.of(handle.reduce_comm, comm)))
 
@@ -652,7 +653,7 @@ class FSDPModule(_Base):
         _of(self).policy.all_reduce_hook = on_demand.AllReduceHook(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Collective. Set whether gradients are reduced over a process group of their own, or that of all-gathers.
+        """Collective. Set whether gradients are reduced over a separate process group, or the group of all-gathers.
 
         On NCCL the two can then go on at once. There is one group for each set of ranks; on NCCL a module that is
         sharded over all ranks has it from the start.
@@ -662,7 +663,7 @@ class FSDPModule(_Base):
             unit.connect(lambda handle, to=to: (handle.comm, on_demand.moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Have the process group allocate what is sent and received: where its backend cannot, nothing changes.
+        """Let the process group allocate communication buffers; without effect if its backend cannot.
 
         Raises:
             NotImplementedError: on NCCL, which can: all-gathers here have no buffers besides the parameters' places.
@@ -682,10 +683,10 @@ class FSDPModule(_Base):
     # --- other --------------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that has raised, with all gradients that were not reduced.
+        """Discard a forward or backward that has raised, and all gradients that were not reduced.
 
-        Those that accumulated under `set_requires_gradient_sync` and `set_requires_all_reduce` are among them. The next
-        forward does so by itself, but for these.
+        These include gradients accumulated under `set_requires_gradient_sync` and `set_requires_all_reduce`. The next
+        forward discards the failed pass too, but keeps accumulated gradients.
 
         Raises:
             RuntimeError: on another module than the outermost, or while one computes.
@@ -729,7 +730,7 @@ class FSDPModule(_Base):
         )
 
 
-# What follows are functions, and no methods, because a user's module may have those names.
+# Functions, not methods, because a user's module may have those names.
 def _of(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:

@@ -41,7 +41,7 @@ from fsdp.layers.state_requests import LocalState, Saving, Summoning, require_sh
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What modules list may be the wrapped module's; not there before the constructor of `nn.Module`.
+# These dictionaries may be the wrapped module's; they do not exist before the constructor of `nn.Module`.
 _ENTRIES = ("_parameters", "_buffers")
 _GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
 
@@ -241,7 +241,7 @@ class FullyShardedDataParallel(nn.Module):
         return [*self._unit.owned_handles, *self._unit.borrowed_handles]
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """Return the own parameters without those of `append_shared_param`."""
+        """Return the own parameters without parameters of `append_shared_param`."""
         return [param for handle in self._unit.owned_handles for param in handle.listed_params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
@@ -302,7 +302,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.module.__getitem__(key)
 
     def _forward_entries(self) -> None:
-        """Have what is put in the wrapped module's parameters and buffers through this wrapper arrive there."""
+        """Make assignments to parameters and buffers through this wrapper change the wrapped module."""
         for kind in _ENTRIES:
             self.__dict__[kind] = on_demand.Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
 
@@ -351,8 +351,9 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Collective. Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
-        It is the p-norm for `norm_type` p, and the largest absolute value for ``inf``. Returned is the norm before, a
-        scalar of at least float32. With `error_if_nonfinite`, one that is infinite or NaN changes nothing and raises.
+        The norm is the p-norm for `norm_type` p, and the largest absolute value for ``inf``. The result is the norm
+        before clipping, a scalar of at least float32. With `error_if_nonfinite`, an infinite norm or NaN raises and
+        changes nothing.
 
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
@@ -384,12 +385,12 @@ class FullyShardedDataParallel(nn.Module):
 
     @during("register_comm_hook()")
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Tensor, Tensor], None]) -> None:
-        """Collective. Have `hook` average gradients over the ranks, in the place of the reduce-scatter.
+        """Collective. Let `hook` average gradients over the ranks, instead of the reduce-scatter.
 
-        For the outermost wrapper, between steps, once; it then serves all units. It is called in backward, once for
-        each flat parameter that is trained, as ``hook(state, gradient, shard)``, and must write the average over ranks
-        to ``shard`` ``[n]``: of elements ``rank * n`` to ``(rank + 1) * n`` of ``gradient`` ``[world_size * n]``, which
-        it may overwrite. Hooks of torch's FSDP1 for sharded strategies work. See docs/comm_hooks.md.
+        For the outermost wrapper, between steps, once; the hook then serves all units. Backward calls the hook once for
+        each flat parameter that is trained, as ``hook(state, gradient, shard)``. The hook must write the average over
+        ranks to ``shard`` ``[n]``: of elements ``rank * n`` to ``(rank + 1) * n`` of ``gradient`` ``[world_size * n]``,
+        which it may overwrite. Hooks of torch's FSDP1 for sharded strategies work. See docs/comm_hooks.md.
 
         Raises:
             TypeError: if `hook` cannot be called.
@@ -410,7 +411,7 @@ class FullyShardedDataParallel(nn.Module):
             unit.policy.comm_hook = comm_hook
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""
+        """Compile the wrapped module as `nn.Module.compile` does; collectives are not compiled."""
         self.module.module.compile(*args, **kwargs)
 
     def report(self) -> on_demand.Report:
@@ -438,9 +439,9 @@ class FullyShardedDataParallel(nn.Module):
     ) -> Iterator[None]:
         """Collective. Show unsharded parameters as ordinary parameters of the modules, under their plain names.
 
-        Each rank holds all of them at once (`summon_units` shows one unit after the other). What is changed inside (in
-        place, or by assigning a new parameter of the same shape) is kept on leaving: make the same changes on every
-        rank. Forward works inside without gradients. What is summoned already may be summoned again in the same form.
+        Each rank holds all of them at once (`summon_units` shows one unit after the other). Changes inside (in place,
+        or by assigning a new parameter of the same shape) are kept on leaving: make the same changes on every rank.
+        Forward works inside without gradients. Contexts of the same form may be nested.
 
         Args:
             recurse: inner wrappers' parameters as well.
@@ -587,8 +588,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what `local_state_dict`, or FairScale's, gave on the same rank of as many ranks. Not collective.
 
-        Call it on every rank before the model is used again. It is checked before anything is changed. Other ranks are
-        not asked: if one of them raises, none should go on. The result is torch's, with plain names.
+        Call it on every rank before the model is used again. The state is checked before anything is changed. Other
+        ranks are not asked: if a rank raises, no rank should continue. The result is torch's, with plain names.
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`; or for keys and sizes that do not fit, or
@@ -630,7 +631,7 @@ class FullyShardedDataParallel(nn.Module):
     def sharded_state_dict(self, *, prefix: str = "") -> Any:
         """Collective the first time. Return the state with local shards, for `torch.distributed.checkpoint` (DCP).
 
-        Keys, and their order, are those of `state_dict`. Nothing is gathered, and parameters are not copied: save them
+        Keys, and their order, are as in `state_dict`. Nothing is gathered, and parameters are not copied: save them
         before they change. Parameters are `TensorPart`s; ``dcp.load`` into the result writes to memory of its own,
         which `load_sharded_state_dict` takes over. See docs/sharded_state.md.
 
@@ -645,8 +646,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Collective. Load what `sharded_state_dict` returned, when DCP has loaded values into it.
 
-        Unsharded, plain tensors are taken as well. What nothing was loaded into counts as missing. The result is
-        torch's, with plain names.
+        Unsharded, plain tensors are taken as well. Entries into which nothing was loaded count as missing. The result
+        is torch's, with plain names.
 
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
@@ -749,7 +750,7 @@ class FullyShardedDataParallel(nn.Module):
         runtime_of(self._unit)
 
     def _free_full_params(self, params: Collection[nn.Parameter] | None = None) -> None:
-        """Reshard parameters that were kept unsharded, under `no_sync` for instance: those of `params`, or all."""
+        """Reshard unsharded parameters, for example parameters kept under `no_sync`: `params`, or all."""
         self._unit.require_idle("free full parameters")
         wanted = None if params is None else {id(param) for param in params}
         for handle in self._unit.handles:

@@ -60,7 +60,7 @@ if dist.is_available():
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-# What ranks tell each other before a payload: its length, and the public call that they are in.
+# Ranks send each other a header before a payload: its length, and the public call that they are in.
 _LENGTH_BYTES = 8
 _CALL_BYTES = 56
 _TRAINING = "forward or backward"
@@ -200,8 +200,8 @@ class DirectExchange(TorchCollectives):
         return Pending(what, asked, lambda: torch.empty(0))
 
     def _answer(self, sending: Sending, full: Tensor) -> Tensor:
-        # A shard that was cast only to be sent should go when its messages are through. Peers ask for ours before they
-        # send theirs, so those of the gather that was awaited before this one are.
+        # A shard that was cast only to be sent should go when its messages are through. Peers ask for our shard
+        # before they send their shards, so the messages of the previous gather are complete.
         if self._answered is not None:
             self._answered.finish()
         self._answered = sending

@@ -79,7 +79,7 @@ class CommHook:
         # Not zeros, and not what happens to be in memory: what a hook forgets to fill shall be noticed.
         shard = gradient.new_full((gradient.numel() // call.comm.world_size,), float("nan"))
         expected = _kind(shard)
-        # It may call torch.distributed, where gloo takes what comes first for what was asked for.
+        # The hook may call torch.distributed, where gloo matches messages by their order of arrival.
         call.comm.meet(f"the communication hook for {call.name}", call.tag)
         token = _running.set(call)
         try:

@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 # By rank, one tensor after the other.
 Messages = Mapping[int, Sequence[Tensor]]
 
-# What a message is about: the number of a handle (`Communicator.new_tag`), a word, or both. It is alike on all ranks,
+# The subject of a message: the number of a handle (`Communicator.new_tag`), a word, or both. It is alike on all ranks,
 # while texts for people need not be.
 Tag = int | str | tuple[int | str, ...]
 
@@ -69,7 +69,7 @@ class Pending:
             ends = [begin(self.what) for begin in wait_observers] if wait_observers else ()
             try:
                 finish(works, self.what)
-                # What was sent is held by this until now, and not a moment longer.
+                # The sent tensor is referenced by `_result` until now, and not longer.
                 result, self._result = self._result, None
                 self._arrived = result()
             except RuntimeError as error:

@@ -263,8 +263,8 @@ _M_MMAP_THRESHOLD = -3
 def return_freed_blocks(larger_than: int) -> None:
     """Release every block of host memory above this many bytes to the operating system when it is freed, from now on.
 
-    glibc otherwise raises its own limit with each large block that is freed, up to 32 MiB, and keeps smaller ones. It
-    costs the time to map them again, and is for where memory is what counts.
+    glibc otherwise raises its own limit with each large block that is freed, up to 32 MiB, and keeps smaller ones. This
+    costs the time to map blocks again, and is meant for programs that are limited by memory.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

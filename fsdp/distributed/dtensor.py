@@ -251,7 +251,7 @@ def settled_gradient(param: Tensor) -> Tensor | None:
     return grad
 
 
-# What can be sharded
+# Parameters that can be sharded
 
 
 def check_placements(name: str, param: Tensor) -> None:

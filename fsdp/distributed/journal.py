@@ -1,7 +1,7 @@
 """A journal is what this rank has done that must be alike on all ranks of a model, such as its optimizers' steps.
 
-Its pages are numbered by something that all ranks count alike. What is noted on one page has no order, and a page is
-closed when the next one is begun: then it can be compared with that of the other ranks (`roll_call`).
+Its pages are numbered by something that all ranks count alike. Entries of a page have no order. The next page closes
+a page, which can then be compared with the same page of other ranks (`roll_call`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Journal:
         error: what is said of a difference.
         warning_of: what is said where nothing differs but lines that begin in its way.
 
-    It knows nothing of the model, which the watchdog's thread would keep alive.
+    A journal has no reference to the model, which the watchdog's thread would keep alive.
 
     Attributes:
         page: the number of the page that is open.

@@ -28,7 +28,7 @@ _ARGUMENTS = "Make the call with the same arguments on every rank."
 _UNITS = "Run the same units in the same passes on every rank, and make the same calls."
 _GROUPS = "Give the same ranks to every rank (process_group, mesh, WORLD_SIZE)."
 
-# What may take long for a good reason, by the files that it is in.
+# Work that may take long for a good reason, by its files.
 _SLOW = [
     ("/torch/_dynamo/", "compiling"),
     ("/torch/_inductor/", "compiling"),

@@ -6,12 +6,12 @@ asks all ranks where they are, makes a report of the answers (`positions`), and 
 machine prints it. A rank that is ended by an exception tells the others before it goes. Nothing of this goes through
 the collectives that it is about.
 
-The socket listens on the interface by which the ranks reach the first rank, or on the loopback device, and answers a
-message only if it contains a secret that the ranks have exchanged through the store. The end of a process is noticed
+The socket listens on the interface by which the ranks reach the first rank, or on the loopback device. A message is
+answered only if it contains a secret that the ranks have exchanged through the store. The end of a process is noticed
 when Python runs the functions that are registered for it; an exception that ended the process is then `sys.last_value`.
 
 A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
-lock. On NCCL, where the host does not wait for collectives, nobody is found waiting.
+lock. On NCCL, where the host does not wait for collectives, no rank is found waiting.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Address(NamedTuple):
 
 @dataclass
 class _Looks:
-    """The looks at the waits of the main thread, or at those of threads beside it, as of one that saves.
+    """Examinations of the waits of the main thread, or of the waits of other threads, such as a saving thread.
 
     Attributes:
         asked: the wait that was looked at last.
@@ -139,7 +139,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Look no more, and answer nobody."""
+        """End the threads and close the socket."""
         self._stopped.set()
         self._server.shutdown()
         self._server.server_close()
@@ -374,7 +374,7 @@ class Watchdog:
         return dict.fromkeys(self._unknown, _ABSENT) | self._tell_some(ranks, message)
 
     def _tell_some(self, ranks: Sequence[int], message: Message) -> dict[int, Message | str]:
-        """Return the same, for those of these ranks whose addresses are known."""
+        """Return the same for the ranks whose addresses are known."""
         known = [rank for rank in ranks if rank in self._addresses]
         if len(known) < 2:
             return {rank: _tell(self._addresses[rank], message) for rank in known}

@@ -41,7 +41,7 @@ def attributes_seen_by(module: nn.Module) -> dict[str, Any] | AssignedAttributes
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module.__dict__
     if isinstance(module, nn.RNNBase):
-        # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
+        # The method would move the weights into memory of cuDNN; the leaves are contiguous in the buffer already.
         module.__dict__["flatten_parameters"] = _leave_as_they_are
     return AssignedAttributes(module)
 

@@ -167,7 +167,7 @@ class Call:
     @property
     def may_outlast_gradients(self) -> bool:
         """Return whether its backward may continue after all awaited gradients of the unit have arrived."""
-        # What was frozen after this forward is still in its graph.
+        # A parameter that was frozen after this forward is still in its graph.
         return self.will_pass or (self.unit.has_frozen_handle and self.ends_at != _trained(self.unit))
 
     def watch_outputs(self, outputs: Any) -> bool:

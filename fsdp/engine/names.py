@@ -12,7 +12,7 @@ FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 
-# What torch's own wrappers of modules add: a compiled module, and one that recomputes.
+# Name parts added by torch's own wrappers: of a compiled module, and of activation checkpointing.
 _TORCH_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 

@@ -32,8 +32,8 @@ class Taken(NamedTuple):
         return self.flat_param is not None and self.flat_param() is not None
 
 
-# Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
-# unit, or an optimizer made too early.
+# Parameters that a unit has taken over, by id, while they are still referenced: by a tied module outside of the
+# unit, or by an optimizer that was created too early.
 _taken: dict[int, Taken] = {}
 times_taken = [0]  # how many entries were set
 

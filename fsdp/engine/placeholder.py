@@ -80,7 +80,7 @@ class ValuelessParameter(AbsentParameter):
 
 
 # A placeholder is pickled only as a part of a model: by itself, values would be expected of it, and be found missing
-# when the file is read. Pickle calls nobody when it is done with an object, but it goes through its state in order; so
+# when the file is read. Pickle has no callback for the end of an object, but it saves its state in order; so
 # a model's state ends with an `Arrival`.
 _under_way = 0
 

@@ -67,7 +67,7 @@ class ExtendedParameters(UnshardedParameters):
         mp_policy: Any,
         **others: Any,
     ) -> None:
-        # Until the first all-gather there is a leaf that nobody sees.
+        # Until the first all-gather, the leaf is not visible to modules.
         full = torch.empty(layout.unsharded_numel, dtype=full.dtype, device=full.device)
         self._memory: list[tuple[Any, int]] = []  # storages that are freed with the parameter, with their sizes
         super().__init__(layout, parts, full, absent=absent, **others | {"is_shard": False})

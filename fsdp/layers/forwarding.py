@@ -1,4 +1,4 @@
-"""`Forwarding` makes a wrapper's dictionaries of parameters and buffers reach those of the wrapped module."""
+"""`Forwarding` connects a wrapper's dictionaries of parameters and buffers to those of the wrapped module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 class Forwarding(dict[str, Any]):
     """The ``_parameters`` or ``_buffers`` of a wrapper, to which names of the wrapped module's own belong as well.
 
-    What is put there under such a name goes to that module. They are not listed twice.
+    An assignment to such a name changes that module. No entry is listed twice.
 
     Args:
         entries: the wrapper's own.

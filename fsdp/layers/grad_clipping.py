@@ -32,8 +32,8 @@ Owned = Sequence[tuple[Tensor, nn.Parameter]]
 def reduce_gradients(model: nn.Module) -> None:
     """Collective. Reduce the gradients that have accumulated without communication, so that they can be read.
 
-    It is for placements with PARTIAL gradients, and for gradients that were accumulated under `no_sync`. Optimizer
-    steps, scalers and functions that clip gradients reduce PARTIAL gradients by themselves.
+    This function is for placements with PARTIAL gradients, and for gradients that were accumulated under `no_sync`.
+    Optimizer steps, scalers and functions that clip gradients reduce PARTIAL gradients by themselves.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.

@@ -139,7 +139,7 @@ def group(
         own = key_of(param, places, key)
         part = MeshPart.of(param)
         spread = None if part is None else part.kind
-        # What has no values is nowhere: it must lie beside the same others as on a rank that has its values.
+        # A parameter without values has no device: it is grouped as on a rank that has its values.
         device = usual if param.is_meta else param.device
         alike = (param.dtype, device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own

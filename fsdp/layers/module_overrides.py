@@ -34,7 +34,7 @@ _AT_REST = (TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS)
 def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
     """Override methods of a unit's modules once its handles are complete; arguments as in `shard_module.ParamForm`."""
     tied = {place.module for one in unit.wanted for place in one.places}
-    # What units inside hold they save by themselves. Buffers may be cast.
+    # Inner units save their own parameters. Buffers may be cast.
     is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):

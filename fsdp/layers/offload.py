@@ -68,7 +68,7 @@ class _OnDisk:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
         like = kwargs.get("input", args[0] if args else None)
-        # One that was unpickled by itself is in memory.
+        # A shard that was unpickled without its model is in memory.
         storage = like.shard_storage if isinstance(like, _OnDisk) else None
         if fill is None or storage is None or kwargs.get("device") not in (None, HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
@@ -147,7 +147,7 @@ class DiskStorage(ShardStorage):
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         if flat_param.held_gradient is None:
-            # One file for the gradients of all steps: making a new one each time would cost more than writing it.
+            # All steps use the same file for gradients: creating a file takes longer than writing it.
             is_kept = self._shown is not None and self._shown() is not None  # by the user, since it is no gradient now
             if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
                 self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")

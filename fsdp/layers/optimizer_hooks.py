@@ -294,7 +294,7 @@ def _is_uneven(param: Any) -> bool:
 def _refuse_missing_gradients(optimizer: str, ours: list[tuple[Any, Any]]) -> None:
     """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
 
-    Who has trained before may leave a backward out, and step nothing.
+    After a first backward, a step without gradients is allowed, and changes nothing.
     """
     shards = {owner for param, owner in ours if param.requires_grad}
     for runtime in runtimes():
@@ -323,7 +323,7 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
 _OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
-# Those that no division of parameters among ranks can serve, with the reason.
+# Optimizers that cannot work with any division of parameters among ranks, with the reason.
 _OF_MORE = {
     re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
     "sees what this rank has of them: ranks take steps of different sizes",

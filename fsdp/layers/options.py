@@ -168,7 +168,7 @@ class Options:
     def predivide_factor(self, world_size: int) -> float:
         """Return the factor that was asked for, or the usual one.
 
-        That is the smallest power of two whose square is at least `world_size`, or that doesn't divide it.
+        The usual factor is the smallest power of two whose square is at least `world_size`, or that doesn't divide it.
         """
         if self.gradient_predivide_factor is not None:
             return float(self.gradient_predivide_factor)

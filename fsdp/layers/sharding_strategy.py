@@ -191,7 +191,7 @@ def _group_of(given: Any) -> Group:
     return given.get_group() if _is_mesh(given) else default_group(given)
 
 
-# What was checked, or made, before: every unit of a model asks for the same.
+# Earlier results, since every unit of a model asks for the same.
 _checked: dict[tuple[Any, Any], tuple[tuple[int, ...], ...]] = made_once_for_groups()
 _made: dict[tuple[Any, int], tuple[Group, Group | None]] = made_once_for_groups()
 _post_forward_groups: dict[tuple[Any, int], Group] = made_once_for_groups()
@@ -207,7 +207,7 @@ def _rows(shard: Group, replicate: Group) -> tuple[tuple[int, ...], ...]:
         rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
         over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
         if over_shard.peers_answer and over_replicas.peers_answer:
-            # Everybody asks before anybody raises an error.
+            # All ranks exchange their answers before any rank raises an error.
             rows, columns = from_everyone([over_replicas], rows[0]), from_everyone([over_shard], columns[0])
             _check_rectangle(rows, columns, shard, replicate)
         _checked[key] = tuple(map(tuple, rows))

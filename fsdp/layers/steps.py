@@ -1,8 +1,8 @@
 """Optimizer steps are entered in journals, by which the ranks find out that they have not taken the same ones.
 
-A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would be those
-of another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
-(`distributed.journal`). So is what was written between steps, to shards and to gradients: everybody may do that, if all
+A rank with another learning rate, or one that leaves a step out, would train on in silence: its shards would belong
+to another model. So each step is noted with its optimizer's class and options, on the page of the backward before it
+(`distributed.journal`). Writes to shards and gradients between steps are noted too: a rank may write, if all ranks
 do. Every thousand backwards ranks that hold the same shards note what those are, too.
 """
 
@@ -329,7 +329,7 @@ def _shown(value: Any) -> str:
 def _version(optimizer: torch.optim.Optimizer) -> int:
     """Return a number that changes when a step has begun to write.
 
-    It writes to the first parameter that has a gradient, and to its state, before others or together with them.
+    A step writes to the first parameter that has a gradient, and to its state, before others or together with them.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,12 +1,12 @@
 """The functions of torch that are replaced when the first model is wrapped. `REPLACED` lists all of them.
 
-What `fully_shard` changes in `DTensor` is in `dtensor_params`, `counted_data` and `distributed.gathered_part`.
+Changes of `fully_shard` to `DTensor` are in `dtensor_params`, `counted_data` and `distributed.gathered_part`.
 
-Each of them is given tensors that a model lists, or the state of an optimizer of them, and would use this rank's shards
-as if they were the whole parameters: a plain training loop would be wrong without an error. So these functions look for
-shards among their arguments, and do for shards what they would do for the unsharded parameters. `DTensor`s
-(`fully_shard`) are left to torch, except for the infinity norm, which fails there on ranks without rows, and for
-parameters on several meshes, which have no common norm.
+Each of them receives tensors that a model lists, or the state of their optimizer. The original function would use this
+rank's shards as if they were the whole parameters: a plain training loop would be wrong without an error. So
+these functions look for shards among their arguments, and do for shards what they would do for the unsharded
+parameters. `DTensor`s (`fully_shard`) are left to torch, except for the infinity norm, which fails there on ranks
+without rows, and for parameters on several meshes, which have no common norm.
 
 The environment variable FSDP_TORCH_FUNCTIONS=0 leaves all of torch's functions as they are.
 
@@ -120,7 +120,7 @@ class Models:
         return runtime if needed <= given <= {id(param) for param in own} else None
 
     def prepare(self) -> None:
-        """Have gradients where their parameters are, and raise RuntimeError where that cannot be."""
+        """Move gradients to the device of their parameters, and raise RuntimeError if that is impossible."""
         for runtime in self._runtimes:
             if runtime.is_joining:
                 raise RuntimeError(

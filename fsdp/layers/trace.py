@@ -1,8 +1,8 @@
 """`Trace` records what each rank did when: the forwards and backwards of units, and where ranks waited for whom.
 
-While it records, an observer notes the times of the events of all units (`engine.observers`). The times are those of
-the host: on a CPU those of the work itself, on an accelerator those at which it was queued (`torch.profiler` has the
-device's own times, under the same names).
+While it records, an observer notes the times of the events of all units (`engine.observers`). All times are host
+times: on a CPU the times of the work itself, on an accelerator the times at which it was queued (`torch.profiler` has
+the device's times, under the same names).
 """
 
 from __future__ import annotations
@@ -363,8 +363,8 @@ class _Follower:
 class _Clock:
     """Compares the clocks of all ranks.
 
-    Nobody has heard all others before everybody has begun to speak. So of two ranks each begins a round before the
-    other one has ended it, whatever their clocks show, and that bounds how far these are apart, from both sides.
+    A rank ends a round after all ranks have begun it. So of two ranks, each begins a round before the other rank ends
+    it, whatever their clocks show; this bounds the difference of the two clocks from both sides.
     """
 
     def __init__(self, everyone: tuple[Communicator, Communicator]) -> None:

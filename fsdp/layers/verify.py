@@ -222,7 +222,7 @@ def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
                 handle.absorb()
                 settle_fingerprints(handle)
                 pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
-    # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
+    # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
     problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items() if peers_answer(ranks)]
     for problem in filter(None, problems):
         raise RuntimeError(problem)
@@ -279,7 +279,7 @@ def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
     """Raise RuntimeError if a parameter was added after the units were created, or an original is still used."""
     refuse_held(root)
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
-    # What was put into ignored modules since, is theirs too.
+    # Parameters that were added to ignored modules later are ignored too.
     ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
     for path, module in root.named_modules():
         for attribute, param in module._parameters.items():

@@ -1,8 +1,8 @@
 """`plan` tells what training a model will take on so many ranks, before anything is allocated.
 
-It shards a copy of the model on the meta device over ranks that are imagined (`fsdp.distributed.imagined`), and trains
-that for some steps: the units, buffers, prefetches and reductions are those of the library itself, which computes
-everything but values. `LiveBytes` sees the memory that all of it would take.
+The planner shards a copy of the model on the meta device over imagined ranks (`fsdp.distributed.imagined`), and trains
+the copy for some steps: the library itself runs its units, buffers, prefetches and reductions, and computes everything
+except values. `LiveBytes` sees the memory that all of it would take.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _NOT_MODELLED = {
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit, on one rank.
+    """The figures of a unit on a rank.
 
     Attributes:
         name: of its module in the model.
@@ -109,8 +109,8 @@ class Plan:
         world_size, replicas: how many ranks there are, and how many of them hold the same shard.
         units: the units, in the order in which they are all-gathered, the outermost first.
         parameter_bytes, gradient_bytes, optimizer_bytes: of this rank's shards, the gradients after a backward, and
-            the optimizer's state. Without padding they add up over the ranks to those of the unsharded model, unless
-            gradients are PARTIAL.
+            the optimizer's state. Without padding, their sums over the ranks are the bytes of the unsharded model,
+            unless gradients are PARTIAL.
         phases: of training, in order.
         has_activations: a sample input was given; without, the peaks are those of the states alone.
         bytes_sent: of parameters and gradients, by this rank in one step.
@@ -255,7 +255,7 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
 
 
 class _HostCopies(CopyStream):
-    """Copies to the imagined host: what is copied lives until the next copy, as on an accelerator."""
+    """Copies to the imagined host: a source lives until the next copy, as on an accelerator."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
@@ -286,7 +286,7 @@ class _ImaginedHostStorage(HostStorage):
             return torch.zeros(numel, dtype=dtype, device=META)
 
     def adopt(self, flat_param: FlatParameter) -> None:
-        """It is there."""
+        """Do nothing: the shard is on the imagined host already."""
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         return flat_param.vector.clone().to(dtype)
@@ -294,7 +294,7 @@ class _ImaginedHostStorage(HostStorage):
 
 @contextmanager
 def _imagined_host(live: LiveBytes) -> Iterator[None]:
-    """Have what is offloaded inside kept on a host without memory."""
+    """Keep offloaded tensors on a host without memory, inside the context."""
     with (
         mock.patch.object(offload, "HostStorage", partial(_ImaginedHostStorage, live)),
         mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # which is that of the meta device
@@ -344,7 +344,7 @@ def _sum_of(output: Any) -> Tensor:
 
 
 def _listed_order(units: Sequence[Unit]) -> Callable[[nn.Module], Any]:
-    """Have the modules of units use their parameters, and run the units inside of them, and do nothing else."""
+    """Return a forward that only uses the parameters of a unit, and runs its inner units."""
 
     def inside(unit: Unit) -> list[Unit]:
         inner = [unit_of(child) for own in own_modules(unit.module) for child in own.children()]
@@ -377,7 +377,7 @@ def _optimizers_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Have attention on the meta device take the memory of a fused kernel, as it does on devices; torch has none there.
+    """Let attention on the meta device take the memory of a fused kernel, as on devices; torch has none there.
 
     Not by a mode of torch functions: those are off inside of functions that are seen by them themselves.
     """

@@ -1,6 +1,6 @@
 """`plan_wrapping` chooses the units of a model, and which of them are resharded after forward, by a memory budget.
 
-Every candidate is judged by `plan`. What a step sends depends little on where the borders of units are: each parameter
+Every candidate is judged by `plan`. The bytes that a step sends depend little on the borders of units: each parameter
 is gathered for forward, again for backward if it was resharded between, and each gradient is reduced. So the units are
 as large as the budget allows, and as many as possible of those that run last in forward stay unsharded until backward.
 Backward begins with these: their parameters are needed for the shortest time.

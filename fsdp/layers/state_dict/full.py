@@ -132,7 +132,7 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     On ranks that do not receive the state, tensors are on the meta device.
     """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
-    # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
+    # Exposed parameters are copies; buffers, and parameters that are ignored or were summoned, are not.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
     with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
         with serving([unit], Exporting()):
@@ -254,7 +254,7 @@ def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
         for (handle, slot), value in values.get(each, {}).items():
             key = join("" if each is unit else name, handle.places[slot][0].fqn)
             loaded[handle.comm, handle.replicas][key] = fingerprint(sampled(local_part(value)))
-    # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
+    # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
     problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
     return next(filter(None, problems), "")
 

@@ -158,7 +158,7 @@ def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, di
                 "names": [slot.name for slot in group],
                 "shapes": [slot.shape for slot in group],
                 "numels": [slot.numel for slot in group],
-                # What is not to be read counts as padding, for FairScale's reader too.
+                # Elements that must not be read count as padding, for FairScale's reader too.
                 "padding": padding if member.is_counted else listed.numel(),
             },
         )

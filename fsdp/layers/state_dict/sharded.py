@@ -136,7 +136,7 @@ class TensorPart(Tensor):
     part: Part  # which elements it holds
     _held: Held
 
-    # What has no meaning for a part of a tensor raises an error in the dispatch below, and nowhere else.
+    # An operation without a meaning for a part of a tensor raises its error in the dispatch below, and nowhere else.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -242,7 +242,7 @@ def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, a
     return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
-# What can be done to a part as it can be done to the whole
+# Operations that give the same for a part as for the whole tensor
 
 
 def _alias(tensor: TensorPart) -> Any:
