@@ -73,10 +73,6 @@ class Listing(dict[str, Any]):
         """Report each item of this name to a presentation."""
         self._presentations[name] = presentation
 
-    def presentation_of(self, name: Any) -> Presentation | None:
-        """Return the presentation of the parameter of this name; None for a parameter that no handle runs."""
-        return self._presentations.get(name)
-
     def __setitem__(self, name: str, value: Any) -> None:
         presentation, module = self._presentations.get(name), self._module()
         if presentation is not None and module is not None:
