@@ -954,12 +954,14 @@ def _not_stored_on_the_last_rank(original: Callable[..., Any]) -> Callable[..., 
     return store
 
 
-def _not_summed_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
+def _not_summed_over_replicas(original: dict[Any, Any]) -> dict[Any, Any]:
+    from fsdp.engine.placements import Collective
+
     def summed(comm: Any, tensor: Tensor, *args: Any) -> Iterator[None]:
         return tensor
         yield
 
-    return summed
+    return original | {Collective.ALL_REDUCE: summed}
 
 
 def _forgotten(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -1001,14 +1003,14 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "clipping knows this rank's norm only": ("fsdp.layers.grad_clipping._over_all", _of_this_rank_alone),
     "the last rank does not load": ("fsdp.engine.shard_values.ShardValues.store", _not_stored_on_the_last_rank),
-    "replicas go apart": ("fsdp.engine.reduction.summed", _not_summed_over_replicas),
+    "replicas go apart": ("fsdp.engine.reduction._STAGES", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
     "stale parameters are computed with": ("fsdp.engine.handle.FlatParamHandle.shard_state", _always_the_same),
     "leaves are built anew when a parameter is frozen": (
         "fsdp.engine.handle.FlatParamHandle.follow_frozen",
         _built_anew,
     ),
-    "a forward lists shards": ("fsdp.engine.handle.FlatParamHandle.list_unsharded", _forgotten),
+    "a forward lists shards": ("fsdp.engine.presentation.Presentation.list_unsharded", _none),
     "writes to memory are not seen": ("fsdp.engine.runtime.Runtime._reshard_overwritten", _forgotten),
     "data of rows is dropped": ("fsdp.layers.dtensor_params.DTensorParams._replaced", _none),
     "data that was kept is overwritten": ("fsdp.engine.orig_params.let_go", _forgotten),

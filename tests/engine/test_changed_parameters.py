@@ -220,10 +220,6 @@ def nothing(module: nn.Module) -> None:
     module.weight = None  # type: ignore[assignment]
 
 
-def deleted(module: nn.Module) -> None:
-    del module.weight
-
-
 def plain_tensor(module: nn.Module) -> None:
     module.__dict__["weight"] = torch.ones(7, 5)  # as assigning does where torch lets it
 
@@ -232,7 +228,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "other_shape": (other_shape, r"entry\.weight: expected shape \(7, 5\), got \(5, 7\)"),
     "frozen": (frozen, r"entry\.weight has requires_grad=False now"),
     "nothing": (nothing, r"entry\.weight was removed"),
-    "deleted": (deleted, r"entry\.weight was removed"),
     "plain_tensor": (plain_tensor, r"entry\.weight was removed, or is no parameter any more"),
 }
 

@@ -205,6 +205,7 @@ def clip(both: Beside) -> None:
 
 
 def clip_values(both: Beside) -> None:
+    reduce_gradients(both.model)  # torch's function is not replaced: it sees this rank's gradients
     for each in (both.model, both.plain):
         nn.utils.clip_grad_value_(each.parameters(), 0.01)
 

@@ -28,7 +28,7 @@ LEFT_ALONE = f"{PACKAGE}distributed/"
 # These put things back, and what they call does so too.
 UNDOING = {"close", "end", "forget", "__exit__", "__del__", "take_back", "restore_order"}
 # Learnt when needed, or different after each use.
-UNSETTLED = {"_gathered", "_expected", "_is_arranged", "is_spare", "_load_errors", "_error_msgs"}
+UNSETTLED = {"_gathered", "_looked_at", "_expected", "_is_arranged", "is_spare", "_load_errors", "_error_msgs"}
 
 
 class PlantedError(Exception):

@@ -107,9 +107,9 @@ def test_a_path_through_the_value_of_another_key_is_refused(order: int, value: A
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"a": {"b": 1}, "a.b": 2}, r"the key 'a\.b': those at \('a', 'b'\) and at \('a\.b',\)"),
-        ({"a": {1: 1, "1": 2}}, r"the key 'a\.1': those at \('a', 1\) and at \('a', '1'\)"),
-        ({"a": [{}], "a.0": 2}, r"the key 'a\.0': those at \('a', 0\) and at \('a\.0',\)"),
+        ({"a": {"b": 1}, "a.b": 2}, r"the key 'a\.b': the values at \('a', 'b'\) and at \('a\.b',\)"),
+        ({"a": {1: 1, "1": 2}}, r"the key 'a\.1': the values at \('a', 1\) and at \('a', '1'\)"),
+        ({"a": [{}], "a.0": 2}, r"the key 'a\.0': the values at \('a', 0\) and at \('a\.0',\)"),
     ],
 )
 def test_two_paths_to_one_key_are_an_error_that_names_both(tree: Any, message: str) -> None:

@@ -321,7 +321,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_a_rank_cannot_run_a_world() -> None:
-    with pytest.raises(WorldError, match="no room for another one, which is called by rank 0"):
+    with pytest.raises(WorldError, match="a second world cannot run, which is called by rank 0"):
         World(1).run(World(1).run, dist.get_rank)
 
 

@@ -269,5 +269,5 @@ def test_what_is_no_part_of_the_model_says_so() -> None:
         fsdp.cond(assert_usable, True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no wrapped model is running"):
         fsdp.cond(nn.Linear(3, 3), True, torch.ones(2, 3))
-    with pytest.raises(ValueError, match="Linear is not inside of"):
+    with pytest.raises(ValueError, match="this Linear is not inside"):
         model(torch.ones(2, 3), lambda own, inputs: fsdp.cond(nn.Linear(3, 3), True, inputs))
