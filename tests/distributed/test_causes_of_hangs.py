@@ -210,7 +210,8 @@ def _error_of(train: Callable[[Training, int], Any], folder: Path, form: str) ->
 @pytest.mark.parametrize("form", FORMS)
 def test_units_in_another_order_in_the_first_forward_are_named(ranks: RankPool, tmp_path: Path, form: str) -> None:
     for error in ranks(2, backend=None).run(_swap_in_forward, tmp_path, form):
-        assert re.search(r"Rank 1 ran blocks\.2 before blocks\.0 in forward 1.*; rank 0 ran blocks\.0 first", error)
+        cause = r"Rank 1 ran blocks\.2 before blocks\.0 in forward 1.*; rank 0 ran blocks\.0 first"
+        assert re.search(cause, error), error
 
 
 def _swap_in_forward(folder: Path, form: str) -> str:
