@@ -78,7 +78,7 @@ class Runtime:
         self._usage = Usage()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._left: list[FlatParamHandle] = []  # left unsharded by the last forward; no backward has run since
+        self._left: list[FlatParamHandle] = []  # copies of the last forward; no backward has run since
         self._groups = [unit for unit in self.units if isinstance(unit.module, ModuleGroup)]
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
@@ -313,7 +313,7 @@ class Runtime:
                 unit.reshard()
         for unit in self._groups:
             unit.yet_to_run.clear()
-        self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and one.is_sharded]
+        self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and not one.unsharded.is_shard]
         self._settle()
 
     def _end_failed_forward(self, unit: Unit) -> None:

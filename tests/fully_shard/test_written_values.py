@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp
-from fsdp import fully_shard
+from fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from fsdp.distributed.gathered_part import LEAST_TORCH
 from tests.helpers.dtensor_twins import local
 from tests.helpers.equality import assert_close, assert_close_state
@@ -129,6 +129,23 @@ def test_written_parameters_are_computed_with(write: Write, form: str, kept: boo
         each(_inputs()).sum().backward()
         torch.optim.SGD(own, lr=0.1).step()
     assert_close_state(full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1, 2)
+def test_copies_in_another_dtype_follow_what_is_written(form: str) -> None:
+    # On one rank, too, the model computes with a copy then, which is kept from forward to forward.
+    plain = _net()
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}
+    options = options if form == "rows" else {"mixed_precision": MixedPrecision(param_dtype=torch.float32)}
+    model = sharded(_net(), form, (nn.Linear,), reshard_after_forward=False, **options)
+    params = [list(each.parameters()) for each in (model, plain)]
+    for _ in range(2):
+        with torch.no_grad():
+            outputs = model(_inputs()), plain(_inputs())
+        assert_close(outputs[0].double(), outputs[1], "the output", rtol=1e-4, atol=1e-4)
+        for own in params:
+            torch._foreach_mul_([param.data for param in own], 0.5)
 
 
 @on_ranks(3)
