@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp
-from fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from fsdp.distributed.gathered_part import LEAST_TORCH
 from tests.helpers.dtensor_twins import local
 from tests.helpers.equality import assert_close, assert_close_state
@@ -131,14 +131,23 @@ def test_written_parameters_are_computed_with(write: Write, form: str, kept: boo
     assert_close_state(full_state(model), plain.state_dict())
 
 
-@pytest.mark.parametrize("form", FORMS)
+SINGLE = {"mixed_precision": MixedPrecision(param_dtype=torch.float32)}
+KEPT_COPIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "flat": ("flat", SINGLE | {"reshard_after_forward": False}),
+    "orig": ("orig", SINGLE | {"reshard_after_forward": False}),
+    "rows": ("rows", {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32), "reshard_after_forward": False}),
+    "replicas": ("flat", SINGLE | {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    "replicas of orig": ("orig", SINGLE | {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT_COPIES)
 @on_ranks(1, 2)
-def test_copies_in_another_dtype_follow_what_is_written(form: str) -> None:
-    # On one rank, too, the model computes with a copy then, which is kept from forward to forward.
+def test_copies_in_another_dtype_follow_what_is_written(kept: str) -> None:
+    # Without shards, too, the model computes with a copy in the other dtype, which is kept from forward to forward.
     plain = _net()
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}
-    options = options if form == "rows" else {"mixed_precision": MixedPrecision(param_dtype=torch.float32)}
-    model = sharded(_net(), form, (nn.Linear,), reshard_after_forward=False, **options)
+    form, options = KEPT_COPIES[kept]
+    model = sharded(_net(), form, (nn.Linear,), **options)
     params = [list(each.parameters()) for each in (model, plain)]
     for _ in range(2):
         with torch.no_grad():
