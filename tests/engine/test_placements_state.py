@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import Placed, Placement, Placements, ShardingStrategy
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
+from tests.engine.test_placements_training import Net
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.forms import FORMS, batch, full_state, sharded
 from tests.helpers.hybrid import mesh_of
@@ -33,16 +34,6 @@ def options_of(strategy: str) -> dict[str, Any]:
     if strategy == "HYBRID_SHARD_OPTIM":
         found["process_group"] = mesh_of(2, 2)
     return found
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs))) * self.scale.sum()
 
 
 def net(seed: int = 0) -> Net:
