@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -43,7 +43,7 @@ class Pass:
         mode: another property that must be equal on all ranks, such as "without gradients".
         reduced: the flat parameters of which a backward reduces gradients, with their frozen parts.
         units: the units that the pass has reached, in order.
-        is_over: the pass has ended on this rank.
+        is_over: the pass has ended on this rank; not if a collective has failed in it.
     """
 
     name: str
@@ -93,6 +93,10 @@ class Path:
         begun = Pass(f"{kind} {self._numbers[kind, model, ranks]}", model, _text(ranks), mode, reduced)
         self.passes.append(begun)
         return begun
+
+    def snapshot(self) -> list[Pass]:
+        """Return copies of the passes, which do not change while this rank goes on."""
+        return [replace(one, units=list(one.units)) for one in list(self.passes)]
 
     def forget(self, ranks: frozenset[int] | None = None) -> None:
         """Count anew, the passes of models on these ranks or all: ranks may have begun different numbers of them."""

@@ -78,7 +78,7 @@ class Position:
             seconds=time.monotonic() - wait.since if wait else 0.0,
             stack=_places(stacks.get(thread, ())),
             occupation=next((words for frame in busy for part, words in _SLOW if part in frame.filename), None),
-            passes=[] if is_aside else list(paths.path.passes),
+            passes=[] if is_aside else paths.path.snapshot(),
             groups=communicator.ranks_of_groups(),
         )
 

@@ -25,6 +25,7 @@ So at most the units in computation, one prefetched unit and two reductions are 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fsdp.distributed.communicator import Communicator, own_rank
+from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.call_stack import runs_on_another_thread
@@ -323,7 +324,8 @@ class Runtime:
         if self.participation is not None:
             self.participation.fail(unit)
         if not self._running:
-            self.passes.end_forward()
+            if not isinstance(sys.exc_info()[1], CollectiveError):  # else other ranks compare how far it came
+                self.passes.end_forward()
             for other in self.units:
                 self._let_go(other)
             with suppress(RuntimeError):

@@ -261,6 +261,16 @@ def test_a_path_numbers_passes_by_their_model_and_keeps_the_last() -> None:
     assert str(begun) == "forward 20 (..., blocks.996, blocks.997, blocks.998, blocks.999)"
 
 
+def test_what_other_ranks_are_told_of_a_path_stays_as_it_was_then() -> None:
+    path = Path()
+    now = path.begin("forward", "root (Net)", frozenset({0, 1}), [])
+    now.come_to("blocks.0")
+    told = path.snapshot()
+    now.come_to("blocks.1")
+    now.is_over = True
+    assert [(one.units, one.is_over) for one in told] == [(["blocks.0"], False)]
+
+
 def test_passes_are_counted_anew_for_the_ranks_that_have_recovered() -> None:
     path, every, some = Path(), frozenset({0, 1, 2}), frozenset({0, 1})
     for ranks in (every, some, every):

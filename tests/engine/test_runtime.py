@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
+from fsdp.distributed import paths
+from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -810,6 +812,27 @@ def test_a_world_of_one_needs_no_process_group(options: dict[str, Any]) -> None:
 
 
 # What is exchanged, and when
+
+
+class _Fails(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "is_over"), [(CollectiveError("lost"), False), (ValueError("wrong"), True)])
+@on_ranks(1)
+def test_other_ranks_are_told_that_a_forward_has_ended_unless_a_collective_failed_in_it(
+    error: Exception, is_over: bool
+) -> None:
+    wrap = fully_sharded()
+    model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), _Fails(error)))
+    with pytest.raises(type(error)):
+        model(torch.ones(2, 5))
+    assert paths.path.passes[-1].is_over is is_over
 
 
 @on_ranks(2)
