@@ -38,7 +38,7 @@ from fsdp.wrap import (
 )
 
 if TYPE_CHECKING:
-    from fsdp import checkpoint, optim_utils, state_dict_utils
+    from fsdp import checkpoint, optim_utils, state_dict_utils, weights
     from fsdp.checkpoint.loader import load, load_safetensors
     from fsdp.checkpoint.writer import save
     from fsdp.distributed.comm_hooks import bf16_compress_hook
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fsdp.state_dict_utils.stager import StateDictStager
     from fsdp.uneven.join import join
     from fsdp.uneven.regions import cond
+    from fsdp.weights.stream import stream_weights
     from fsdp.wrap.batch_norm import auto_wrap_bn
     from fsdp.wrap.checkpoint_wrapper import (
         checkpoint_wrapper,
@@ -78,6 +79,7 @@ _LAYERS = {
     "fsdp.checkpoint": "",
     "fsdp.optim_utils": "",
     "fsdp.state_dict_utils": "",
+    "fsdp.weights": "",
     "fsdp.checkpoint.loader": "load load_safetensors",
     "fsdp.checkpoint.writer": "save",
     "fsdp.distributed.comm_hooks": "bf16_compress_hook",
@@ -100,6 +102,7 @@ _LAYERS = {
     "fsdp.state_dict_utils.stager": "StateDictStager",
     "fsdp.uneven.join": "join",
     "fsdp.uneven.regions": "cond",
+    "fsdp.weights.stream": "stream_weights",
     "fsdp.wrap.batch_norm": "auto_wrap_bn",
     "fsdp.wrap.checkpoint_wrapper": "checkpoint_wrapper disable_checkpointing is_checkpointing is_recomputing "
     "patch_batchnorm",
@@ -178,7 +181,9 @@ __all__ = [
     "shard",
     "share_comm_ctx",
     "state_dict_utils",
+    "stream_weights",
     "trace",
     "use_torch_collectives",
+    "weights",
     "wrap",
 ]

@@ -1,0 +1,27 @@
+"""Weights of a sharded model for other processes: streams in bounded buckets, changes only, and ranges on request.
+
+`stream` sends all weights of a model to a sink; `plan` is the arithmetic of its buckets, `assembly` the exchange among
+ranks. `sinks` contains the sinks of a single process and of files, `links` the sinks of sockets and shared memory, and
+`receiver` the process at their other end. `changes` compares weights with the weights that were sent before. `loading`
+loads a stream into a sharded model, and `serving` answers readers that request ranges.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp.layers.lazy import lazily
+
+if TYPE_CHECKING:
+    from fsdp.weights.plan import Piece as Piece
+    from fsdp.weights.plan import PlannedTensor as PlannedTensor
+    from fsdp.weights.plan import WeightPlan as WeightPlan
+    from fsdp.weights.sinks import Sink as Sink
+    from fsdp.weights.stream import stream_weights as stream_weights
+
+_HOMES = {
+    "fsdp.weights.plan": "Piece PlannedTensor WeightPlan",
+    "fsdp.weights.sinks": "Sink",
+    "fsdp.weights.stream": "stream_weights",
+}
+__getattr__, __dir__ = lazily(__name__, _HOMES)
