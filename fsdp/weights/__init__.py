@@ -1,9 +1,9 @@
 """Weights of a sharded model for other processes: streams in bounded buckets, changes only, and ranges on request.
 
-`stream` sends all weights of a model to a sink; `plan` is the arithmetic of its buckets, `assembly` the exchange among
-ranks. `sinks` contains the sinks of a single process and of files, `links` the sinks of sockets and shared memory, and
-`receiver` the process at their other end. `changes` compares weights with the weights that were sent before. `loading`
-loads a stream into a sharded model, and `serving` answers readers that request ranges.
+`stream` sends all weights of a model to a sink. `plan` is the arithmetic of its buckets, and `assembly` the exchange
+among ranks. `sinks` contains the protocol of sinks, `files` the sink of safetensors files, `links` the sinks of sockets
+and shared memory, and `receiver` the process at their other end. `changes` compares weights with the weights that were
+sent before. `loading` loads a stream into a sharded model, and `serving` answers readers that request ranges.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fsdp.layers.lazy import lazily
 
 if TYPE_CHECKING:
+    from fsdp.weights.files import SafetensorsSink as SafetensorsSink
     from fsdp.weights.plan import Piece as Piece
     from fsdp.weights.plan import PlannedTensor as PlannedTensor
     from fsdp.weights.plan import WeightPlan as WeightPlan
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp.weights.stream import stream_weights as stream_weights
 
 _HOMES = {
+    "fsdp.weights.files": "SafetensorsSink",
     "fsdp.weights.plan": "Piece PlannedTensor WeightPlan",
     "fsdp.weights.sinks": "Sink",
     "fsdp.weights.stream": "stream_weights",
