@@ -13,16 +13,25 @@ from typing import TYPE_CHECKING
 from fsdp.layers.lazy import lazily
 
 if TYPE_CHECKING:
+    from fsdp.weights.changes import Snapshot as Snapshot
     from fsdp.weights.files import SafetensorsSink as SafetensorsSink
+    from fsdp.weights.links import SharedMemorySink as SharedMemorySink
+    from fsdp.weights.links import SocketSink as SocketSink
     from fsdp.weights.plan import Piece as Piece
     from fsdp.weights.plan import PlannedTensor as PlannedTensor
     from fsdp.weights.plan import WeightPlan as WeightPlan
+    from fsdp.weights.receiver import Receiver as Receiver
+    from fsdp.weights.receiver import Update as Update
+    from fsdp.weights.receiver import receive as receive
     from fsdp.weights.sinks import Sink as Sink
     from fsdp.weights.stream import stream_weights as stream_weights
 
 _HOMES = {
+    "fsdp.weights.changes": "Snapshot",
     "fsdp.weights.files": "SafetensorsSink",
+    "fsdp.weights.links": "SharedMemorySink SocketSink",
     "fsdp.weights.plan": "Piece PlannedTensor WeightPlan",
+    "fsdp.weights.receiver": "Receiver Update receive",
     "fsdp.weights.sinks": "Sink",
     "fsdp.weights.stream": "stream_weights",
 }

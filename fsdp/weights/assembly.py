@@ -31,7 +31,8 @@ class Shards:
 
     def packed(self, runs: Sequence[Run]) -> Tensor:
         """Return a new tensor of bytes with some runs, cast to the dtypes of the plan."""
-        memory = torch.empty(self.plan.packed_nbytes(runs), dtype=torch.uint8, device=self.device)
+        # Bytes that align dtypes are zeros, so that equal weights have equal bytes.
+        memory = torch.zeros(self.plan.packed_nbytes(runs), dtype=torch.uint8, device=self.device)
         for run in runs:
             self.plan.packed_view(run, memory).copy_(self._values(run))
         return memory

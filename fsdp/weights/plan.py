@@ -162,11 +162,11 @@ class WeightPlan:
 
     def packed_nbytes(self, runs: Sequence[Run]) -> int:
         """Return the number of bytes of some packed runs."""
-        return runs[-1].packed + runs[-1].box.numel * self._dtype(runs[-1]).itemsize if runs else 0
+        return runs[-1].packed + runs[-1].box.numel * self.dtype_of(runs[-1]).itemsize if runs else 0
 
     def packed_view(self, run: Run, packed: Tensor) -> Tensor:
         """Return a run in a rank's packed part of a bucket, as a view with the sizes of its box."""
-        dtype = self._dtype(run)
+        dtype = self.dtype_of(run)
         flat = packed[run.packed : run.packed + run.box.numel * dtype.itemsize].view(dtype)
         return flat.view(run.box.sizes)
 
@@ -174,7 +174,8 @@ class WeightPlan:
         """Return a run in its bucket, as a view with the sizes of its box."""
         return box_view(self.view(run.piece, bucket), run.box)
 
-    def _dtype(self, run: Run) -> torch.dtype:
+    def dtype_of(self, run: Run) -> torch.dtype:
+        """Return the dtype in which a run is sent."""
         return self.tensors[run.piece.tensor].dtype
 
     def unpack(self, runs: Iterable[Run], packed: Tensor, bucket: Tensor) -> None:

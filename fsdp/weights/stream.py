@@ -41,6 +41,7 @@ from fsdp.engine.unit import Unit
 from fsdp.layers.deferred_init import require_values_everywhere
 from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.weights.assembly import Assembly, Shards
+from fsdp.weights.changes import Snapshot
 from fsdp.weights.plan import Holding, PlannedTensor, WeightPlan, chosen, groups_of, in_buckets
 from fsdp.weights.sinks import Consumer, Sink, sink_of
 
@@ -146,6 +147,7 @@ def stream_weights(
     rename: Rename | None = None,
     together: Sequence[Iterable[str]] = (),
     only: Iterable[str] | None = None,
+    since: Snapshot | None = None,
     buffers: bool = False,
 ) -> WeightPlan:
     """Collective. Send the weights of a model to a sink, in bounded buckets, by the names of the plain model.
@@ -168,6 +170,8 @@ def stream_weights(
         together: groups of names whose tensors are sent in the same bucket, for example
             ``[("*.q_proj.*", "*.k_proj.*", "*.v_proj.*")]``, in which * is the same text in all names of a group.
         only: the names of tensors or modules to send, in which * is any text; None sends all.
+        since: the weights that were sent last, on every rank. Only changes are sent, see `fsdp.weights.Snapshot`;
+            the sink must be a `SocketSink` or a `SharedMemorySink`, or another sink that supports changes.
         buffers: if True, persistent buffers are sent too: the values of the first rank that holds them.
 
     Returns:
@@ -190,7 +194,7 @@ def stream_weights(
         ensure_same_values(unit)
     with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
         make = partial(Settings, bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
-        stream = _Stream(model, units, ranks, sink, make)
+        stream = _Stream(model, units, ranks, sink, make, since)
         try:
             return stream.run()
         finally:
@@ -201,12 +205,23 @@ class _Stream:
     """One stream of a model. The constructor and `run` are collective."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, sink: Any, settings: Callable[[], Settings]
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        sink: Any,
+        settings: Callable[[], Settings],
+        since: Snapshot | None,
     ) -> None:
-        self._units, self._ranks, self._rank = units, ranks, number_among(ranks)
+        self._units, self._ranks, self._rank, self._since = units, ranks, number_among(ranks), since
 
         def look() -> None:
             self._sink, asked = sink_of(sink), settings()
+            if since is not None and not (isinstance(since, Snapshot) and getattr(self._sink, "takes_changes", False)):
+                raise TypeError(
+                    "since must be a fsdp.weights.Snapshot, for a sink that supports changes (SocketSink, "
+                    f"SharedMemorySink), got {since!r} for {type(self._sink).__name__}"
+                )
             self._content = _Content.of(model, units, asked)
             self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
             self._common = self._content.digest(asked)
@@ -217,7 +232,8 @@ class _Stream:
         kind = "" if error or self._sink is None else self._sink.receives
         own = f"{type(error).__name__}: {error}" if error else ""
         comm = _comm_of(ranks)
-        told = (own, "" if error else self._common, key in known, kind, secrets.token_hex(8), comm.rank)
+        base = "" if since is None or error else since.base(key)
+        told = (own, "" if error else self._common, key in known, kind, secrets.token_hex(8), comm.rank, base)
         heard = from_everyone(ranks, told)
         self._require_agreement(error, heard)
         if not all(has_plan for _, _, has_plan, *_ in heard):
@@ -225,7 +241,8 @@ class _Stream:
             while len(known) > _MOST_PLANS:
                 del known[next(iter(known))]
         self._known = known[key]
-        self._plan = replace(self._known.plan, rank=self._rank, stream=heard[0][4])
+        self._key, base = key, base if all(each[6] == base for each in heard) else ""
+        self._plan = replace(self._known.plan, rank=self._rank, stream=heard[0][4], base=base)
         self._kinds = [each[3] for each in heard]
         self._comm, self._places = comm, [each[5] for each in heard]
 
@@ -295,16 +312,34 @@ class _Stream:
             job.agree(self._ranks)
         except BaseException as error:
             job.close(error)
+            if self._since is not None:
+                self._since.clear()
             raise
         job.close(None)
-        job.agree(self._ranks)
+        try:
+            job.agree(self._ranks)
+        except BaseException:
+            if self._since is not None:
+                self._since.clear()
+            raise
+        if self._since is not None:
+            self._since.complete(self._key, self._plan.stream)
         return self._plan
 
     def _send_parts(self, shards: Shards, job: _Consumption) -> None:
         own = {number: self._content.held[number] for number in self._plan.parts[self._rank]}
+        is_complete = not self._plan.base
+        if self._since is not None:
+            self._since.begin(is_complete)
         for number in range(len(self._plan.buckets)):
-            if job.error is None:
-                job.bucket(number, shards.packed(self._plan.runs(number, own)))
+            if job.error is not None:
+                break
+            runs = self._plan.runs(number, own)
+            packed = shards.packed(runs)
+            if self._since is not None:
+                width = min((self._plan.dtype_of(run).itemsize for run in runs), default=1)
+                packed = self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
+            job.bucket(number, packed)
 
     def _assemble(self, shards: Shards, job: _Consumption) -> None:
         consumers = [rank for rank, kind in enumerate(self._kinds) if kind]

@@ -20,7 +20,17 @@ from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.traffic import Counting, Traffic
-from tests.helpers.weights import MODELS, ON_PAIRS, Collected, Parts, everything, tensor_parallel_gpt, tensors_of
+from tests.helpers.weights import (
+    MODELS,
+    ON_PAIRS,
+    Collected,
+    Parts,
+    everything,
+    full,
+    step,
+    tensor_parallel_gpt,
+    tensors_of,
+)
 
 BUCKET = 400  # bytes: more than any row, less than the largest tensor
 
@@ -70,22 +80,12 @@ def test_weights_are_those_after_the_last_step(form: str) -> None:
     fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
     before = sink.state
     for _ in range(2):
-        _step(model)
+        step(model)
         fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
-        expected = {name: fsdp_full(each) for name, each in model.state_dict().items()}
+        expected = {name: full(each) for name, each in model.state_dict().items()}
         assert_same(sink.state, {name: expected[name] for name in sink.state})
         assert not torch.equal(sink.state["wide"], before["wide"])
         before = sink.state
-
-
-def fsdp_full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _step(model: Any) -> None:
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    model(torch.ones(2, 3)).backward()
-    optimizer.step()
 
 
 @on_ranks(3)
@@ -279,10 +279,10 @@ def test_a_sink_that_raises_on_one_rank_is_reported_on_every_rank(form: str, whe
     if rank != 1:
         assert "rank 1 could not" in str(caught.value)
         assert ("no space" in sink.error) == (where != "close")
-    _step(model)
+    step(model)
     found = Collected()
     fsdp.stream_weights(model, found, bucket_bytes=BUCKET)
-    expected = {name: fsdp_full(each) for name, each in model.state_dict().items()}
+    expected = {name: full(each) for name, each in model.state_dict().items()}
     assert_same(found.state, {name: expected[name] for name in found.state})
 
 
