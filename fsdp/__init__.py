@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fsdp.state_dict_utils.stager import StateDictStager
     from fsdp.uneven.join import join
     from fsdp.uneven.regions import cond
+    from fsdp.weights.loading import load_stream
     from fsdp.weights.stream import stream_weights
     from fsdp.wrap.batch_norm import auto_wrap_bn
     from fsdp.wrap.checkpoint_wrapper import (
@@ -102,6 +103,7 @@ _LAYERS = {
     "fsdp.state_dict_utils.stager": "StateDictStager",
     "fsdp.uneven.join": "join",
     "fsdp.uneven.regions": "cond",
+    "fsdp.weights.loading": "load_stream",
     "fsdp.weights.stream": "stream_weights",
     "fsdp.wrap.batch_norm": "auto_wrap_bn",
     "fsdp.wrap.checkpoint_wrapper": "checkpoint_wrapper disable_checkpointing is_checkpointing is_recomputing "
@@ -165,6 +167,7 @@ __all__ = [
     "lambda_wrap_policy",
     "load",
     "load_safetensors",
+    "load_stream",
     "materialize",
     "module_wrap_policy",
     "no_pre_load_state_dict_hook",

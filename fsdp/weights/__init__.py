@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fsdp.weights.files import SafetensorsSink as SafetensorsSink
     from fsdp.weights.links import SharedMemorySink as SharedMemorySink
     from fsdp.weights.links import SocketSink as SocketSink
+    from fsdp.weights.loading import ModelSink as ModelSink
+    from fsdp.weights.loading import load_stream as load_stream
     from fsdp.weights.plan import Piece as Piece
     from fsdp.weights.plan import PlannedTensor as PlannedTensor
     from fsdp.weights.plan import WeightPlan as WeightPlan
@@ -30,6 +32,7 @@ _HOMES = {
     "fsdp.weights.changes": "Snapshot",
     "fsdp.weights.files": "SafetensorsSink",
     "fsdp.weights.links": "SharedMemorySink SocketSink",
+    "fsdp.weights.loading": "ModelSink load_stream",
     "fsdp.weights.plan": "Piece PlannedTensor WeightPlan",
     "fsdp.weights.receiver": "Receiver Update receive",
     "fsdp.weights.sinks": "Sink",

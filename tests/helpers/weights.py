@@ -103,6 +103,7 @@ def step(model: Any) -> None:
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
     model(torch.ones(2, 3)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def _inside(wrap: Callable[..., Any], seed: int) -> Any:
