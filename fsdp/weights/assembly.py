@@ -7,7 +7,7 @@ parts of the next bucket that it receives or sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,13 +29,20 @@ class Shards:
         self.plan, self.device = plan, device
         self._vectors = vectors
 
-    def packed(self, runs: Sequence[Run]) -> Tensor:
-        """Return a new tensor of bytes with some runs, cast to the dtypes of the plan."""
-        # Bytes that align dtypes are zeros, so that equal weights have equal bytes.
-        memory = torch.zeros(self.plan.packed_nbytes(runs), dtype=torch.uint8, device=self.device)
+    def memory(self, holding: Holding) -> Tensor:
+        """Return memory for the largest part of a bucket. It is used for all buckets, because new memory is slower."""
+        parts = (self.plan.packed_nbytes(self.plan.runs(each, holding)) for each in range(len(self.plan.buckets)))
+        return torch.empty(max(parts, default=0), dtype=torch.uint8, device=self.device)
+
+    def packed(self, runs: Sequence[Run], memory: Tensor) -> Tensor:
+        """Copy some runs to memory, cast to the dtypes of the plan, and return their bytes."""
+        end = 0
         for run in runs:
-            self.plan.packed_view(run, memory).copy_(self._values(run))
-        return memory
+            memory[end : run.packed].zero_()  # bytes that align dtypes, so that equal weights have equal bytes
+            view = self.plan.packed_view(run, memory)
+            view.copy_(self._values(run))
+            end = run.packed + view.nbytes
+        return memory[:end]
 
     def copy_to(self, bucket: Tensor, runs: Sequence[Run]) -> None:
         """Copy some runs to their positions in a bucket."""
@@ -80,15 +87,18 @@ class Assembly:
             part = self._plan.parts[source].items()
             return frozenset(number for number, held in part if number not in alike or theirs.get(number) != held)
 
-        self._outgoing: dict[frozenset[int], list[int]] = {}
+        outgoing: dict[frozenset[int], list[int]] = {}
         for target in consumers:
             if target != rank:
-                self._outgoing.setdefault(sent(rank, target), []).append(places[target])
+                outgoing.setdefault(sent(rank, target), []).append(places[target])
         sources = [each for each in range(len(places)) if each != rank] if self._consumes else []
         self._incoming = {
             places[source]: self._only(self._plan.parts[source], sent(source, rank)) for source in sources
         }
         self._part = {number: own[number] for number in self._plan.parts[rank]}
+        parts = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
+        self._outgoing = [(part, targets, shards.memory(part)) for part, targets in parts]
+        self._received = {source: shards.memory(holding) for source, holding in self._incoming.items()}
         self._own = {number: held for number, held in own.items() if number in alike or number in self._part}
 
     @staticmethod
@@ -97,41 +107,32 @@ class Assembly:
 
     def buckets(self, consume: Callable[[int, Tensor], None]) -> None:
         """Collective. Assemble all buckets and call a function with each, on the ranks that receive them."""
+        most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
+        bucket = torch.empty(most, dtype=torch.uint8, device=self._shards.device)
         arriving = self._start(0)
-        bucket = self._memory()
         for number, nbytes in enumerate(self._plan.bucket_nbytes):
-            pending, received = arriving
-            pending.wait()
+            arriving.wait()
             if self._consumes:
                 self._shards.copy_to(bucket, self._plan.runs(number, self._own))
-                for source, packed in received.items():
-                    self._plan.unpack(self._plan.runs(number, self._incoming[source]), packed, bucket)
-            del received
-            self._comm.settle()  # the sent parts are released before the next parts are packed
+                for source, holding in self._incoming.items():
+                    self._plan.unpack(self._plan.runs(number, holding), self._received[source], bucket)
+            self._comm.settle()  # before the memory of sent parts is used again
             arriving = self._start(number + 1)
             if self._consumes:
                 consume(number, bucket[:nbytes])
 
-    def _memory(self) -> Tensor:
-        most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
-        return torch.empty(most, dtype=torch.uint8, device=self._shards.device)
-
-    def _start(self, number: int) -> tuple[Pending, dict[int, Tensor]]:
+    def _start(self, number: int) -> Pending:
         """Start the exchange of a bucket; after the last bucket, do nothing."""
         if number >= len(self._plan.buckets):
-            return Pending("", (), lambda: torch.empty(0)), {}
+            return Pending("", (), lambda: torch.empty(0))
         sent: dict[int, list[Tensor]] = {}
-        for numbers, targets in self._outgoing.items():
-            packed = self._shards.packed(self._plan.runs(number, self._only(self._part, numbers)))
+        for part, targets, memory in self._outgoing:
+            packed = self._shards.packed(self._plan.runs(number, part), memory)
             sent |= {target: [packed] for target in targets if len(packed)}
-        received = dict(self._received(number))
-        incoming = {source: [packed] for source, packed in received.items()}
-        what = f"the exchange of bucket {number} of a stream of weights"
-        return self._comm.exchange(incoming, sent, what, ("weights", number)), received
-
-    def _received(self, number: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the memory for the parts of other ranks."""
+        incoming = {}
         for source, holding in self._incoming.items():
             nbytes = self._plan.packed_nbytes(self._plan.runs(number, holding))
             if nbytes:
-                yield source, torch.empty(nbytes, dtype=torch.uint8, device=self._shards.device)
+                incoming[source] = [self._received[source][:nbytes]]
+        what = f"the exchange of bucket {number} of a stream of weights"
+        return self._comm.exchange(incoming, sent, what, ("weights", number))

@@ -37,6 +37,7 @@ _MAGIC = b"fsdw"
 _HEAD = struct.Struct("<4sBIQ")
 _PEER = struct.Struct("3i")  # of a local socket: the process, the user and the group at its other end
 _NONCE_BYTES = 16
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 _SHORT = 1 << 12  # bytes of a content that is sent together with its header
 _MAX_TEXT = 1 << 28  # bytes of a message that is no part of a bucket
 
@@ -72,6 +73,7 @@ class Link:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory: mmap.mmap | None = None  # shared with the process at the other end
+        self._part = _EMPTY  # that was received last
         self._is_full = False  # the receiver has not yet taken the last part from this memory
 
     def set_peer(self, peer: str, timeout: float) -> None:
@@ -95,9 +97,13 @@ class Link:
     def send_json(self, kind: Kind, value: Any) -> None:
         self.send(kind, json.dumps(value, separators=(",", ":")).encode())
 
-    def receive(self, *kinds: Kind, most: int = _MAX_TEXT) -> Tensor:
-        """Return the content of the next message as a tensor of bytes; ConnectionError if it is of another kind."""
-        return self._content(*self._head(*kinds, most=most))
+    def receive(self, *kinds: Kind, most: int = _MAX_TEXT, into: Tensor | None = None) -> Tensor:
+        """Return the content of the next message as a tensor of bytes, in new memory or in `into`.
+
+        Raises:
+            ConnectionError: if the message is of another kind, has more than `most` bytes, or has changed on the way.
+        """
+        return self._content(*self._head(*kinds, most=most), into)
 
     def receive_json(self, kind: Kind) -> Any:
         try:
@@ -118,8 +124,8 @@ class Link:
             raise ConnectionError(f"{self.peer} has sent {length} bytes of kind {kind}, expected {kinds} of {most}")
         return checksum, length
 
-    def _content(self, checksum: int, length: int) -> Tensor:
-        content = torch.empty(length, dtype=torch.uint8, device="cpu")
+    def _content(self, checksum: int, length: int, into: Tensor | None = None) -> Tensor:
+        content = torch.empty(length, dtype=torch.uint8, device="cpu") if into is None else into[:length]
         memory = content.numpy().data
         self._fill(memory)
         if zlib.crc32(memory) != checksum:
@@ -189,9 +195,11 @@ class Link:
             self._is_full = False
 
     def receive_part(self, most: int) -> Tensor:
-        """Return a part of a bucket; `taken` must be called before the next part arrives."""
+        """Return a part of a bucket, in memory that is used for the next part after `taken` was called."""
         if self._memory is None:
-            return self.receive(Kind.PART, most=most)
+            if len(self._part) < most:
+                self._part = torch.empty(most, dtype=torch.uint8)
+            return self.receive(Kind.PART, most=most, into=self._part)
         nbytes = self.receive_json(Kind.PART)
         if type(nbytes) is not int or not 0 <= nbytes <= min(len(self._memory), most):
             raise ConnectionError(f"{self.peer} has sent a part of {nbytes!r} bytes")
@@ -211,9 +219,6 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)  # which also ends waits of other threads
         self._socket.close()
         self._memory = None
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def is_shared_memory(address: str) -> bool:

@@ -328,14 +328,14 @@ class _Stream:
 
     def _send_parts(self, shards: Shards, job: _Consumption) -> None:
         own = {number: self._content.held[number] for number in self._plan.parts[self._rank]}
-        is_complete = not self._plan.base
+        is_complete, memory = not self._plan.base, shards.memory(own)
         if self._since is not None:
             self._since.begin(is_complete)
         for number in range(len(self._plan.buckets)):
             if job.error is not None:
                 break
             runs = self._plan.runs(number, own)
-            packed = shards.packed(runs)
+            packed = shards.packed(runs, memory)
             if self._since is not None:
                 width = min((self._plan.dtype_of(run).itemsize for run in runs), default=1)
                 packed = self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
