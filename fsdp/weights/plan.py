@@ -224,6 +224,29 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
 
 
+class Share(NamedTuple):
+    """The part of a requested box that a rank holds.
+
+    `held` is a box of the tensor whose elements are consecutive in the rank's vector, from element `start` on. The
+    rank sends the elements of `common`, which is in both boxes.
+    """
+
+    held: Box
+    start: int
+    common: Box
+
+    def of_vector(self, vector: Tensor) -> Tensor:
+        """Return the elements in the rank's vector, as a view with the sizes of `common`."""
+        values = vector[self.start : self.start + self.held.numel].reshape(self.held.sizes)
+        return box_view(values, self.common.moved([-at for at in self.held.offsets]))
+
+
+def shares(tensor: PlannedTensor, held: Held | None, wanted: Box) -> list[Share]:
+    """Return the parts of a requested box that a rank holds, in the order in which they are sent."""
+    found = ((box, start, overlap(box, wanted)) for box, start in _boxes(tensor, held))
+    return [Share(box, start, common) for box, start, common in found if common is not None]
+
+
 def _boxes(tensor: PlannedTensor, held: Held | None) -> Iterator[tuple[Box, int]]:
     """Yield the boxes of a tensor that a rank holds, each with the number of its first element in the vector."""
     if held is None:

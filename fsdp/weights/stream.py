@@ -186,22 +186,28 @@ def stream_weights(
             another rank. The model is unchanged then, and training can continue.
         NotImplementedError: for parameters on meshes that cross; for `Partial` placements.
     """
-    units, everyone = prepared(model, _WHAT)
-    ranks = all_ranks(everyone, _WHAT)
-    require_one_model(model, units, _WHAT)
-    for unit in outermost_units(model):
-        require_values_everywhere(unit, _WHAT)
-        ensure_same_values(unit)
+    units, ranks = ready(model, _WHAT)
     with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
         make = partial(Settings, bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
-        stream = _Stream(model, units, ranks, sink, make, since)
+        stream = Stream(model, units, ranks, sink, make, since)
         try:
             return stream.run()
         finally:
             release(units)
 
 
-class _Stream:
+def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
+    """Collective. Return the units of a model whose weights can be sent, and the ranks that send them."""
+    units, everyone = prepared(model, what)
+    ranks = all_ranks(everyone, what)
+    require_one_model(model, units, what)
+    for unit in outermost_units(model):
+        require_values_everywhere(unit, what)
+        ensure_same_values(unit)
+    return units, ranks
+
+
+class Stream:
     """One stream of a model. The constructor and `run` are collective."""
 
     def __init__(
@@ -296,9 +302,22 @@ class _Stream:
             if is_alike:
                 yield number
 
+    @property
+    def plan(self) -> WeightPlan:
+        return self._plan
+
+    @property
+    def own(self) -> Holding:
+        """The elements that this rank sends, in its vectors."""
+        return {number: self._content.held[number] for number in self._plan.parts[self._rank]}
+
+    def vectors(self) -> dict[int, Tensor]:
+        """Return this rank's vectors by the number of a tensor, see `Held`."""
+        return {number: target.vector(name) for number, (name, target) in enumerate(self._content.targets.items())}
+
     def run(self) -> WeightPlan:
         """Collective. Send all buckets."""
-        vectors = {number: target.vector(name) for number, (name, target) in enumerate(self._content.targets.items())}
+        vectors = self.vectors()
         device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
         shards = Shards(self._plan, vectors, device)
         job = _Consumption(self._sink, self._plan, self._rank)
@@ -327,7 +346,7 @@ class _Stream:
         return self._plan
 
     def _send_parts(self, shards: Shards, job: _Consumption) -> None:
-        own = {number: self._content.held[number] for number in self._plan.parts[self._rank]}
+        own = self.own
         is_complete, memory = not self._plan.base, shards.memory(own)
         if self._since is not None:
             self._since.begin(is_complete)
