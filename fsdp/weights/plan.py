@@ -27,7 +27,7 @@ from fsdp.checkpoint.model_tensors import Held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
-_ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
+ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def in_buckets(
     for bundle in bundles:
         nbytes = 0
         for number in bundle:
-            nbytes = _aligned(nbytes, _ALIGN) + tensors[number].nbytes
+            nbytes = _aligned(nbytes, ALIGN) + tensors[number].nbytes
         if nbytes <= bucket_bytes:
             items.append((nbytes, [(number, 0, tensors[number].sizes[0]) for number in bundle]))
         elif len(bundle) > 1:
@@ -291,13 +291,13 @@ def in_buckets(
     filled: list[int] = []
     buckets: list[list[Piece]] = []
     for nbytes, pieces in items:
-        fits = (number for number, used in enumerate(filled) if _aligned(used, _ALIGN) + nbytes <= bucket_bytes)
+        fits = (number for number, used in enumerate(filled) if _aligned(used, ALIGN) + nbytes <= bucket_bytes)
         place = next(fits, len(buckets))
         if place == len(buckets):
             buckets.append([])
             filled.append(0)
         for number, first, rows in pieces:
-            offset = _aligned(filled[place], _ALIGN)
+            offset = _aligned(filled[place], ALIGN)
             buckets[place].append(Piece(number, first, rows, offset))
             filled[place] = offset + rows * tensors[number].row_nbytes
     # The order of the model, as far as it is possible, so that the first layers are received first.
