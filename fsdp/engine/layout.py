@@ -46,7 +46,7 @@ class Slot:
     def numel(self) -> int:
         return self.shape.numel()
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.numel
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -97,6 +97,7 @@ class Stage(NamedTuple):
         return _TIMES_SENT[self.collective] * (ranks - 1) * padded // ranks
 
 
+@cache
 def stages(source: Placed, target: Placed) -> tuple[Stage, ...]:
     """Return the collectives that bring a tensor from one placement to another, in order.
 
@@ -240,7 +241,13 @@ class Placements:
                 f"sharding_strategy={named.name} reshards after forward, and reshard_after_forward=False does not: "
                 f"leave one of the two out, or ask for {_KEPT[named].name}"
             )
-        return replace(value, reshard_after_forward=reshard_after_forward)
+        return value.resharded(reshard_after_forward)
+
+    def resharded(self, after_forward: bool | int) -> Placements:
+        """Return these placements with another `reshard_after_forward`."""
+        if self.reshard_after_forward is after_forward:
+            return self
+        return replace(self, reshard_after_forward=after_forward)
 
     @classmethod
     def resolve(cls, placements: Any, strategy: Any, reshard_after_forward: bool | int) -> Placements:
@@ -342,13 +349,12 @@ class Placements:
             )
         return self
 
+    @cached_property
     def on_one_axis(self) -> Placements:
-        """Return the placements along the shard axis alone."""
+        """The placements along the shard axis alone."""
         parts = (self.parameters, self.gradients, self.optimizer)
-        parameters, gradients, optimizer = (
-            Placed(each.shard, PARTIAL if each.shard is PARTIAL else REPLICATED) for each in parts
-        )
-        return replace(self, parameters=parameters, gradients=gradients, optimizer=optimizer)
+        ours = [Placed(each.shard, PARTIAL if each.shard is PARTIAL else REPLICATED) for each in parts]
+        return self if ours == [*parts] else replace(self, parameters=ours[0], gradients=ours[1], optimizer=ours[2])
 
 
 def _pair(name: str, given: Any) -> Placed:

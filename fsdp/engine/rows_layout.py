@@ -28,7 +28,7 @@ class Chunk:
     rows: int  # of the chunk; those of the last ranks may be short, or empty
     offset: int  # where it begins in a shard
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Rows of the parameter."""
         return self.shape[self.dim]
@@ -46,11 +46,11 @@ class Chunk:
         """The shape of all full chunks, with `dim` split into a dimension of ranks and a dimension of rows."""
         return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.rows * self.row_numel
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
 

@@ -69,7 +69,7 @@ def expected_bytes(value: str, shape: tuple[int, int], turns: int) -> int:
     """Return the bytes that a rank sends in a step, from the stages of the placements."""
     placements, sizes = VALUES[value], {Axis.REPLICA: shape[0], Axis.SHARD: shape[1]}
     if shape[0] == 1:
-        placements = placements.on_one_axis()
+        placements = placements.on_one_axis
 
     def sent(found: Any) -> int:
         return sum(stage.numel_sent(LAYER, sizes) for stage in found)
@@ -124,7 +124,7 @@ def expected_numel(value: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Return the elements that a rank holds between steps, and those that it holds besides after a backward."""
     placements, sizes = VALUES[value], {Axis.REPLICA: shape[0], Axis.SHARD: shape[1]}
     if shape[0] == 1:
-        placements = placements.on_one_axis()
+        placements = placements.on_one_axis
     shards_and_momentum = 2 * placements.optimizer.numel(LAYER, sizes)
     kept = placements.parameters.numel(LAYER, sizes) if placements.gather else 0
     return LAYERS * shards_and_momentum, LAYERS * (kept + placements.gradients.numel(LAYER, sizes))
