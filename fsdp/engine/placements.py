@@ -183,6 +183,9 @@ class Placements:
         optimizer: of the shard that the optimizer steps, and of its state.
         reshard_after_forward: True frees parameters that are sharded between uses after forward as well; False keeps
             them unsharded until backward. A number shards them until backward over that many neighbouring ranks.
+        block_numel: no rank's shard of a parameter begins or ends inside of a block of this number of its elements, in
+            row-major order. `FullyShardedDataParallel` pads shards for it, and `fully_shard` raises an error for
+            rows that do not fit. Quantised parameters and 8-bit optimizer states have a scale for each block.
 
     Raises:
         TypeError: for a value that is no pair of placements, or no bool or int.
@@ -193,6 +196,7 @@ class Placements:
     gradients: Placed
     optimizer: Placed
     reshard_after_forward: bool | int = True
+    block_numel: int = 1
 
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):
@@ -201,6 +205,8 @@ class Placements:
             raise TypeError(
                 f"reshard_after_forward must be True, False or a number of ranks, got {self.reshard_after_forward!r}"
             )
+        if type(self.block_numel) is not int or self.block_numel < 1:
+            raise ValueError(f"block_numel must be a positive number of elements, got {self.block_numel!r}")
         for axis in Axis:
             _check(axis, *(placed[axis.value] for placed in (self.parameters, self.gradients, self.optimizer)))
         if self.optimizer == Placed(REPLICATED, SHARDED):
@@ -277,7 +283,8 @@ class Placements:
         Args:
             is_hybrid: there is a replica axis beside the shard axis.
         """
-        named = (each for each, value in _NAMED.items() if value == self and each.is_hybrid is is_hybrid)
+        plain = replace(self, block_numel=1)
+        named = (each for each, value in _NAMED.items() if value == plain and each.is_hybrid is is_hybrid)
         return next(named, ShardingStrategy.NO_SHARD if self.optimizer == UNSHARDED == self.gradients else None)
 
     # --- the collectives of a step --------------------------------------------------------------------------------

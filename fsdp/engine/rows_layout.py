@@ -89,6 +89,16 @@ class RowsLayout(Layout):
                 offset = chunks[number].stop
         return tuple(chunks)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for slot, chunk in zip(self.slots, self._chunks, strict=True):
+            if chunk.rows < chunk.total and chunk.numel % self.block:
+                raise ValueError(
+                    f"{slot.name}: {chunk.rows} rows of {chunk.row_numel} elements for each of {self.world_size} ranks "
+                    f"are no whole blocks of {self.block} elements. Shard it along another dimension "
+                    "(shard_placement_fn), or use FullyShardedDataParallel, which pads, or ignored_params"
+                )
+
     @cached_property
     def shard_numel(self) -> int:
         return max((chunk.stop for chunk in self._chunks), default=0)

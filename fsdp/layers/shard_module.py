@@ -156,7 +156,7 @@ def _shard_params(
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
             comm, copies = unit.everyone
             replicas = how.pop("replicas", copies.world_size)
-            how = {"rank": comm.rank, "world_size": comm.world_size, **how}
+            how = {"rank": comm.rank, "world_size": comm.world_size, "block": unit.placements.block_numel, **how}
             made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
             take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
             return made

@@ -95,6 +95,7 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
         "placement of parameters": str(unit.placements.parameters),
         "placement of gradients": str(unit.placements.gradients),
         "placement of optimizer state": str(unit.placements.optimizer),
+        "block_numel": str(unit.placements.block_numel),
         "reshard_after_forward": unit.policy.reshard_after_forward,
         "reshard_after_backward": unit.policy.reshard_after_backward,
         "unshard_in_backward": unit.policy.unshard_in_backward,
