@@ -280,3 +280,53 @@ def _heads(wrap: Wrap) -> nn.Module:
 
 def _one_head_each(step: int, rank: int, part: str) -> bool:
     return part == f"{(step + rank) % 3}.a"
+
+
+class Probing(nn.Module):
+    """Takes a gradient inside of its forward; then a unit with a layer that only some calls use."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.energy = wrap(nn.Linear(5, 5))
+        self.some = wrap(Sometimes())
+        self.exit = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor, uses: bool) -> Tensor:
+        point = inputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(point).square().sum(), point)
+        return self.exit(self.some(inputs + slope, uses))
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor, uses: bool) -> Tensor:
+        hidden = torch.tanh(self.always(inputs))
+        return torch.tanh(self.layer(hidden)) if uses else hidden
+
+
+def _probing(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Probing(wrap))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2, timeout=60)
+def test_a_gradient_inside_of_a_forward_leaves_earlier_calls_to_the_backward_of_all(form: str) -> None:
+    """Each rank uses the layer in another call. The reductions of the last backward are the same on all ranks."""
+    options = {} if form == "rows" else {"bucket_cap_mb": 0}
+    model, plain = _probing(FORMS[form](**options)), _probing(keep)
+    inputs = torch.linspace(-1, 1, 15).view(3, 5)
+    for _ in range(2):
+        calls = [model(inputs * turn, uses=turn == 1 + dist.get_rank()) for turn in (1, 2)]
+        sum(call.square().mean() for call in calls).backward()  # type: ignore[union-attr]
+        for rank in range(2):
+            twins = [plain(inputs * turn, uses=turn == 1 + rank) for turn in (1, 2)]
+            (sum(twin.square().mean() for twin in twins) / 2).backward()  # type: ignore[union-attr]
+        for net in (model, plain):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(inputs, uses=True), plain(inputs, uses=True))
