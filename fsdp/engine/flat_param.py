@@ -52,6 +52,7 @@ class FlatParameter(CountedParameter):
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
+    packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     shard_storage: Any = None  # where a shard and its gradient live
@@ -90,7 +91,7 @@ class FlatParameter(CountedParameter):
         """Return one around `data`, with what is known of it by the names of its attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
-        self.attributes, self.valueless = tuple({} for _ in shapes), set()
+        self.attributes, self.valueless, self.packings = tuple({} for _ in shapes), set(), self.parts
         self.__dict__.update(known)
         return self
 
@@ -177,6 +178,7 @@ class FlatParameter(CountedParameter):
             some(self._names),
             some(self._shapes),
             parts=some(self.parts),
+            packings=some(self.packings),
             attributes=some(self.attributes),
             valueless={number for number, slot in enumerate(slots) if slot in self.valueless},
             shard_storage=storage,
@@ -304,7 +306,7 @@ class FlatParameter(CountedParameter):
             self._layout_type,
             self.attributes,
             attributes_of(self),
-            *([] if self._block == 1 else [self._block]),  # older versions read the others
+            *((self._block, self.packings) if self._block > 1 or any(self.packings) else ()),  # not known before 0.6
         )
 
 
@@ -335,9 +337,10 @@ def _rebuild_flat_parameter(
     attributes: tuple[Attributes, ...] | None = None,
     own_attributes: Attributes | None = None,
     block: int = 1,
+    packings: tuple[Any, ...] | None = None,
 ) -> FlatParameter:
     known = {"valueless": set(valueless), "group": group, "_layout_type": layout_type, "_align": align}
-    known["_block"] = block
+    known |= {"_block": block, "packings": packings or (None,) * len(shapes)}
     if attributes is not None:
         known["attributes"] = attributes
     flat = kind._build(data, requires_grad, names, shapes, _is_sharded=sharded, **known)

@@ -59,11 +59,11 @@ def step(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_integer_parameters(dtype: torch.dtype) -> None:
+def test_integer_parameters_that_no_unit_shards(dtype: torch.dtype) -> None:
     module = layers()
     module[2].register_parameter("counts", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
     with pytest.raises(TypeError, match=rf"2\.counts is a parameter of {dtype}.*register_buffer"):
-        wrap_alone(module)
+        FlattenParamsWrapper(module)
 
 
 def fake_layers() -> nn.Module:

@@ -44,10 +44,6 @@ class Scaled(Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def of_integers() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-
-
 def of_torch_quantisation() -> nn.Parameter:
     return nn.Parameter(torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8), requires_grad=False)
 
@@ -57,11 +53,8 @@ def of_a_subclass() -> nn.Parameter:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["flat", "original", "unflattened"])
-@pytest.mark.parametrize(
-    ("make_weight", "kind"),
-    [(of_integers, "torch.int8"), (of_torch_quantisation, "torch.qint8"), (of_a_subclass, "Scaled")],
-)
-def test_pain_point_29_a_quantised_parameter_is_refused_by_name(
+@pytest.mark.parametrize(("make_weight", "kind"), [(of_torch_quantisation, "torch.qint8"), (of_a_subclass, "Scaled")])
+def test_pain_point_29_a_quantised_parameter_without_inner_tensors_is_refused_by_name(
     make_weight: Any, kind: str, options: dict[str, Any]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -120,8 +113,8 @@ def test_pain_point_29_frozen_float8_parameters_are_sharded() -> None:
     assert output.any()
     for each in (expected, output):
         each.square().sum().backward()
-    shards = [param for param in model.parameters() if param.dtype == torch.float8_e4m3fn]
-    assert [param.numel() for param in shards] == [-(-35 // dist.get_world_size())]
+    shards = [param for param in model.parameters() if param.dtype == torch.uint8]
+    assert [param.numel() for param in shards] == [48 // dist.get_world_size()]  # a multiple of 16 bytes
     for each in (plain, model):
         torch.optim.SGD([param for param in each.parameters() if param.requires_grad], lr=0.1).step()
     assert plain.bias.any()
