@@ -175,14 +175,8 @@ def test_small_gradients_go_across_together(strategy: ShardingStrategy | None) -
     assert sent == (["reduce-scatter of root (Tower) to layers.2"] if strategy is None else []) + across
 
 
-def test_at_most_two_whole_gradients_are_held(ranks: RankPool) -> None:
-    # The one that is being sent within, and the one that was just completed; what goes across is a shard.
-    for held, left in ranks(4).run(_hold):
-        assert max(held) == 2
-        assert left == 0, "what was sent to replicas is kept"
-
-
-def _hold() -> tuple[list[int], int]:
+@on_ranks(4)
+def test_at_most_two_whole_gradients_are_held() -> None:
     # In 16 bits, and the rest in 64, so that gradients have a size of their own.
     torch.set_default_dtype(torch.float64)
     policy = MixedPrecision(reduce_dtype=torch.bfloat16)
@@ -190,7 +184,9 @@ def _hold() -> tuple[list[int], int]:
     held: list[int] = []
     with noting(lambda what: held.append(storages_of(WIDTH * WIDTH * 2))):
         step(model)
-    return held, storages_of(WIDTH * 2 // 4)  # of the root, which was the last
+    left = storages_of(WIDTH * 2 // 4)  # of the root, which was the last
+    assert max(held) == 2
+    assert left == 0, "what was sent to replicas is kept"
 
 
 def storages_of(nbytes: int) -> int:

@@ -389,13 +389,9 @@ def test_steps_out_of_turn_are_errors_of_the_library(capsys: pytest.CaptureFixtu
 
 
 @two_or_three
-def test_memory_to_the_byte(ranks: RankPool, world_size: int) -> None:
+@on_ranks("world_size")
+def test_memory_to_the_byte(world_size: int) -> None:
     size = math.ceil(23 / world_size)
-    for found in ranks(world_size).run(_measure_handle):
-        assert found == {"sharded": 4 * size, "whole": 4 * (size + size * world_size), "resharded": 4 * size}
-
-
-def _measure_handle() -> dict[str, int]:
     found = {}
     for state in ("sharded", "whole", "resharded"):
         with allocated() as nbytes:
@@ -409,24 +405,20 @@ def _measure_handle() -> dict[str, int]:
         found[state] = nbytes[0]
         handle.reshard()
         del handle
-    return found
+    assert found == {"sharded": 4 * size, "whole": 4 * (size + size * world_size), "resharded": 4 * size}
 
 
 @parametrize_pairs(world_size=[2, 3], flatten_parameters=[True, False])
-def test_between_steps_a_rank_holds_shards_only(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_between_steps_a_rank_holds_shards_only(world_size: int, flatten_parameters: bool) -> None:
     units = (47, 77, 37, 3) if flatten_parameters else (1, 35, 7, 3, 1, 77, 33, 3, 1, 3)
     shards = sum(math.ceil(numel / world_size) for numel in units)
-    for nbytes in ranks(world_size).run(_measure_training, flatten_parameters):
-        assert nbytes == 4 * shards * 3, "values, gradients and momentum"
-
-
-def _measure_training(flatten_parameters: bool) -> int:
     _train_and_watch(flatten_parameters)  # what torch keeps of the first training in a process is not the model's
     before = held()
     trained = _train_and_watch(flatten_parameters)
     found = held() - before
     del trained
-    return found
+    assert found == 4 * shards * 3, "values, gradients and momentum"
 
 
 def _train_and_watch(flatten_parameters: bool) -> Any:

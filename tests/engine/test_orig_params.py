@@ -24,7 +24,6 @@ from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 from tests.training.test_orig_params import (
     Twins,
@@ -112,13 +111,10 @@ def test_flatten_parameters_false_is_refused() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], offload=[None, "cpu", "disk"])
-def test_pieces_share_the_shards_memory(ranks: RankPool, tmp_path: Path, world_size: int, offload: str | None) -> None:
+@on_ranks("world_size")
+def test_pieces_share_the_shards_memory(tmp_path: Path, offload: str | None) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(world_size).run(_follow_memory, {"offload": offload, **folder})
-
-
-def _follow_memory(options: dict[str, Any]) -> None:
-    model = nested_mlp(original(**options))
+    model = nested_mlp(original(offload=offload, **folder))
     assert_pieces_are_the_shards(model)
     (optimizer,) = one_adamw(model)
     model(torch.ones(2, 5)).sum().backward()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import toolbox
 from tests.training.test_orig_params import (
     Twins,
@@ -139,13 +137,10 @@ def test_a_gradient_that_users_assign_is_added_to() -> None:
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-def test_a_gradient_that_users_keep_stays_as_it_is(ranks: RankPool, tmp_path: Path, offload: str | None) -> None:
+@on_ranks(2)
+def test_a_gradient_that_users_keep_stays_as_it_is(tmp_path: Path, offload: str | None) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(2).run(_keep_gradients, {"offload": offload, **folder})
-
-
-def _keep_gradients(options: dict[str, Any]) -> None:
-    twins = Twins(nested_mlp, one_sgd, **options)
+    twins = Twins(nested_mlp, one_sgd, offload=offload, **folder)
     twins.backward(0)
     kept = {name: piece.grad for name, piece in twins.pieces.items()}
     before = {name: grad.clone() for name, grad in kept.items() if grad is not None}

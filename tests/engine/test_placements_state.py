@@ -192,13 +192,10 @@ class Routed(nn.Module):
 
 
 @parametrize_pairs(strategy=STRATEGIES[:3], form=FORMS)
-def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, form: str) -> None:
+@on_ranks(4)
+def test_ranks_that_use_different_parameters(strategy: str, form: str) -> None:
     if form == "rows" and strategy == "HYBRID_SHARD_OPTIM":
         return
-    ranks(4).run(_route, strategy, form)
-
-
-def _route(strategy: str, form: str) -> None:
     torch.manual_seed(0)
     plain = Routed().double()
     model = sharded(copy.deepcopy(plain), form, (), **options_of(strategy))

@@ -81,21 +81,13 @@ def gradients(model: FullyShardedDataParallel) -> list[Tensor]:
     accumulate=[1, 2],
     bucket_cap_mb=[25, 0],
 )
+@on_ranks("world_size")
 def test_the_optimizer_sees_full_precision(
-    ranks: RankPool,
-    policy: str | bool,
-    world_size: int,
-    flatten_parameters: bool,
-    accumulate: int,
-    bucket_cap_mb: float,
+    policy: str | bool, flatten_parameters: bool, accumulate: int, bucket_cap_mb: float
 ) -> None:
     options = {"flatten_parameters": flatten_parameters, "bucket_cap_mb": bucket_cap_mb}
     chosen = POLICIES[policy] if isinstance(policy, str) else policy
-    ranks(world_size).run(_look_at_the_optimizer, {"mixed_precision": chosen, **options}, accumulate)
-
-
-def _look_at_the_optimizer(options: dict[str, Any], accumulate: int) -> None:
-    model: Any = nested_mlp(fully_sharded(**options))
+    model: Any = nested_mlp(fully_sharded(mixed_precision=chosen, **options))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
         for turn in range(accumulate):

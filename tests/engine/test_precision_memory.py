@@ -27,7 +27,6 @@ from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 WIDTH, UNITS = 32, 3
 
@@ -94,15 +93,12 @@ def sent_in_a_step(**options: Any) -> Counter[torch.dtype]:
     reshard_after_forward=[True, False],
     bucket_cap_mb=[25, 0],
 )
+@on_ranks("world_size")
 def test_16_bits_halve_what_is_sent(
-    ranks: RankPool, dtype: torch.dtype | None, world_size: int, reshard_after_forward: bool, bucket_cap_mb: float
+    dtype: torch.dtype | None, world_size: int, reshard_after_forward: bool, bucket_cap_mb: float
 ) -> None:
     """Whether a policy says so, or FairScale's default."""
     options = {"reshard_after_forward": reshard_after_forward, "bucket_cap_mb": bucket_cap_mb}
-    ranks(world_size).run(_compare_with_float32, dtype, options)
-
-
-def _compare_with_float32(dtype: torch.dtype | None, options: dict[str, Any]) -> None:
     full = sent_in_a_step(**options)
     mixed = sent_in_a_step(mixed_precision=MixedPrecision(param_dtype=dtype) if dtype else True, **options)
     assert mixed == {dtype or HALF: full[SINGLE] // 2}
@@ -160,14 +156,9 @@ def live_bytes(dtype: torch.dtype) -> int:
 
 
 @parametrize_pairs(world_size=[1, 2], reshard_after_forward=[True, False], flatten_parameters=[True, False])
-def test_gathered_parameters_take_half_and_are_freed(
-    ranks: RankPool, world_size: int, reshard_after_forward: bool, flatten_parameters: bool
-) -> None:
+@on_ranks("world_size")
+def test_gathered_parameters_take_half_and_are_freed(reshard_after_forward: bool, flatten_parameters: bool) -> None:
     options = {"reshard_after_forward": reshard_after_forward, "flatten_parameters": flatten_parameters}
-    ranks(world_size).run(_watch_gathered, options)
-
-
-def _watch_gathered(options: dict[str, Any]) -> None:
     before = live_bytes(BRAIN)
     model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN), **options)
     handles = handles_of(model)

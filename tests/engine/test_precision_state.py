@@ -20,7 +20,6 @@ from tests.helpers.models import keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 
 State = dict[str, Tensor]
 
@@ -66,15 +65,12 @@ def master_of(model: FullyShardedDataParallel) -> State:
     flatten_parameters=[True, False],
     reshard_after_forward=[True, False],
 )
+@on_ranks("world_size")
 def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(
-    ranks: RankPool, policy: str, world_size: int, flatten_parameters: bool, reshard_after_forward: bool
+    policy: str, flatten_parameters: bool, reshard_after_forward: bool
 ) -> None:
     """Weights saved while whole parameters are in 16 bits would have lost two thirds of their digits."""
     options = {"flatten_parameters": flatten_parameters, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_save, policy, options)
-
-
-def _save(policy: str, options: dict[str, Any]) -> None:
     model, plain = wrapped(POLICIES[policy], **options), nested_mlp()
     assert_same_state(model.state_dict(), plain.state_dict())
     for _ in range(2):

@@ -577,12 +577,8 @@ def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(kind:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
-def test_a_step_between_forward_and_backward_is_an_error(ranks: RankPool, kind: dict[str, Any]) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_step_before_backward, kind)
-
-
-def _step_before_backward(kind: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+def test_a_step_between_forward_and_backward_is_an_error(kind: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded()).double()
     optimizer = torch.optim.AdamW(model.parameters(), **kind)
     score(model(batch(0, 0))).backward()
@@ -592,13 +588,9 @@ def _step_before_backward(kind: dict[str, Any]) -> None:
         loss.backward()
 
 
-def test_a_cast_between_forward_and_backward_is_an_error(ranks: RankPool) -> None:
+@on_ranks(1, 2)
+def test_a_cast_between_forward_and_backward_is_an_error() -> None:
     """The buffers that autograd has saved would be made anew."""
-    for world_size in (1, 2):
-        ranks(world_size).run(_cast_before_backward)
-
-
-def _cast_before_backward() -> None:
     model = nested_mlp(fully_sharded()).double()
     score(model(batch(0, 0))).backward()
     loss = score(model(batch(0, 0)))

@@ -156,12 +156,8 @@ def test_a_proxy_of_a_group_of_one() -> None:
 # Names
 
 
-def test_raw_names_are_fairscales(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_read_raw_names)
-
-
-def _read_raw_names() -> None:
+@on_ranks(1, 2)
+def test_raw_names_are_fairscales() -> None:
     flat = "_fsdp_wrapped_module.flat_param_0"
     below = "_fsdp_wrapped_module._fpw_module"
     model = nested_mlp(fully_sharded())

@@ -40,7 +40,6 @@ from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch
 
 
@@ -103,11 +102,10 @@ PRECISIONS = {"full": None, "bfloat16": BFLOAT16, "partly kept": KEPT, "by flags
     reshard=[{}, {"reshard_after_forward": False}],
     make=[normed, nested, recurrent, tied_and_frozen, checkpointed, auto_wrapped, partly_ignored, grouped],
 )
+@on_ranks("world_size")
 def test_a_copy_goes_on_as_its_original_whatever_the_options(
-    ranks: RankPool,
     tmp_path: Path,
     travel: Travel,
-    world_size: int,
     form: dict[str, Any],
     precision: str,
     offload: dict[str, Any],
@@ -116,11 +114,7 @@ def test_a_copy_goes_on_as_its_original_whatever_the_options(
 ) -> None:
     folder = {"offload_folder": tmp_path} if offload.get("offload") == "disk" else {}
     mixed = {"mixed_precision": PRECISIONS[precision]}
-    ranks(world_size).run(_go_on_alike, make, travel, {**form, **mixed, **offload, **folder, **reshard})
-
-
-def _go_on_alike(make: Callable[[Wrap], nn.Module], travel: Travel, options: dict[str, Any]) -> None:
-    model = make(fully_sharded(**options))
+    model = make(fully_sharded(**form, **mixed, **offload, **folder, **reshard))
     copied = assert_goes_on_alike(model, sgd_with_momentum, travel)
     assert repr(copied) == repr(model)
     for handle, other in zip(handles_of(copied), handles_of(model), strict=True):

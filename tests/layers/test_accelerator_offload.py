@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
-from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
@@ -56,10 +56,9 @@ def own_part(batch: Tensor) -> Tensor:
     flatten_parameters=[True, False],
     clip=[None, 0.3],
 )
+@on_accelerators("world_size")
 def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(
-    accelerator_ranks: AcceleratorRanks,
     tmp_path: Path,
-    world_size: int,
     options: dict[str, Any],
     accumulate: tuple[int, bool],
     make_optimizer: MakeOptimizer,
@@ -67,15 +66,9 @@ def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(
     clip: float | None,
 ) -> None:
     how = with_folder(options, tmp_path) | {"flatten_parameters": flatten_parameters, "compute_device": ACCELERATOR}
-    accelerator_ranks(world_size).run(_train_and_compare, how, accumulate, make_optimizer, clip)
-
-
-def _train_and_compare(
-    options: dict[str, Any], accumulate: tuple[int, bool], make_optimizer: MakeOptimizer, clip: float | None
-) -> None:
     turns, under_no_sync = accumulate
     wrapper = FullyShardedDataParallel if under_no_sync else AlwaysReducing
-    model: Any = nested_mlp(lambda module: wrapper(module, **options))
+    model: Any = nested_mlp(lambda module: wrapper(module, **how))
     plain = nested_mlp()
     optimizer, plain_optimizer = make_optimizer(model.parameters()), make_optimizer(plain.parameters())
     for step in range(4):
@@ -100,13 +93,9 @@ def assert_close_models(model: nn.Module, plain: nn.Module) -> None:
 
 
 @every_kind
-def test_float16_with_a_scaler_trains_as_without_offload(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(2).run(_train_scaled, with_folder(options, tmp_path))
-
-
-def _train_scaled(offload: dict[str, Any]) -> None:
+@on_accelerators(2)
+def test_float16_with_a_scaler_trains_as_without_offload(tmp_path: Path, options: dict[str, Any]) -> None:
+    offload = with_folder(options, tmp_path)
     states, scales = [], []
     for options in ({}, offload):
         policy = MixedPrecision(param_dtype=torch.float16)

@@ -18,7 +18,6 @@ from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 
 Keyed = list[tuple[Hashable, nn.Parameter]]
 
@@ -159,14 +158,10 @@ def by_module(name: str, param: nn.Parameter) -> Hashable:
         (layers, None, [None]),
     ],
 )
+@on_ranks(1, 3)
 def test_there_are_as_many_flat_parameters_as_groups(
-    ranks: RankPool, make: Callable[[Wrap], nn.Module], group_by: Any, expected: list[Hashable]
+    make: Callable[[Wrap], nn.Module], group_by: Any, expected: list[Hashable]
 ) -> None:
-    for world_size in (1, 3):
-        ranks(world_size).run(_count, make, group_by, expected)
-
-
-def _count(make: Callable[[Wrap], nn.Module], group_by: Any, expected: list[Hashable]) -> None:
     torch.set_default_dtype(torch.float64)
     model = make(fully_sharded(group_by=group_by))
     assert sorted(map(_described, model.parameters())) == sorted(map(str, expected))

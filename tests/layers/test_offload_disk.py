@@ -36,7 +36,6 @@ from tests.helpers.parity import (
     sgd_with_momentum,
     train_sharded,
 )
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, assert_trains_like_plain, toolbox
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="reads Linux's /proc")
@@ -81,10 +80,9 @@ def gradients(model: nn.Module) -> list[Any]:
     recompute=["no", "outside", "inside"],
     others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
 )
+@on_ranks("world_size")
 def test_training_is_that_in_memory_to_the_bit(
-    ranks: RankPool,
     tmp_path: Path,
-    world_size: int,
     machine: str,
     make_optimizer: MakeOptimizer,
     compute_dtype: torch.dtype | None,
@@ -93,17 +91,6 @@ def test_training_is_that_in_memory_to_the_bit(
     others: dict[str, Any],
 ) -> None:
     options = others | {"mixed_precision": MixedPrecision(param_dtype=compute_dtype)}
-    ranks(world_size).run(_train_both_ways, tmp_path, machine, make_optimizer, options, accumulate, recompute)
-
-
-def _train_both_ways(
-    folder: Path,
-    machine: str,
-    make_optimizer: MakeOptimizer,
-    options: dict[str, Any],
-    accumulate: tuple[int, bool],
-    recompute: Any,
-) -> None:
     turns, under_no_sync = accumulate
     wrapper = FullyShardedDataParallel if under_no_sync else AlwaysReducing
     training = Training(
@@ -115,7 +102,7 @@ def _train_both_ways(
     )
     in_memory = train_sharded(training, partial(wrapper, **options))
     with on(machine):
-        assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(folder, **options))), in_memory)
+        assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(tmp_path, **options))), in_memory)
 
 
 @on_ranks(1, 2)
@@ -218,10 +205,9 @@ def resident_kib(folder: Path) -> int:
     flatten_parameters=[True, False],
     compute_dtype=[None, torch.bfloat16],
 )
+@on_ranks("world_size")
 def test_between_steps_nothing_but_counts_is_in_memory(
-    ranks: RankPool,
     tmp_path: Path,
-    world_size: int,
     make_optimizer: MakeOptimizer,
     machine: str,
     flatten_parameters: bool,
@@ -229,23 +215,19 @@ def test_between_steps_nothing_but_counts_is_in_memory(
 ) -> None:
     policy = MixedPrecision(param_dtype=compute_dtype)
     options = {"flatten_parameters": flatten_parameters, "mixed_precision": policy}
-    ranks(world_size).run(_weigh_between_steps, tmp_path, make_optimizer, machine, options)
-
-
-def _weigh_between_steps(folder: Path, make_optimizer: MakeOptimizer, machine: str, options: dict[str, Any]) -> None:
-    before = bytes_in_memory(folder)
+    before = bytes_in_memory(tmp_path)
     with on(machine):
-        model = nested_mlp(fully_sharded(**on_disk(folder, **options)))
-        assert bytes_in_memory(folder) == before
+        model = nested_mlp(fully_sharded(**on_disk(tmp_path, **options)))
+        assert bytes_in_memory(tmp_path) == before
         optimizer = make_optimizer(model.parameters())
         # Adam counts its steps for each parameter, in a float.
         counts = 4 * len(list(model.parameters())) if isinstance(optimizer, torch.optim.Adam) else 0
         for step in range(3):
             train_step(model)
-            assert bytes_in_memory(folder) == before + (counts if step else 0)
-            assert all(map(Addresses(folder).contain, gradients(model)))
+            assert bytes_in_memory(tmp_path) == before + (counts if step else 0)
+            assert all(map(Addresses(tmp_path).contain, gradients(model)))
             optimizer.step()
-            assert bytes_in_memory(folder) == before + counts
+            assert bytes_in_memory(tmp_path) == before + counts
             optimizer.zero_grad()
 
 

@@ -95,16 +95,13 @@ def test_whole_parameters_are_given_back_as_the_name_says(strategy: ShardingStra
     accumulate=[1, 2],
     clip=[None, 0.1],
 )
+@on_ranks("world_size")
 def test_no_shard_trains_as_one_process_does(
-    ranks: RankPool, world_size: int, form: dict[str, Any], bucket_cap_mb: float, accumulate: int, clip: float | None
+    form: dict[str, Any], bucket_cap_mb: float, accumulate: int, clip: float | None
 ) -> None:
     options = {"bucket_cap_mb": bucket_cap_mb, "sharding_strategy": NONE, **form}
-    ranks(world_size).run(_train, options, {"accumulate": accumulate, "clip": clip})
-
-
-def _train(options: dict[str, Any], training: dict[str, Any]) -> None:
     wrap = fully_sharded(**options)
-    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, **training)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=accumulate, clip=clip)
     model = nested_mlp(wrap)
     optimizer = sgd_with_momentum(model.parameters())
     model(torch.full((1, 5), 1.0 + dist.get_rank())).sum().backward()

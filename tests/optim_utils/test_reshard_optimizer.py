@@ -266,21 +266,13 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 @parametrize_pairs(
     options=KINDS, offload=["cpu", "disk"], machine=["accelerated", "of CPUs only"], make_optimizer=[sgd, fused_adamw]
 )
+@on_ranks(2)
 def test_offloaded_shards_go_on(
-    ranks: RankPool,
-    tmp_path: Path,
-    options: dict[str, Any],
-    offload: str,
-    machine: str,
-    make_optimizer: MakeOptimizer,
+    tmp_path: Path, options: dict[str, Any], offload: str, machine: str, make_optimizer: MakeOptimizer
 ) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(2).run(_go_on_offloaded, machine, make_optimizer, {**options, "offload": offload, **folder})
-
-
-def _go_on_offloaded(machine: str, make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
     with on(machine):
-        assert_goes_on(make_optimizer, options)
+        assert_goes_on(make_optimizer, {**options, "offload": offload, **folder})
 
 
 @every_kind

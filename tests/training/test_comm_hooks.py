@@ -124,10 +124,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     recompute=["no", "inside", "outside"],
     reshard_after_forward=[True, False],
 )
+@on_ranks("world_size")
 def test_a_hook_goes_with_other_options_to_the_bit(
-    ranks: RankPool,
     tmp_path: Path,
-    world_size: int,
     policy: str,
     layout: str,
     offload: str,
@@ -139,10 +138,6 @@ def test_a_hook_goes_with_other_options_to_the_bit(
     options = POLICIES[policy] | LAYOUTS[layout] | OFFLOADS[offload] | {"reshard_after_forward": reshard_after_forward}
     if offload == "disk":
         options["offload_folder"] = os.fspath(tmp_path)
-    ranks(world_size).run(_train_both, options, machine, training, recompute)
-
-
-def _train_both(options: dict[str, Any], machine: str, training: dict[str, Any], recompute: str) -> None:
     make_model = partial(tiny_transformer, recompute=recompute)
     plan = partial(Training, make_optimizer=adamw, task=TOKENS, **training)
     with on(machine):

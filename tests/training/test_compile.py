@@ -38,7 +38,6 @@ from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import from_one_rank, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
 PRELOAD = ["torch._inductor.compile_fx"]
@@ -287,12 +286,9 @@ def test_auto_wrap_finds_blocks_in_compiled_modules() -> None:
 
 @torchs_own_deprecations
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
-def test_blocks_compiled_by_inductor_train(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=120).run(_train_inductor, tmp_path)
-
-
-def _train_inductor(folder: Path) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # which ranks share, so that each kernel is built once
+@on_ranks(2, timeout=120)
+def test_blocks_compiled_by_inductor_train(tmp_path: Path) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # which ranks share, so that each kernel is built once
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # To compile headers beforehand and to try vector instructions takes longer than two kernels.
     with inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):

@@ -23,7 +23,6 @@ from tests.helpers.module_kinds import FORMS, SideBySide, Units, auto_wrapped, w
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
     Step,
     Twins,
@@ -210,22 +209,16 @@ SEVERAL = [
     reshard_after_forward=[True, False],
     model=[{"order": "abab"}, {"recompute": True, "order": "abca"}, {"recompute": False, "order": "abca"}],
 )
+@on_ranks("world_size")
 def test_pain_point_14_several_forwards_and_backwards_in_a_step(
-    ranks: RankPool,
     step: Step,
     options: dict[str, Any],
-    world_size: int,
     make_optimizer: MakeOptimizer,
     reshard_after_forward: bool,
     model: dict[str, Any],
 ) -> None:
     options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_step_in_turn, partial(toolbox, **model), step, make_optimizer, options)
-
-
-def _step_in_turn(
-    make: Callable[[Wrap], nn.Module], step: Step, make_optimizer: MakeOptimizer, options: dict[str, Any]
-) -> None:
+    make = partial(toolbox, **model)
     twins = Twins.of(make, **options)
     twins.optimizers = [make_optimizer(model.parameters()) for model in (twins.sharded, twins.plain)]
     for number in range(3):

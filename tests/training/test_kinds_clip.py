@@ -21,7 +21,6 @@ from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideB
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adam, adamw, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 NORM_TYPES = [2.0, math.inf, 1.0]
 
@@ -175,12 +174,8 @@ def test_pain_point_07_error_if_nonfinite_changes_nothing_on_any_rank(
     pair.assert_close()
 
 
-def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank(ranks: RankPool) -> None:
-    for error in ranks(2).run(_name_nonfinite):
-        assert " over all ranks (the gradient of 1.bias of unit 'root (Sequential)'), so they cannot" in error
-
-
-def _name_nonfinite() -> str:
+@on_ranks(2)
+def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank() -> None:
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     model(torch.ones(1, 3)).sum().backward()
     if dist.get_rank() == 1:
@@ -188,7 +183,8 @@ def _name_nonfinite() -> str:
         param.grad[-1] = math.nan
     with pytest.raises(RuntimeError) as error:
         model.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    return str(error.value)
+    error = str(error.value)
+    assert " over all ranks (the gradient of 1.bias of unit 'root (Sequential)'), so they cannot" in error
 
 
 # By value

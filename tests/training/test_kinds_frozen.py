@@ -274,19 +274,11 @@ TOGGLES = {
     make_optimizer=[adamw, sgd_with_momentum],
     reshard_after_forward=[True, False],
 )
+@on_ranks("world_size")
 def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
+    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, reshard_after_forward: bool
 ) -> None:
     options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_toggle_each, options, units, make_optimizer)
-
-
-def _toggle_each(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer) -> None:
     pair = SideBySide(in_default_dtype, units, make_optimizer, **options)
     for number in range(11):
         pair.on_both(partial(toggle, names=TOGGLES.get(number, ())))
@@ -330,14 +322,11 @@ def the_base_of_a_layer(model: Any, trained: bool) -> None:
     make_optimizer=[adamw, sgd_with_momentum],
     reshard_after_forward=[True, False],
 )
+@on_ranks("world_size")
 def test_pain_point_04_flat_parameters_are_frozen_and_thawed_between_steps(
-    ranks: RankPool, freeze: Freeze, world_size: int, make_optimizer: MakeOptimizer, reshard_after_forward: bool
+    freeze: Freeze, make_optimizer: MakeOptimizer, reshard_after_forward: bool
 ) -> None:
     options = {**FLAT, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_toggle_flat, options, freeze, make_optimizer)
-
-
-def _toggle_flat(options: dict[str, Any], freeze: Freeze, make_optimizer: MakeOptimizer) -> None:
     pair = SideBySide(in_default_dtype, by_layers, make_optimizer, **options)
     for number in range(6):
         if number % 2:
@@ -374,12 +363,8 @@ def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
     assert [param.requires_grad for param in original.parameters()] == [False, False, True, True]
 
 
-def test_what_is_frozen_while_it_is_unsharded_is_frozen(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_freeze_unsharded)
-
-
-def _freeze_unsharded() -> None:
+@on_ranks(1, 2)
+def test_what_is_frozen_while_it_is_unsharded_is_frozen() -> None:
     for wrapper in (fully_sharded(use_orig_params=True, mixed_precision=True), fully_shard):
         model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model = wrapper(model) or model

@@ -37,7 +37,6 @@ from tests.helpers.parity import (
     tiny_transformer,
     train_sharded,
 )
-from tests.helpers.ranks import RankPool
 
 # The reference
 
@@ -162,21 +161,11 @@ MODELS: dict[str, tuple[MakeModel, Task]] = {
     flatten_parameters=[True, False],
     accumulate=[1, 3],
 )
+@on_ranks("world_size")
 def test_training_equals_casts_by_hand_bit_for_bit(
-    ranks: RankPool,
-    precision: str,
-    world_size: int,
-    model: str,
-    optimizer: str,
-    reshard_after_forward: bool,
-    flatten_parameters: bool,
-    accumulate: int,
+    precision: str, model: str, optimizer: str, reshard_after_forward: bool, flatten_parameters: bool, accumulate: int
 ) -> None:
     options = {"reshard_after_forward": reshard_after_forward, "flatten_parameters": flatten_parameters}
-    ranks(world_size).run(_compare_trainings, precision, model, optimizer, accumulate, options)
-
-
-def _compare_trainings(precision: str, model: str, optimizer: str, accumulate: int, options: dict[str, Any]) -> None:
     precise = PRECISIONS[precision]
     make_model, task = MODELS[model]
     training = precise.training(make_model, OPTIMIZERS[optimizer], task, accumulate=accumulate)

@@ -28,7 +28,6 @@ from tests.helpers.accelerator import AcceleratorRanks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool
 
 
 class Residual(nn.Module):
@@ -81,13 +80,12 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @parametrize_pairs(wrap=list(WRAPS), world_size=[1, 2])
-def test_pain_point_18_running_statistics_are_the_unsharded_ones(ranks: RankPool, world_size: int, wrap: str) -> None:
-    """In 16 bits a statistic stops moving when a batch's share of it falls below half a unit in the last place."""
-    ranks(world_size).run(_compare_statistics, wrap)
+@on_ranks("world_size")
+def test_pain_point_18_running_statistics_are_the_unsharded_ones(wrap: str) -> None:
+    """In 16 bits a statistic stops moving when a batch's share of it falls below half a unit in the last place.
 
-
-def _compare_statistics(wrap: str) -> None:
-    """The plain model computes what is not batch norm in the same precision, on this rank's batches."""
+    The plain model computes what is not batch norm in the same precision, on this rank's batches.
+    """
     plain = residual()
     model = WRAPS[wrap](copy.deepcopy(plain))
     dtype = SINGLE if wrap == "full precision" else BRAIN

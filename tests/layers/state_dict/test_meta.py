@@ -171,16 +171,13 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
     offload=["no", "cpu", "disk"],
     make_optimizer=[sgd_with_momentum, adamw],
 )
+@on_ranks("world_size")
 def test_it_trains_as_the_unsharded_model_that_was_started_alike(
-    ranks: RankPool, tmp_path: Path, world_size: int, make: Any, form: dict[str, Any], offload: str, make_optimizer: Any
+    tmp_path: Path, make: Any, form: dict[str, Any], offload: str, make_optimizer: Any
 ) -> None:
     options: dict[str, Any] = dict(form)
     if offload != "no":
         options |= {"offload": offload} | ({"offload_folder": str(tmp_path)} if offload == "disk" else {})
-    ranks(world_size).run(_train_from_meta, make, options, make_optimizer)
-
-
-def _train_from_meta(make: Any, options: dict[str, Any], make_optimizer: Any) -> None:
     task = TOKENS if make is transformer else REGRESSION
     assert_parity(Starting(make), make_optimizer, wrap=sharded(**options), task=task)
 
@@ -333,16 +330,8 @@ WIDTH = 200  # so that what is measured is weights
 
 
 @parametrize_pairs(form=FORMS, when=["wrapping", "afterwards"])
-def test_pain_point_20_no_rank_holds_more_than_its_shards_and_one_unit(
-    ranks: RankPool, form: dict[str, Any], when: str
-) -> None:
-    for found in ranks(4).run(_most_bytes_alive, form, when):
-        unit = 4 * WIDTH * (WIDTH + 1)
-        shards = 6 * 4 * math.ceil(unit / 4 / 4)
-        assert found <= 1.1 * (shards + unit)
-
-
-def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
+@on_ranks(4)
+def test_pain_point_20_no_rank_holds_more_than_its_shards_and_one_unit(form: dict[str, Any], when: str) -> None:
     before, found = live_bytes(), [0]
 
     def init(module: nn.Module) -> None:
@@ -355,7 +344,9 @@ def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
     if when == "afterwards":
         fsdp.materialize(model, param_init_fn=init)
     assert len(found) == 7
-    return max(found)
+    unit = 4 * WIDTH * (WIDTH + 1)
+    shards = 6 * 4 * math.ceil(unit / 4 / 4)
+    assert max(found) <= 1.1 * (shards + unit)
 
 
 @on_ranks(1)

@@ -274,12 +274,8 @@ def _load_what_others_saved(state: dict[str, Any]) -> None:
     assert_same_state({name: after[name] for name in state}, state)
 
 
-def test_a_wrapped_child_of_a_plain_module(ranks: RankPool) -> None:
-    for world_size in (1, 3):
-        ranks(world_size).run(_load_through_a_parent)
-
-
-def _load_through_a_parent() -> None:
+@on_ranks(1, 3)
+def test_a_wrapped_child_of_a_plain_module() -> None:
     parent = Parent(fully_sharded())
     assert str(parent.load_state_dict(Parent(keep, seed=1).state_dict())) == "<All keys matched successfully>"
     assert_same_state(parent.state_dict(), Parent(keep, seed=1).state_dict())
@@ -579,12 +575,8 @@ def test_a_subclass_with_its_own_state_dict() -> None:
     assert nested.state_dict()["0.tag"] == "Linear"
 
 
-def test_an_exception_in_a_users_hook_leaves_the_model_usable(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_fail_in_hooks)
-
-
-def _fail_in_hooks() -> None:
+@on_ranks(1, 2)
+def test_an_exception_in_a_users_hook_leaves_the_model_usable() -> None:
     def fail(*_: Any) -> None:
         raise ValueError("of the user")
 

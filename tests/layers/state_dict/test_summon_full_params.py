@@ -140,12 +140,8 @@ def test_an_inner_wrapper_alone() -> None:
         plain.load_state_dict(model.state_dict())
 
 
-def test_parameters_stay_valid_after_leaving(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_keep_what_was_summoned)
-
-
-def _keep_what_was_summoned() -> None:
+@on_ranks(1, 2)
+def test_parameters_stay_valid_after_leaving() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     with model.summon_full_params():
         kept = dict(model.named_parameters())
@@ -380,12 +376,8 @@ def test_forward_inside_works_without_gradients() -> None:
 # The wrong moment
 
 
-def test_it_nests_in_the_same_form(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_nest)
-
-
-def _nest() -> None:
+@on_ranks(1, 2)
+def test_it_nests_in_the_same_form() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     trunk = users(model).trunk
     with model.summon_full_params():
@@ -448,12 +440,8 @@ def test_an_exception_inside_shards_again() -> None:
     step(model)
 
 
-def test_an_optimizer_made_inside_is_refused_at_its_step(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_make_an_optimizer_inside)
-
-
-def _make_an_optimizer_inside() -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_made_inside_is_refused_at_its_step() -> None:
     model = nested_mlp(fully_sharded())
     with model.summon_full_params():
         inside = torch.optim.SGD(model.parameters(), lr=0.1)
