@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -161,26 +161,20 @@ def _load_under_policy(path: Path) -> None:
 # What is not flat
 
 
-class WithBuffers(nn.Module):
+def with_buffers() -> nn.Module:
     """A batch norm beside a layer, a table that is not in memory in row-major order, and one that is not saved."""
-
-    table: Tensor
-    own: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("table", torch.zeros(4, 3).t())
-        self.register_buffer("own", torch.ones(2), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(self.norm(inputs)) @ self.table
+    return Net(
+        lambda net, x: net.layer(net.norm(x)) @ net.table,
+        norm=nn.BatchNorm1d(3),
+        layer=nn.Linear(3, 3),
+        table=nn.Buffer(torch.zeros(4, 3).t()),
+        own=nn.Buffer(torch.ones(2), persistent=False),
+    )
 
 
 def state_with_buffers() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    state = WithBuffers().state_dict()
+    state = with_buffers().state_dict()
     return {
         name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else torch.tensor(7)
         for name, value in state.items()
@@ -200,14 +194,14 @@ def test_buffers_are_read_whole_on_every_rank(
 
 def _load_buffers(path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = FullyShardedDataParallel(WithBuffers(), **options)
+    model = FullyShardedDataParallel(with_buffers(), **options)
     with counted_reads() as sizes:
         load_safetensors(model, path)
-    assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in WithBuffers().buffers()) - 2 * 4
+    assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in with_buffers().buffers()) - 2 * 4
     assert_same_state(model.state_dict(), state_with_buffers())
     assert torch.equal(model.module.own, torch.ones(2, dtype=model.module.own.dtype))
     inputs = torch.rand(4, 3)
-    plain = WithBuffers().eval()
+    plain = with_buffers().eval()
     plain.load_state_dict(state_with_buffers())
     tolerance = {"rtol": 0.1, "atol": 0.1} if options.get("mixed_precision") else {}
     torch.testing.assert_close(model.eval()(inputs).float(), plain(inputs), **tolerance)
@@ -215,7 +209,7 @@ def _load_buffers(path: Path, options: dict[str, Any]) -> None:
 
 def test_buffers_without_memory_get_some(tmp_path: Path) -> None:
     save(tmp_path, state_with_buffers())
-    module = WithBuffers()
+    module = with_buffers()
     module.table = module.table.to("meta")
     model = FullyShardedDataParallel(module, Alone())
     load_safetensors(model, tmp_path)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import optim_utils
 from tests.helpers.equality import assert_same
-from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.optimizers import (
     MakeOptimizer,
     adadelta,
@@ -51,25 +51,19 @@ def frozen(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
     return nested_mlp(freeze, seed=seed)
 
 
-class WithUnused(nn.Module):
-    """A unit that no forward uses, and parameters of three dtypes."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.used = wrap(nn.Linear(5, 3))
-        self.unused = wrap(nn.Linear(3, 3))
-        self.thin = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.fine = nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64))
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.used(inputs * self.fine.float()) * self.thin.float())
-
-
 def unused_and_three_dtypes(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+    """A unit that no forward uses, and parameters of three dtypes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return wrap(WithUnused(wrap))
+        net = Net(
+            lambda net, x: net.out(net.used(x * net.fine.float()) * net.thin.float()),
+            used=wrap(nn.Linear(5, 3)),
+            unused=wrap(nn.Linear(3, 3)),
+            thin=nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+            fine=nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64)),
+            out=nn.Linear(3, 1),
+        )
+        return wrap(net)
 
 
 def tied(wrap: Wrap = keep, seed: int = 0) -> nn.Module:

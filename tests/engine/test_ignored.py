@@ -17,6 +17,7 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.changed_params import LAYOUTS, adamw, momentum
 from tests.helpers.equality import assert_close, assert_close_state
+from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer
@@ -184,21 +185,22 @@ def test_they_may_be_given_as_any_collection() -> None:
     assert len(ignored_in(FullyShardedDataParallel(model, ignored_modules=model.adapter))) == 4
 
 
-class TiedToIgnored(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-        self.third.weight = self.first.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.third(self.second(self.first(inputs)))
+def tied_to_ignored() -> nn.Module:
+    net = Net(
+        lambda net, x: net.third(net.second(net.first(x))),
+        first=nn.Linear(5, 5),
+        second=nn.Linear(5, 5),
+        third=nn.Linear(5, 5, bias=False),
+    )
+    net.third.weight = net.first.weight
+    return net
 
 
 @pytest.mark.parametrize("which", ["first", "third"])
 @on_ranks(2)
 def test_what_they_share_with_others_is_ignored_everywhere(which: str) -> None:
     torch.manual_seed(0)
-    plain = TiedToIgnored()
+    plain = tied_to_ignored()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain.get_submodule(which)])
     assert plain.first.weight is plain.third.weight
     assert isinstance(plain.third.weight, nn.Parameter)

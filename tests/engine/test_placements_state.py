@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import Placed, Placement, Placements, ShardingStrategy
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
-from tests.engine.test_placements_training import Net
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.forms import FORMS, batch, full_state, sharded
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.models import scaled_layers
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -36,9 +36,9 @@ def options_of(strategy: str) -> dict[str, Any]:
     return found
 
 
-def net(seed: int = 0) -> Net:
+def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return Net().double()
+    return scaled_layers().double()
 
 
 def build(strategy: str, form: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:

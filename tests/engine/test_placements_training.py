@@ -15,7 +15,7 @@ from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.equality import assert_close
 from tests.helpers.forms import FORMS, Beside, batch, inside
 from tests.helpers.hybrid import group_option, mesh_of
-from tests.helpers.models import nested_mlp
+from tests.helpers.models import nested_mlp, scaled_layers
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -115,18 +115,6 @@ def test_parameters_kept_among_neighbours_train_as_one_process_does(
     ranks(4).run(_train, {"reshard_after_forward": 2, **WRAPPERS[form]}, accumulate, False, 0.1)
 
 
-class Net(nn.Module):
-    """Two layers that become units, and a root with a parameter of its own. Most numbers of ranks divide no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs))) * self.scale.sum()
-
-
 def learn(model: Any, inputs: Tensor, step: int) -> Tensor:
     loss = model(inputs).square().mean()
     loss.backward()
@@ -151,7 +139,7 @@ def test_every_hybrid_value_trains(ranks: RankPool, value: str, form: str, shape
 
 
 def _beside(form: str, options: dict[str, Any], shape: tuple[int, int] | None = None) -> Beside:
-    both = Beside(Net, form, (nn.Linear,))
+    both = Beside(scaled_layers, form, (nn.Linear,))
     if shape is not None:
         options = {**options, "process_group": mesh_of(*shape)}
     if "dp_mesh_dims" in options:

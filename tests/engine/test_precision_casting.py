@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
-from tests.helpers.models import keep
+from tests.helpers.models import Net, keep
 from tests.helpers.on_ranks import on_ranks
 
 TO_BRAIN = MixedPrecision(param_dtype=BRAIN)
@@ -371,7 +371,7 @@ def test_every_unit_has_its_own_output_dtype() -> None:
 @on_ranks(2)
 def test_a_returned_parameter_outlives_its_unit_in_the_output_dtype() -> None:
     torch.manual_seed(0)
-    plain, copied = Returning(), Returning()
+    plain, copied = returning(), returning()
     copied.load_state_dict(plain.state_dict())
     policy = MixedPrecision(param_dtype=BRAIN, output_dtype=SINGLE)
     model = FullyShardedDataParallel(copied, mixed_precision=policy, disable_reshard_on_root=False)
@@ -385,13 +385,8 @@ def test_a_returned_parameter_outlives_its_unit_in_the_output_dtype() -> None:
     assert torch.equal(state["layer.bias"], plain.layer.bias - torch.tensor([0.0, 2.0, 2.0]))
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layer(inputs), self.layer.weight, self.layer.bias[1:]
+def returning() -> nn.Module:
+    return Net(lambda net, x: (net.layer(x), net.layer.weight, net.layer.bias[1:]), layer=nn.Linear(3, 3))
 
 
 # Units of different precision

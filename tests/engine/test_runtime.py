@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
 from fsdp.distributed import paths
 from fsdp.distributed.communicator import CollectiveError
-from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.models import Net, Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -276,22 +276,16 @@ def recompute_all(reentrant: bool, and_loss: bool, model: nn.Module, inputs: Ten
         score(checkpoint(model, inputs, use_reentrant=reentrant)).backward()
 
 
-class SeveralInOne(nn.Module):
-    """One checkpoint around several units."""
-
-    def __init__(self, wrap: Wrap, reentrant: bool) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 5)
-        self.units = nn.Sequential(*(wrap(tanh_layers()) for _ in range(3)))
-        self.reentrant = reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return checkpoint(self.units, self.entry(inputs), use_reentrant=self.reentrant)
-
-
 def several_in_one(wrap: Wrap, reentrant: bool) -> nn.Module:
+    """One checkpoint around several units."""
     torch.manual_seed(0)
-    return wrap(SeveralInOne(wrap, reentrant))
+    net = Net(
+        lambda net, x: checkpoint(net.units, net.entry(x), use_reentrant=net.reentrant),
+        entry=nn.Linear(5, 5),
+        units=nn.Sequential(*(wrap(tanh_layers()) for _ in range(3))),
+        reentrant=reentrant,
+    )
+    return wrap(net)
 
 
 @every_option
@@ -634,15 +628,12 @@ def test_ranks_may_complete_small_gradients_in_different_orders() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-class Choosing(nn.Module):
+def choosing() -> nn.Module:
     """Computes with two of its four layers at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
-
-    def forward(self, inputs: Tensor, first: int) -> Tensor:
-        return self.layers[first](inputs) * self.layers[first + 1](inputs)
+    return Net(
+        lambda net, x, first: net.layers[first](x) * net.layers[first + 1](x),
+        layers=nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4)),
+    )
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -650,7 +641,7 @@ class Choosing(nn.Module):
 def test_ranks_may_complete_the_parameters_of_one_unit_in_different_orders(strategy: str) -> None:
     """Each is reduced by itself, and ranks that wait for different ones would wait for ever."""
     torch.manual_seed(0)
-    plain = Choosing().double()
+    plain = choosing().double()
     model = fully_sharded(flatten_parameters=False, bucket_cap_mb=0, sharding_strategy=ShardingStrategy[strategy])(
         copy.deepcopy(plain)
     )
@@ -672,15 +663,9 @@ class Skipping(nn.Module):
         return torch.tanh(self.after(outputs) if is_used else outputs / 2)
 
 
-class Always(nn.Module):
+def always(inside: nn.Module) -> nn.Module:
     """Has a layer that is always used, so that its output has a gradient."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.inside = nn.Linear(5, 5), inside
-
-    def forward(self, inputs: Tensor, is_used: bool) -> Tensor:
-        return self.inside(self.layer(inputs), is_used)
+    return Net(lambda net, x, is_used: net.inside(net.layer(x), is_used), layer=nn.Linear(5, 5), inside=inside)
 
 
 @pytest.mark.parametrize("kind", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "rows"])
@@ -689,7 +674,7 @@ def test_ranks_may_use_the_parameters_of_a_unit_in_different_ones_of_its_calls(k
     """They complete its gradient early or late in a backward of several calls, and must not wait for each other."""
     torch.manual_seed(0)
     blocks = [Skipping(Skipping(), Skipping()) for _ in range(3)]
-    plain = Always(Skipping(*blocks)).double()
+    plain = always(Skipping(*blocks)).double()
     model = copy.deepcopy(plain)
     every = [module for module in model.modules() if isinstance(module, Skipping)]
     if kind == "rows":

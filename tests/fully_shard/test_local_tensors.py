@@ -29,7 +29,7 @@ from tests.helpers.dtensor_twins import (
     uneven,
     whole,
 )
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -214,22 +214,19 @@ def _thaw_while_accumulating(mesh: tuple[int, ...]) -> None:
         assert_within(name, whole(param.grad), expected.grad / dist.get_world_size(), 1e-6)
 
 
-class Tied(nn.Module):
+def tied(wrap: Wrap) -> nn.Module:
     """An embedding and a projection with one weight."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.entry, self.exit = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
-        self.exit.weight = self.entry.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.exit(self.entry(tokens))
+    net = Net(
+        lambda net, tokens: net.exit(net.entry(tokens)), entry=nn.Embedding(6, 3), exit=nn.Linear(3, 6, bias=False)
+    )
+    net.exit.weight = net.entry.weight
+    return net
 
 
 @pytest.mark.parametrize("form", ["one memory", "copies"])
 @on_ranks(2)
 def test_ties_outlast_a_load_that_assigns(form: str) -> None:
-    model, source = seeded(Tied, ours()), seeded(Tied, ours(), seed=5)
+    model, source = seeded(tied, ours()), seeded(tied, ours(), seed=5)
     state = source.state_dict()
     if form == "copies":
         state = {name: value.detach().clone() for name, value in state.items()}

@@ -25,7 +25,7 @@ from tests.helpers.dtensor_twins import (
     seeded,
     uneven,
 )
-from tests.helpers.models import Block, Wrap, keep, tiny_transformer
+from tests.helpers.models import Block, Net, Wrap, keep, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, MakeModel
@@ -146,23 +146,20 @@ def test_meshes(ranks: RankPool, shape: tuple[int, ...], reshard_after_forward: 
 
 @on_ranks(2, 3)
 def test_placements_along_an_even_dimension() -> None:
-    plan = Plan(make_model=partial(seeded, Even), clip=0.1, make_optimizer=adamw_at_once)
+    plan = Plan(make_model=partial(seeded, even), clip=0.1, make_optimizer=adamw_at_once)
     # What is cut along another dimension lies transposed with us, and products of matrices round otherwise.
     assert_side_by_side(plan, tolerance=IN_FLOAT, shard_placement_fn=last_dim_if_even)
     model = plan.make_model(ours(shard_placement_fn=last_dim_if_even))
     assert [placement.dim for placement in model.get_parameter("exit.weight").placements] == [1]
 
 
-class Even(nn.Module):
+def even(wrap: Wrap) -> nn.Module:
     """Its inner dimensions are 12."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.inner = wrap(nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.LayerNorm(12)))
-        self.exit = nn.Linear(12, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(self.inner(inputs))
+    return Net(
+        lambda net, x: net.exit(net.inner(x)),
+        inner=wrap(nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.LayerNorm(12))),
+        exit=nn.Linear(12, 1),
+    )
 
 
 # Activation checkpointing

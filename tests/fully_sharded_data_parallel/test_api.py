@@ -25,7 +25,7 @@ from fsdp import (
     get_fsdp_instances,
 )
 from fsdp.layers.options import Options
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
@@ -386,7 +386,7 @@ def test_repr_tells_how_it_is_wrapped() -> None:
 @on_ranks(2)
 def test_params_with_grad() -> None:
     wrap = fully_sharded()
-    model = wrap(Branches(wrap))
+    model = wrap(branches(wrap))
     assert model.params == []
     assert model.params_with_grad == []
     model(inputs()).sum().backward()
@@ -395,15 +395,9 @@ def test_params_with_grad() -> None:
     assert model.params_with_grad == []
 
 
-class Branches(nn.Module):
+def branches(wrap: Wrap) -> nn.Module:
     """Two units, of which one call uses one."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.left, self.right = wrap(nn.Linear(5, 1)), wrap(nn.Linear(5, 1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.left(inputs)
+    return Net(lambda net, x: net.left(x), left=wrap(nn.Linear(5, 1)), right=wrap(nn.Linear(5, 1)))
 
 
 @on_ranks(2)

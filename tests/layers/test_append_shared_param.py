@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import MixedPrecision, get_fsdp_instances
 from tests.helpers.equality import assert_close, assert_close_state
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import SideBySide, assert_trains_like_plain, seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -191,16 +191,11 @@ def crossed(model: Any, wrap: Wrap) -> nn.Module:
     return wrap(model)
 
 
-class Outside(nn.Module):
+def outside() -> nn.Module:
     """The module itself uses the weight of a module inside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.own = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.weight = self.inner.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.own(self.inner(inputs)) @ self.weight
+    net = Net(lambda net, x: net.own(net.inner(x)) @ net.weight, inner=nn.Linear(5, 5), own=nn.Linear(5, 5))
+    net.weight = net.inner.weight
+    return net
 
 
 def shared_with_a_module_inside(model: Any, wrap: Wrap) -> nn.Module:
@@ -212,7 +207,7 @@ def shared_with_a_module_inside(model: Any, wrap: Wrap) -> nn.Module:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_unit_may_share_with_one_inside_of_it(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_trains_like_plain, Outside, shared_with_a_module_inside)
+    ranks(world_size).run(assert_trains_like_plain, outside, shared_with_a_module_inside)
 
 
 @parametrize_pairs(world_size=[1, 2], given=["what the module shows", "shard", "original"])

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
 from fsdp import MixedPrecision, ShardingStrategy, auto_wrap_bn
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
-from tests.helpers.models import nested_mlp
+from tests.helpers.models import Net, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
@@ -146,24 +146,21 @@ def test_offload(strategy: ShardingStrategy, offload: str, tmp_path: Any) -> Non
         assert_parity(nested_mlp, sgd_with_momentum, 2, wrap=wrap, clip=0.1)
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """A batch norm, small and called often, inside of what is sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 6)
-        self.norm = nn.LayerNorm(6)
-        self.exit = nn.Linear(6, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(torch.tanh(self.norm(self.entry(inputs))))
+    return Net(
+        lambda net, x: net.exit(torch.tanh(net.norm(net.entry(x)))),
+        entry=nn.Linear(5, 6),
+        norm=nn.LayerNorm(6),
+        exit=nn.Linear(6, 1),
+    )
 
 
 @on_ranks(4)
 def test_small_layers_are_replicated_and_averaged_inside_a_sharded_model() -> None:
     def make(wrap: Any) -> nn.Module:
         torch.manual_seed(0)
-        model: Any = Normed()
+        model: Any = normed()
         if isinstance(wrap, type(fully_sharded())):
             model.norm = fully_sharded(sharding_strategy=NONE)(model.norm)
         return wrap(model)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange, TorchCollectives
-from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.models import Net, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, Training, fully_sharded, sgd_with_momentum, train_sharded
@@ -216,18 +216,12 @@ def test_pain_point_17_offloaded_gradients_skip_together(ranks: RankPool, tmp_pa
 @on_ranks(2)
 def test_pain_point_17_gradients_of_any_dtype_skip_together(dtype: torch.dtype) -> None:
     sharded = fully_sharded()
-    assert_skips_together(sharded(Cast(nested_mlp(lambda module: sharded(module.to(dtype))), dtype)))
+    assert_skips_together(sharded(cast(nested_mlp(lambda module: sharded(module.to(dtype))), dtype)))
 
 
-class Cast(nn.Module):
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module with inputs of the dtype that its parameters have."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner, self.dtype = module, dtype
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs.to(self.dtype))
+    return Net(lambda net, x: net.inner(x.to(net.dtype)), inner=module, dtype=dtype)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -268,7 +262,7 @@ def _compare_fused() -> None:
 def test_units_of_different_dtypes_are_unscaled_and_skipped_together() -> None:
     half = fully_sharded()(nn.Linear(7, 3).half())
     model = fully_sharded()(
-        nn.Sequential(nn.Linear(5, 7), Cast(half, torch.float16), Cast(nn.Linear(3, 1), torch.float32))
+        nn.Sequential(nn.Linear(5, 7), cast(half, torch.float16), cast(nn.Linear(3, 1), torch.float32))
     )
     optimizer = sgd_with_momentum(model.parameters())
     assert {param.dtype for param in model.parameters()} == {torch.float16, torch.float32}
@@ -307,7 +301,7 @@ def test_pain_point_17_one_reduction_for_each_optimizer_and_step(make_optimizer:
     # Units of two dtypes, so more than one group of gradients.
     sharded = fully_sharded()
     model = sharded(
-        nn.Sequential(sharded(Cast(nn.Linear(5, 5).double(), torch.float64)), Cast(nn.Linear(5, 3), torch.float32))
+        nn.Sequential(sharded(cast(nn.Linear(5, 5).double(), torch.float64)), cast(nn.Linear(5, 3), torch.float32))
     )
     scaler = new_scaler()
     for step in range(2):

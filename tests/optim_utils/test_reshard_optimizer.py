@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
 from fsdp.layers.offload import DiskStorage
 from tests.helpers.equality import assert_close, assert_close_state
-from tests.helpers.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
+from tests.helpers.models import Block, NestedMlp, Net, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import alone, on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -350,16 +350,13 @@ def test_a_number_or_nothing_is_kept(options: dict[str, Any], value: Any) -> Non
 # Parameters without dimensions, whose state looks like a number
 
 
-class Temperature(nn.Module):
+def temperature() -> nn.Module:
     """Nothing but a scalar beside a layer that another optimizer has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 1)
-        self.log = nn.Parameter(torch.tensor(math.log(2.0)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) * self.log.exp()
+    return Net(
+        lambda net, x: net.layer(x) * net.log.exp(),
+        layer=nn.Linear(5, 1),
+        log=nn.Parameter(torch.tensor(math.log(2.0))),
+    )
 
 
 def only_the_scalar(model: nn.Module) -> torch.optim.Optimizer:
@@ -371,7 +368,7 @@ def only_the_scalar(model: nn.Module) -> torch.optim.Optimizer:
 def test_an_optimizer_of_nothing_but_a_scalar(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    late, plain = (Twin(Temperature(), only_the_scalar) for _ in range(2))
+    late, plain = (Twin(temperature(), only_the_scalar) for _ in range(2))
     plain.model.load_state_dict(late.model.state_dict())
     plain.train(range(ALL))
     late.train(range(EARLY))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.helpers.equality import assert_close, assert_close_state
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import FORMS, SideBySide, Units, auto_wrapped, whole, wrapped_parts
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -155,26 +155,20 @@ def test_pain_point_13_a_raw_weight_names_itself_its_unit_and_the_way_out(option
     pair.assert_close()
 
 
-class ReadsUnit(nn.Module):
+def reads_unit() -> nn.Module:
     """Never calls its child, and uses its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child, self.exit = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(inputs @ self.child.weight)
+    return Net(lambda net, x: net.exit(x @ net.child.weight), child=nn.Linear(5, 5), exit=nn.Linear(5, 5))
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 @on_ranks(2)
 def test_pain_point_13_a_parent_that_reads_the_weight_of_another_unit(options: dict[str, Any]) -> None:
-    model = wrapped_parts(ReadsUnit(), fully_sharded(**options), parts=["child"])
+    model = wrapped_parts(reads_unit(), fully_sharded(**options), parts=["child"])
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^weight is sharded: .* of child .*must be in the same unit"):
             model(torch.ones(2, 5))
         assert_at_rest(model)
-    assert list(model.state_dict()) == list(ReadsUnit().state_dict())
+    assert list(model.state_dict()) == list(reads_unit().state_dict())
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideBySide, Units, auto_wrapped, whole
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -190,16 +190,11 @@ def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank() -> 
 # By value
 
 
-class RealKinds(nn.Module):
+def real_kinds() -> nn.Module:
     """What torch can clamp."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds = AllKinds(narrow=False)
-        self.kinds.waves = nn.Linear(7, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.kinds(inputs)
+    net = Net(lambda net, x: net.kinds(x), kinds=AllKinds(narrow=False))
+    net.kinds.waves = nn.Linear(7, 5)
+    return net
 
 
 @parametrize_pairs(
@@ -214,7 +209,7 @@ class RealKinds(nn.Module):
 def test_pain_point_07_clipping_by_value_equals_torchs(
     options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, clip_value: float
 ) -> None:
-    pair = SideBySide(RealKinds, units, make_optimizer, apart=True, **options)
+    pair = SideBySide(real_kinds, units, make_optimizer, apart=True, **options)
     for number in range(2):
         pair.backward(number)
         pair.sharded.clip_grad_value_(clip_value)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp import fully_shard
 from tests.engine.test_memory import live_bytes
 from tests.engine.test_precision_memory import counting_sent_bytes
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.module_kinds import (
     FLAT,
     FORMS,
@@ -105,17 +105,12 @@ def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(
 def mixed() -> nn.Module:
     """Both dtypes trained: norms in float32 between layers in bfloat16."""
     return nn.Sequential(
-        nn.LayerNorm(5), Cast(BRAIN), nn.Linear(5, 7, dtype=BRAIN), nn.Tanh(), Cast(SINGLE), nn.Linear(7, 1)
+        nn.LayerNorm(5), cast(BRAIN), nn.Linear(5, 7, dtype=BRAIN), nn.Tanh(), cast(SINGLE), nn.Linear(7, 1)
     )
 
 
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.to(self.dtype)
+def cast(dtype: torch.dtype) -> nn.Module:
+    return Net(lambda net, x: x.to(net.dtype), dtype=dtype)
 
 
 def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.equality import assert_close
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import (
     FORMS,
     UNITS,
@@ -115,17 +115,14 @@ def gru() -> nn.Module:
     return Recurrent(nn.GRU(1, 4, num_layers=2, batch_first=True), 4)
 
 
-class Attending(nn.Module):
+def attending(middle: nn.Module) -> nn.Module:
     """Each row is five tokens; two heads, so that torch's fast path for inference is open."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 4)
-        self.middle = middle
-        self.readout = nn.Linear(20, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.readout(self.middle(self.embed(inputs[..., None])).flatten(1))
+    return Net(
+        lambda net, x: net.readout(net.middle(net.embed(x[..., None])).flatten(1)),
+        embed=nn.Linear(1, 4),
+        middle=middle,
+        readout=nn.Linear(20, 5),
+    )
 
 
 class SelfAttention(nn.Module):
@@ -139,7 +136,7 @@ class SelfAttention(nn.Module):
 
 
 def attention() -> nn.Module:
-    return Attending(SelfAttention())
+    return attending(SelfAttention())
 
 
 def encoder_layer() -> nn.TransformerEncoderLayer:
@@ -147,7 +144,7 @@ def encoder_layer() -> nn.TransformerEncoderLayer:
 
 
 def encoder() -> nn.Module:
-    return Attending(nn.TransformerEncoder(encoder_layer(), 2))
+    return attending(nn.TransformerEncoder(encoder_layer(), 2))
 
 
 # Submodules and parameters in several places

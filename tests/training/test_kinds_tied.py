@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.engine.names import clean_name
 from tests.helpers.equality import assert_close_state
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import (
     FLAT,
     FORMS,
@@ -34,16 +34,11 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, once
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Uses its one matrix twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-        self.down.weight = self.up.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.down(torch.tanh(self.up(inputs)))
+    net = Net(lambda net, x: x + net.down(torch.tanh(net.up(x))), up=nn.Linear(5, 5), down=nn.Linear(5, 5, bias=False))
+    net.down.weight = net.up.weight
+    return net
 
 
 class Tied(nn.Module):
@@ -52,8 +47,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(5, 5)
-        self.first = Block()
-        self.pair = nn.Sequential(Block(), Block())
+        self.first = block()
+        self.pair = nn.Sequential(block(), block())
         self.pair[1].up.bias = self.pair[0].up.bias
         self.exit = nn.Linear(5, 5)
         self.exit.weight = self.entry.weight

@@ -25,7 +25,7 @@ from fsdp.engine.reduction import Bucket
 from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
 from tests.helpers.hybrid import mesh_of
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -233,18 +233,14 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-class Scaled(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 0.5))
-
-    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
-        return Straight.apply(self.layer(inputs), self.scale)
-
-
 def _scaled(wrap: Wrap) -> nn.Module:
     torch.manual_seed(0)
-    return wrap(Scaled(wrap))
+    net = Net(
+        lambda net, x, uses: Straight.apply(net.layer(x), net.scale),
+        layer=nn.Linear(5, 5),
+        scale=nn.Parameter(torch.full((5,), 0.5)),
+    )
+    return wrap(net)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
 from tests.helpers.equality import assert_same
-from tests.helpers.models import keep, nested_mlp
+from tests.helpers.models import Net, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
@@ -72,21 +72,18 @@ def test_a_module_is_loaded_before_anything_has_run(layout: str) -> None:
     twins.train(lambda: None)
 
 
-class Container(nn.Module):
+def container(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """Modules without parameters of their own around a unit and a part of the outer one."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        unit = wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-        self.parts = nn.ModuleDict({"unit": unit, "own": nn.Linear(5, 5), "norm": nn.BatchNorm1d(5, affine=False)})
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.parts["norm"](self.parts["own"](self.parts["unit"](inputs)))
+    unit = wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+    return Net(
+        lambda net, x: net.parts["norm"](net.parts["own"](net.parts["unit"](x))),
+        parts=nn.ModuleDict({"unit": unit, "own": nn.Linear(5, 5), "norm": nn.BatchNorm1d(5, affine=False)}),
+    )
 
 
 def contained(wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return wrap(Container(wrap))
+    return wrap(container(wrap))
 
 
 @in_every_layout
