@@ -136,10 +136,7 @@ FAULTS: dict[str, tuple[Callable[[Training], Any], str]] = {
         rf"Rank 1 runs forward 3 without gradients, {OTHERS} with gradients.*torch\.no_grad\(\)",
     ),
     "evaluation": (lambda job: job.model.eval(), rf"Rank 1 runs forward 3 in eval\(\), {OTHERS} in train\(\)"),
-    "no reduction": (
-        Training.without_reduction,
-        rf"Rank 1 runs backward 3 under no_sync\(\), {OTHERS} with reduction",
-    ),
+    "no reduction": (Training.without_reduction, rf"Rank 1 runs backward 3 under no_sync\(\), {OTHERS} with reduction"),
     "a frozen unit": (
         lambda job: job.freeze(""),
         rf"Rank 1 did not train blocks\.1 in backward 3, where it is frozen; {OTHERS} did.*requires_grad_",

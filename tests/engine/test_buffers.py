@@ -50,13 +50,7 @@ def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in module.named_buffers()}
 
 
-OWN = {
-    "angles": SINGLE,
-    "positions": torch.int64,
-    "is_even": torch.bool,
-    "phases": torch.complex64,
-    "scale": SINGLE,
-}
+OWN = {"angles": SINGLE, "positions": torch.int64, "is_even": torch.bool, "phases": torch.complex64, "scale": SINGLE}
 
 
 def own_and_cast(dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
 from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import default_group, summed
-from tests.helpers.hybrid import (
-    assert_replicas_agree,
-    assert_same_on_every_rank,
-    group_option,
-    machines_of,
-    mesh_of,
-)
+from tests.helpers.hybrid import assert_replicas_agree, assert_same_on_every_rank, group_option, machines_of, mesh_of
 from tests.helpers.models import Net, Wrap, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs

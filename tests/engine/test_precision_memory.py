@@ -88,10 +88,7 @@ def sent_in_a_step(**options: Any) -> Counter[torch.dtype]:
 
 
 @parametrize_pairs(
-    dtype=[BRAIN, HALF, None],
-    world_size=[2, 3],
-    reshard_after_forward=[True, False],
-    bucket_cap_mb=[25, 0],
+    dtype=[BRAIN, HALF, None], world_size=[2, 3], reshard_after_forward=[True, False], bucket_cap_mb=[25, 0]
 )
 @on_ranks("world_size")
 def test_16_bits_halve_what_is_sent(
@@ -233,8 +230,7 @@ def test_between_steps_there_are_float32_shards_to_the_byte() -> None:
 
 
 @parametrize_pairs(
-    mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)],
-    world_size=[1, 2],
+    mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)], world_size=[1, 2]
 )
 @on_ranks("world_size")
 def test_a_model_that_nobody_holds_is_collected(mixed_precision: Any) -> None:

@@ -60,10 +60,7 @@ def master_of(model: FullyShardedDataParallel) -> State:
 
 
 @parametrize_pairs(
-    policy=list(POLICIES),
-    world_size=[2, 1],
-    flatten_parameters=[True, False],
-    reshard_after_forward=[True, False],
+    policy=list(POLICIES), world_size=[2, 1], flatten_parameters=[True, False], reshard_after_forward=[True, False]
 )
 @on_ranks("world_size")
 def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(

@@ -7,19 +7,7 @@ from functools import partial
 
 import torch
 
-from tests.faults.fault import (
-    GONE,
-    Action,
-    Fault,
-    also,
-    ends_by,
-    in_backward,
-    in_forward,
-    raises,
-    sets,
-    skip,
-    usual,
-)
+from tests.faults.fault import GONE, Action, Fault, also, ends_by, in_backward, in_forward, raises, sets, skip, usual
 from tests.faults.job import Job
 from tests.faults.wrapping import BUILD_ALIKE, DIFFERS, frozen, in_half, narrow, other_seed
 

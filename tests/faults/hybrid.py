@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.faults.fault import (
-    Fault,
-    also,
-    in_backward,
-    sets,
-    skip,
-    usual,
-)
+from tests.faults.fault import Fault, also, in_backward, sets, skip, usual
 from tests.faults.job import Job
 from tests.faults.optimizer import write
 

@@ -8,18 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.faults.fault import (
-    DIFFERENT,
-    ENDED,
-    TRAIN,
-    Action,
-    Fault,
-    also,
-    instead,
-    raises,
-    skip,
-    usual,
-)
+from tests.faults.fault import DIFFERENT, ENDED, TRAIN, Action, Fault, also, instead, raises, skip, usual
 from tests.faults.job import Job
 
 SUMMON = "setup train summon train"

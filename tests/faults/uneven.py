@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.faults.fault import (
-    DIFFERENT,
-    ENDED,
-    Action,
-    Fault,
-    also,
-    in_backward,
-    in_forward,
-    raises,
-    skip,
-    usual,
-)
+from tests.faults.fault import DIFFERENT, ENDED, Action, Fault, also, in_backward, in_forward, raises, skip, usual
 from tests.faults.job import Block, Job
 
 COND = "conditional setup train train train"

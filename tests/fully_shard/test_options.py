@@ -80,11 +80,7 @@ IN_BFLOAT16, IN_FLOAT = 0.15, 1e-5
     training=[{}, {"accumulate": 2}, {"clip": 0.1}],
 )
 def test_mixed_precision(
-    ranks: RankPool,
-    policy: dict[str, Any],
-    make: MakeModel,
-    reshard_after_forward: bool,
-    training: dict[str, Any],
+    ranks: RankPool, policy: dict[str, Any], make: MakeModel, reshard_after_forward: bool, training: dict[str, Any]
 ) -> None:
     reduced_in = policy.get("reduce_dtype", policy.get("param_dtype"))
     options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}

@@ -95,15 +95,7 @@ def _alone() -> Any:
     return groups[dist.get_rank()]
 
 
-WRITES = [
-    foreach,
-    foreach_of_data,
-    foreach_detached,
-    data_assigned,
-    data_swapped,
-    local_numpy,
-    sent_alone,
-]
+WRITES = [foreach, foreach_of_data, foreach_detached, data_assigned, data_swapped, local_numpy, sent_alone]
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)

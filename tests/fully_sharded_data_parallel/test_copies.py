@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import (
-    FullyShardedDataParallel,
-    get_fsdp_instances,
-)
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,

@@ -33,10 +33,7 @@ MODULES = [  # what ranks import for these
 ]
 
 # Ways to shard, by the name that tests have for them.
-FORMS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "original": {"use_orig_params": True},
-}
+FORMS: dict[str, dict[str, Any]] = {"flat": {}, "original": {"use_orig_params": True}}
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:

@@ -190,12 +190,7 @@ class Whole(nn.Module):
 
 
 def perceptron(
-    wrap: Wrap = keep,
-    *,
-    mesh: DeviceMesh,
-    hidden: int,
-    placements: Sequence[Sequence[Placement]],
-    each: bool = False,
+    wrap: Wrap = keep, *, mesh: DeviceMesh, hidden: int, placements: Sequence[Sequence[Placement]], each: bool = False
 ) -> nn.Module:
     """Two layers with weights of the given `placements` on `mesh`, and plain ones around; for `REGRESSION`.
 

@@ -218,11 +218,7 @@ class Toolbox(nn.Module):
     """
 
     def __init__(
-        self,
-        wrap: Wrap,
-        tool: Callable[[], nn.Module] = tanh_layers,
-        order: str = "abc",
-        recompute: bool | None = None,
+        self, wrap: Wrap, tool: Callable[[], nn.Module] = tanh_layers, order: str = "abc", recompute: bool | None = None
     ) -> None:
         super().__init__()
         self.entry = nn.Linear(5, 5)

@@ -342,11 +342,7 @@ def test_a_truncated_file_is_an_error_that_names_it_and_not_the_end_of_the_proce
         optimizer.step()
     backward(model)
     core = get_fsdp_instances(model)[2].params[0]
-    kinds: dict[str, Any] = {
-        "shard": core,
-        "gradient": core.grad,
-        "optimizer state": optimizer.state[core]["exp_avg"],
-    }
+    kinds: dict[str, Any] = {"shard": core, "gradient": core.grad, "optimizer state": optimizer.state[core]["exp_avg"]}
     path = truncate(kinds[kind])
     assert kind.replace(" ", "-") in path
     # Optimizers and scalers know flat parameters, not units.

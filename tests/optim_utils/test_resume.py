@@ -39,12 +39,7 @@ HALF = 3
 
 @parametrize_pairs(at_most=8, saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
 def test_half_of_the_steps_at_another_world_size(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_at: int,
-    loaded_at: int,
-    form: dict[str, Any],
-    make_optimizer: MakeOptimizer,
+    ranks: RankPool, tmp_path: Path, saved_at: int, loaded_at: int, form: dict[str, Any], make_optimizer: MakeOptimizer
 ) -> None:
     ranks(saved_at).run(_train_and_save, tmp_path / "saved", form, make_optimizer)
     ranks(loaded_at).run(_load_and_train, tmp_path / "saved", form, make_optimizer)

@@ -153,13 +153,7 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-MAKE_OPTIMIZERS = [
-    one_sgd,
-    one_adamw,
-    decay_matrices_only,
-    a_rate_for_each,
-    two_optimizers,
-]
+MAKE_OPTIMIZERS = [one_sgd, one_adamw, decay_matrices_only, a_rate_for_each, two_optimizers]
 HOW = [{}, {"fused": True}, {"foreach": True}]
 
 

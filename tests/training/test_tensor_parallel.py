@@ -70,11 +70,7 @@ def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) ->
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("bfloat16_mixed", {}),
-        ("float16_mixed", {"offload": "cpu", "use_orig_params": True}),
-        ("bfloat16", {}),
-    ],
+    [("bfloat16_mixed", {}), ("float16_mixed", {"offload": "cpu", "use_orig_params": True}), ("bfloat16", {})],
 )
 def test_precisions_train_as_one_process_in_the_same(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
     scales = ranks(4).run(_train_in, name, options)

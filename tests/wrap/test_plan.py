@@ -260,11 +260,7 @@ def _train_with_replicas(strategy: str) -> Measured:
 
 
 def _compare(plan: fsdp.Plan, measured: Measured) -> None:
-    planned = {
-        "parameters": plan.parameter_bytes,
-        "gradients": plan.gradient_bytes,
-        "optimizer": plan.optimizer_bytes,
-    }
+    planned = {"parameters": plan.parameter_bytes, "gradients": plan.gradient_bytes, "optimizer": plan.optimizer_bytes}
     assert planned == measured.states
     assert plan.bytes_sent == measured.sent
     peaks = {phase.name: phase.peak for phase in plan.phases}

@@ -248,10 +248,7 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux's /proc")
 def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks(3).run(_save_cut, tmp_path / "saved")
-    with (
-        mock.patch("fsdp.checkpoint.formats.source._MOST_OPEN", 1),
-        closing(open_source(tmp_path / "saved")) as source,
-    ):
+    with mock.patch("fsdp.checkpoint.formats.source._MOST_OPEN", 1), closing(open_source(tmp_path / "saved")) as source:
         before = len(os.listdir("/proc/self/fd"))
         for name, value in cut_tensors().items():  # each is in three files
             assert_same(whole(source.model, name), value, name)

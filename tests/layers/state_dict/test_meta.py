@@ -209,8 +209,7 @@ def test_an_optimizer_may_be_made_before(form: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(
-    policy=[True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)],
-    world_size=[1, 2],
+    policy=[True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)], world_size=[1, 2]
 )
 @on_ranks("world_size")
 def test_mixed_precision_starts_from_values_in_full(policy: Any) -> None:
