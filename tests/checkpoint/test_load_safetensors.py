@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, other_values, save, shard_bytes
@@ -43,12 +43,10 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {name: folder if value is FOLDER or value == FOLDER else value for name, value in options.items()}
 
 
-@parametrize_pairs(world_size=[3, 1, 2], options=OPTIONS, nested=[True, False], files=[1, 2])
-def test_the_model_has_the_values_of_the_files(
-    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any], nested: bool, files: int
-) -> None:
-    save(tmp_path, other_values(), files)
-    ranks(world_size).run(_load, tmp_path, with_folder(options, tmp_path / "offload"), nested)
+@parametrize_cases(world_size=[3, 1, 2], options=OPTIONS, nested=[True, False], files=[1, 2])
+def test_the_model_has_the_values_of_the_files(ranks: RankPool, tmp_path: Path, world_size: int, case: Case) -> None:
+    save(tmp_path, other_values(), case.files)
+    ranks(world_size).run(_load, tmp_path, with_folder(case.options, tmp_path / "offload"), case.nested)
 
 
 def _load(path: Path, options: dict[str, Any], nested: bool) -> None:

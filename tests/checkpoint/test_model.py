@@ -19,7 +19,7 @@ from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, shard_bytes
@@ -53,12 +53,10 @@ def tied_state(make: Callable[..., nn.Module], seed: int) -> dict[str, Tensor]:
 # Values
 
 
-@parametrize_pairs(saved_by=WORLDS, loaded_by=WORLDS, options=OPTIONS)
-def test_any_number_of_ranks_loads_what_any_other_has_saved(
-    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, options: dict[str, Any]
-) -> None:
-    ranks(saved_by).run(save_in, tmp_path / "run", everything, fully_sharded())
-    ranks(loaded_by).run(_load, tmp_path / "run", with_folder(options, tmp_path))
+@parametrize_cases(saved_by=WORLDS, loaded_by=WORLDS, options=OPTIONS)
+def test_any_number_of_ranks_loads_what_any_other_has_saved(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(case.saved_by).run(save_in, tmp_path / "run", everything, fully_sharded())
+    ranks(case.loaded_by).run(_load, tmp_path / "run", with_folder(case.options, tmp_path))
 
 
 def _load(folder: Path, options: dict[str, Any]) -> None:

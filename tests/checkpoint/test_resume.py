@@ -24,7 +24,7 @@ from tests.helpers.optimizers import (
     momentum,
     train,
 )
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import REGRESSION, TOKENS, fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -73,22 +73,18 @@ def tied(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
 MODELS: list[Callable[..., nn.Module]] = [garden, frozen, unused_and_three_dtypes, tied]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6, saved_by=[2, 1, 3, 4], loaded_by=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS, make_model=MODELS
 )
-def test_half_of_the_steps_at_another_number_of_ranks(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_by: int,
-    loaded_by: int,
-    form: dict[str, Any],
-    make_optimizer: MakeOptimizer,
-    make_model: Callable[..., nn.Module],
-) -> None:
-    (saved, trained), *_ = ranks(saved_by).run(_train_and_save, tmp_path, form, make_optimizer, make_model)
+def test_half_of_the_steps_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    (saved, trained), *_ = ranks(case.saved_by).run(
+        _train_and_save, tmp_path, case.form, case.make_optimizer, case.make_model
+    )
     torch.save((saved, trained), tmp_path / "states.pt")
-    is_same = saved_by == loaded_by
-    ranks(loaded_by).run(_load_and_train, tmp_path, form, make_optimizer, make_model, is_same=is_same)
+    is_same = case.saved_by == case.loaded_by
+    ranks(case.loaded_by).run(
+        _load_and_train, tmp_path, case.form, case.make_optimizer, case.make_model, is_same=is_same
+    )
 
 
 def _made(

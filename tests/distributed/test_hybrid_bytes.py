@@ -22,7 +22,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.distributed.collectives import Communicator, DirectExchange, Pending
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -72,16 +72,14 @@ def counting_sent_bytes() -> Iterator[Counter[Any]]:
         yield sent
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     shape=[(2, 2), (1, 4), (4, 1), (3, 1), (1, 3), (2, 1)],
     strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
     bucket_cap_mb=[0, 25],
 )
-def test_bytes_are_by_formula(
-    ranks: RankPool, shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: float
-) -> None:
-    ranks(shape[0] * shape[1]).run(_count, shape, strategy, bucket_cap_mb)
+def test_bytes_are_by_formula(ranks: RankPool, case: Case) -> None:
+    ranks(case.shape[0] * case.shape[1]).run(_count, case.shape, case.strategy, case.bucket_cap_mb)
 
 
 def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: float) -> None:

@@ -19,7 +19,7 @@ from tests.helpers.changed_params import LAYOUTS, adamw, momentum
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
@@ -135,7 +135,7 @@ def test_they_stay_ordinary_parameters(wrap: Callable[..., nn.Module], layout: s
         assert all(param.grad is not None for param in found.values())
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[3, 2, 1],
     wrap=WRAPS,
@@ -144,10 +144,8 @@ def test_they_stay_ordinary_parameters(wrap: Callable[..., nn.Module], layout: s
     kept=[False, True],
 )
 @on_ranks("world_size")
-def test_training_equals_the_plain_model(
-    wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOptimizer, kept: bool
-) -> None:
-    twins = Twins(wrap, layout, make_optimizer, reshard_after_forward=not kept)
+def test_training_equals_the_plain_model(case: Case) -> None:
+    twins = Twins(case.wrap, case.layout, case.make_optimizer, reshard_after_forward=not case.kept)
     for _ in range(2):
         twins.backward()
         twins.optimize()
@@ -263,17 +261,15 @@ def test_summoning_leaves_them_and_keeps_what_is_changed(layout: str) -> None:
 # Clipping
 
 
-@parametrize_pairs(
+@parametrize_cases(
     norm_type=[2.0, 1.0, math.inf], world_size=[2, 1], layout=list(LAYOUTS), wrap=WRAPS, max_norm=[0.01, 100.0]
 )
 @on_ranks("world_size")
-def test_the_norm_is_that_of_the_plain_model(
-    norm_type: float, layout: str, wrap: Callable[..., nn.Module], max_norm: float
-) -> None:
-    twins = Twins(wrap, layout)
+def test_the_norm_is_that_of_the_plain_model(case: Case) -> None:
+    twins = Twins(case.wrap, case.layout)
     twins.backward()
-    found = twins.sharded.clip_grad_norm_(max_norm, norm_type)  # type: ignore[operator]
-    expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), max_norm, norm_type)
+    found = twins.sharded.clip_grad_norm_(case.max_norm, case.norm_type)  # type: ignore[operator]
+    expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), case.max_norm, case.norm_type)
     assert_close(found, expected, "norm")
     twins.optimize()
     twins.assert_close()

@@ -20,7 +20,7 @@ from tests.helpers.forms import FORMS, batch, full_state, sharded
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import scaled_layers
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.uneven_models import Pair
 
@@ -66,11 +66,9 @@ def moments_of(plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: optimizer.state[param]["exp_avg"] for name, param in plain.named_parameters()}
 
 
-@parametrize_pairs(at_most=9, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"], again=["flat", "orig"])
-def test_a_checkpoint_is_loaded_under_any_other(
-    ranks: RankPool, tmp_path: Path, saved: str, loaded: str, form: str, again: str
-) -> None:
-    ranks(4).run(_save_and_load, tmp_path, saved, loaded, form, again)
+@parametrize_cases(at_most=9, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"], again=["flat", "orig"])
+def test_a_checkpoint_is_loaded_under_any_other(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(4).run(_save_and_load, tmp_path, case.saved, case.loaded, case.form, case.again)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])

@@ -22,7 +22,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
 
@@ -74,7 +74,7 @@ def gradients(model: FullyShardedDataParallel) -> list[Tensor]:
 # What the optimizer sees
 
 
-@parametrize_pairs(
+@parametrize_cases(
     policy=[*POLICIES, True],
     world_size=[2, 1],
     flatten_parameters=[True, False],
@@ -82,16 +82,14 @@ def gradients(model: FullyShardedDataParallel) -> list[Tensor]:
     bucket_cap_mb=[25, 0],
 )
 @on_ranks("world_size")
-def test_the_optimizer_sees_full_precision(
-    policy: str | bool, flatten_parameters: bool, accumulate: int, bucket_cap_mb: float
-) -> None:
-    options = {"flatten_parameters": flatten_parameters, "bucket_cap_mb": bucket_cap_mb}
-    chosen = POLICIES[policy] if isinstance(policy, str) else policy
+def test_the_optimizer_sees_full_precision(case: Case) -> None:
+    options = case.only("flatten_parameters", "bucket_cap_mb")
+    chosen = POLICIES[case.policy] if isinstance(case.policy, str) else case.policy
     model: Any = nested_mlp(fully_sharded(mixed_precision=chosen, **options))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
-        for turn in range(accumulate):
-            with model.no_sync() if turn < accumulate - 1 else nullcontext():
+        for turn in range(case.accumulate):
+            with model.no_sync() if turn < case.accumulate - 1 else nullcontext():
                 model(torch.ones(2, 5)).sum().backward()
         for param in model.parameters():
             assert (param.dtype, param.grad.dtype) == (SINGLE, SINGLE)

@@ -25,7 +25,7 @@ from fsdp.engine.placeholder import Placeholder
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 
 WIDTH, UNITS = 32, 3
@@ -87,18 +87,16 @@ def sent_in_a_step(**options: Any) -> Counter[torch.dtype]:
     return sent
 
 
-@parametrize_pairs(
+@parametrize_cases(
     dtype=[BRAIN, HALF, None], world_size=[2, 3], reshard_after_forward=[True, False], bucket_cap_mb=[25, 0]
 )
 @on_ranks("world_size")
-def test_16_bits_halve_what_is_sent(
-    dtype: torch.dtype | None, world_size: int, reshard_after_forward: bool, bucket_cap_mb: float
-) -> None:
+def test_16_bits_halve_what_is_sent(world_size: int, case: Case) -> None:
     """Whether a policy says so, or FairScale's default."""
-    options = {"reshard_after_forward": reshard_after_forward, "bucket_cap_mb": bucket_cap_mb}
+    options = case.only("reshard_after_forward", "bucket_cap_mb")
     full = sent_in_a_step(**options)
-    mixed = sent_in_a_step(mixed_precision=MixedPrecision(param_dtype=dtype) if dtype else True, **options)
-    assert mixed == {dtype or HALF: full[SINGLE] // 2}
+    mixed = sent_in_a_step(mixed_precision=MixedPrecision(param_dtype=case.dtype) if case.dtype else True, **options)
+    assert mixed == {case.dtype or HALF: full[SINGLE] // 2}
     assert full.keys() == {SINGLE}
     numel = 6 * WIDTH + UNITS * (WIDTH + 1) * WIDTH
     world_size = dist.get_world_size()

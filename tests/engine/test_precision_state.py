@@ -18,7 +18,7 @@ from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 
 State = dict[str, Tensor]
@@ -59,16 +59,14 @@ def master_of(model: FullyShardedDataParallel) -> State:
 # Saving
 
 
-@parametrize_pairs(
+@parametrize_cases(
     policy=list(POLICIES), world_size=[2, 1], flatten_parameters=[True, False], reshard_after_forward=[True, False]
 )
 @on_ranks("world_size")
-def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(
-    policy: str, flatten_parameters: bool, reshard_after_forward: bool
-) -> None:
+def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(case: Case) -> None:
     """Weights saved while whole parameters are in 16 bits would have lost two thirds of their digits."""
-    options = {"flatten_parameters": flatten_parameters, "reshard_after_forward": reshard_after_forward}
-    model, plain = wrapped(POLICIES[policy], **options), nested_mlp()
+    options = case.only("flatten_parameters", "reshard_after_forward")
+    model, plain = wrapped(POLICIES[case.policy], **options), nested_mlp()
     assert_same_state(model.state_dict(), plain.state_dict())
     for _ in range(2):
         step(model)

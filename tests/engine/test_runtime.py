@@ -9,7 +9,7 @@ options are sampled (`parametrize_pairs`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
@@ -28,7 +28,7 @@ from fsdp.distributed import paths
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.models import Net, Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
@@ -425,7 +425,7 @@ def infer(model: nn.Module) -> None:
         model(torch.ones(4, 5))
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     where=["forward", "backward"],
     error=[ValueError, KeyboardInterrupt],
@@ -433,16 +433,14 @@ def infer(model: nn.Module) -> None:
     options=OPTIONS,
 )
 @on_ranks(2)
-def test_after_an_exception_the_model_is_usable(
-    where: str, error: type[BaseException], then: Callable[[nn.Module], None], options: dict[str, Any]
-) -> None:
-    twins = Twins.of(trapped_toolbox, **options)
+def test_after_an_exception_the_model_is_usable(case: Case) -> None:
+    twins = Twins.of(trapped_toolbox, **case.options)
     for number in range(6):
         if number % 2:
-            arm(twins.sharded, where, error("sprung"))
-            with pytest.raises(error, match="sprung"):
+            arm(twins.sharded, case.where, case.error("sprung"))
+            with pytest.raises(case.error, match="sprung"):
                 once(twins.sharded, batch(number, 0))
-            then(twins.sharded)
+            case.then(twins.sharded)
         twins.step(number, once)
     twins.assert_close()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
@@ -186,19 +186,15 @@ def two_dtypes_frozen() -> nn.Module:
 GROUPED = [adapted_layers, frozen_below, frozen_above, frozen_layers, two_dtypes, two_dtypes_frozen]
 
 
-@parametrize_pairs(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
-def test_several_groups_of_parameters_in_a_unit(
-    ranks: RankPool, tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
-) -> None:
-    ranks(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
+@parametrize_cases(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
+def test_several_groups_of_parameters_in_a_unit(ranks: RankPool, case: Case) -> None:
+    ranks(2).run(assert_groups_train, partial(toolbox, tool=case.tool), case.step, options=case.options)
 
 
-@parametrize_pairs(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
-def test_checkpointing_around_several_groups_of_parameters(
-    ranks: RankPool, tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
-) -> None:
-    make = partial(toolbox, tool=tool, order=order, recompute=reentrant)
-    ranks(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=options)
+@parametrize_cases(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
+def test_checkpointing_around_several_groups_of_parameters(ranks: RankPool, case: Case) -> None:
+    make = partial(toolbox, tool=case.tool, order=case.order, recompute=case.reentrant)
+    ranks(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=case.options)
 
 
 def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ With which options is in `test_copies_options`, what a copy costs and how it is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,17 +33,16 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
 # Independent, and right
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -52,11 +50,9 @@ from tests.helpers.twins import batch, score
     make=[nested, tied_and_frozen, recurrent],
 )
 @on_ranks("world_size")
-def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(
-    make_optimizer: MakeOptimizer, options: dict[str, Any], make: Callable[[Wrap], nn.Module]
-) -> None:
+def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(case: Case) -> None:
     travel = copy.deepcopy
-    first = Twins.of(make, make_optimizer, **options)
+    first = Twins.of(case.make, case.make_optimizer, **case.options)
     first.train(0, 1)
     second = first.copied(travel)
     second.assert_close()

@@ -20,8 +20,8 @@ from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
 from tests.helpers.on_ranks import on_accelerators
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
 
 pytestmark = pytest.mark.accelerator
 
@@ -48,7 +48,7 @@ def own_part(batch: Tensor) -> Tensor:
 # What comes out
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[2, 1, 3],
     options=KINDS,
     accumulate=[(1, True), (3, True), (2, False)],
@@ -57,20 +57,16 @@ def own_part(batch: Tensor) -> Tensor:
     clip=[None, 0.3],
 )
 @on_accelerators("world_size")
-def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(
-    tmp_path: Path,
-    options: dict[str, Any],
-    accumulate: tuple[int, bool],
-    make_optimizer: MakeOptimizer,
-    flatten_parameters: bool,
-    clip: float | None,
-) -> None:
-    how = with_folder(options, tmp_path) | {"flatten_parameters": flatten_parameters, "compute_device": ACCELERATOR}
-    turns, under_no_sync = accumulate
+def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(tmp_path: Path, case: Case) -> None:
+    how = with_folder(case.options, tmp_path) | {
+        "flatten_parameters": case.flatten_parameters,
+        "compute_device": ACCELERATOR,
+    }
+    turns, under_no_sync = case.accumulate
     wrapper = FullyShardedDataParallel if under_no_sync else AlwaysReducing
     model: Any = nested_mlp(lambda module: wrapper(module, **how))
     plain = nested_mlp()
-    optimizer, plain_optimizer = make_optimizer(model.parameters()), make_optimizer(plain.parameters())
+    optimizer, plain_optimizer = case.make_optimizer(model.parameters()), case.make_optimizer(plain.parameters())
     for step in range(4):
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
@@ -79,9 +75,9 @@ def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(
             with model.no_sync() if turn + 1 < turns else nullcontext():
                 (model(own_part(batch).to(ACCELERATOR)).square().mean() / turns).backward()
             (plain(batch).square().mean() / turns).backward()
-        if clip is not None:
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            torch.testing.assert_close(model.clip_grad_norm_(clip).cpu(), expected, rtol=1e-4, atol=1e-6)
+        if case.clip is not None:
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), case.clip)
+            torch.testing.assert_close(model.clip_grad_norm_(case.clip).cpu(), expected, rtol=1e-4, atol=1e-6)
         optimizer.step()
         plain_optimizer.step()
     assert_close_models(model, plain)

@@ -15,7 +15,7 @@ from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
 
 Cast = Callable[[nn.Module], Any]
@@ -70,21 +70,19 @@ class Holder(nn.Module):
 # The whole model
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6, cast=CASTS, world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True], of=[around, inside]
 )
 @on_ranks("world_size")
-def test_a_model_is_cast_between_steps(
-    cast: Cast, layout: str, whole: bool, of: Callable[[nn.Module], nn.Module]
-) -> None:
-    twins = Twins(layout, dtype=torch.float32, reshard_after_forward=not whole)
+def test_a_model_is_cast_between_steps(case: Case) -> None:
+    twins = Twins(case.layout, dtype=torch.float32, reshard_after_forward=not case.whole)
     twins.step()
-    if whole:
+    if case.whole:
         twins.backward(sync=False)
         for optimizer in twins.optimizers:
             optimizer.zero_grad()
     for model in twins.models:
-        cast(of(model))
+        case.cast(case.of(model))
     twins.assert_close()
     dtypes = {param.dtype for param in twins.plain.parameters()}
     assert {param.dtype for param in twins.sharded.parameters()} == dtypes
@@ -218,16 +216,14 @@ def test_a_part_may_be_sent_where_it_is(part: str) -> None:
 # When it cannot be
 
 
-@parametrize_pairs(at_most=3, cast=[to_double, to_half], world_size=[2, 1], layout=list(LAYOUTS), of=[around, inside])
+@parametrize_cases(at_most=3, cast=[to_double, to_half], world_size=[2, 1], layout=list(LAYOUTS), of=[around, inside])
 @on_ranks("world_size")
-def test_casting_inside_summon_full_params_is_refused(
-    cast: Cast, layout: str, of: Callable[[nn.Module], nn.Module]
-) -> None:
-    twins = Twins(layout, dtype=torch.float32)
+def test_casting_inside_summon_full_params_is_refused(case: Case) -> None:
+    twins = Twins(case.layout, dtype=torch.float32)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
         with pytest.raises(RuntimeError, match=r"inside summon_full_params\(\) there are only copies"):
-            cast(of(twins.sharded))
+            case.cast(case.of(twins.sharded))
         assert {param.dtype for param in twins.sharded.parameters()} == {torch.float32}
     _go_on(twins)
 

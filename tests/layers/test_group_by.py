@@ -16,7 +16,7 @@ from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_p
 from tests.helpers.changed_params import LAYOUTS, Twins
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 
 Keyed = list[tuple[Hashable, nn.Parameter]]
@@ -109,7 +109,7 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     make=MODELS,
     world_size=[3, 2, 1],
@@ -118,11 +118,9 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
     kept=[False, True],
 )
 @on_ranks("world_size")
-def test_training_without_decay_on_biases_and_norms_equals_the_plain_model(
-    make: Callable[[Wrap], nn.Module], make_optimizer: Callable[[Any], torch.optim.Optimizer], layout: str, kept: bool
-) -> None:
-    twins = KeyedTwins(layout, make, make_optimizer, group_by=decay, reshard_after_forward=not kept)
-    twins.is_tight = make is not two_dtypes
+def test_training_without_decay_on_biases_and_norms_equals_the_plain_model(case: Case) -> None:
+    twins = KeyedTwins(case.layout, case.make, case.make_optimizer, group_by=decay, reshard_after_forward=not case.kept)
+    twins.is_tight = case.make is not two_dtypes
     for _ in range(2):
         twins.step()
     twins.assert_close()

@@ -24,7 +24,7 @@ from fsdp.layers.mapped_files import MappedFiles
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import AlwaysReducing, alone, on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
     MakeOptimizer,
@@ -70,7 +70,7 @@ def gradients(model: nn.Module) -> list[Any]:
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     machine=["accelerated", "of CPUs only"],
@@ -81,27 +81,19 @@ def gradients(model: nn.Module) -> list[Any]:
     others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
 )
 @on_ranks("world_size")
-def test_training_is_that_in_memory_to_the_bit(
-    tmp_path: Path,
-    machine: str,
-    make_optimizer: MakeOptimizer,
-    compute_dtype: torch.dtype | None,
-    accumulate: tuple[int, bool],
-    recompute: str,
-    others: dict[str, Any],
-) -> None:
-    options = others | {"mixed_precision": MixedPrecision(param_dtype=compute_dtype)}
-    turns, under_no_sync = accumulate
+def test_training_is_that_in_memory_to_the_bit(tmp_path: Path, case: Case) -> None:
+    options = case.others | {"mixed_precision": MixedPrecision(param_dtype=case.compute_dtype)}
+    turns, under_no_sync = case.accumulate
     wrapper = FullyShardedDataParallel if under_no_sync else AlwaysReducing
     training = Training(
-        make_model=partial(tiny_transformer, recompute=recompute),
-        make_optimizer=make_optimizer,
+        make_model=partial(tiny_transformer, recompute=case.recompute),
+        make_optimizer=case.make_optimizer,
         task=TOKENS,
         accumulate=turns,
         clip=0.5,
     )
     in_memory = train_sharded(training, partial(wrapper, **options))
-    with on(machine):
+    with on(case.machine):
         assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(tmp_path, **options))), in_memory)
 
 
@@ -197,7 +189,7 @@ def resident_kib(folder: Path) -> int:
 
 
 @needs_proc
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 1],
     make_optimizer=[sgd_with_momentum, plain_sgd, adamw, fused_adamw, foreach_adamw],
@@ -206,20 +198,14 @@ def resident_kib(folder: Path) -> int:
     compute_dtype=[None, torch.bfloat16],
 )
 @on_ranks("world_size")
-def test_between_steps_nothing_but_counts_is_in_memory(
-    tmp_path: Path,
-    make_optimizer: MakeOptimizer,
-    machine: str,
-    flatten_parameters: bool,
-    compute_dtype: torch.dtype | None,
-) -> None:
-    policy = MixedPrecision(param_dtype=compute_dtype)
-    options = {"flatten_parameters": flatten_parameters, "mixed_precision": policy}
+def test_between_steps_nothing_but_counts_is_in_memory(tmp_path: Path, case: Case) -> None:
+    policy = MixedPrecision(param_dtype=case.compute_dtype)
+    options = {"flatten_parameters": case.flatten_parameters, "mixed_precision": policy}
     before = bytes_in_memory(tmp_path)
-    with on(machine):
+    with on(case.machine):
         model = nested_mlp(fully_sharded(**on_disk(tmp_path, **options)))
         assert bytes_in_memory(tmp_path) == before
-        optimizer = make_optimizer(model.parameters())
+        optimizer = case.make_optimizer(model.parameters())
         # Adam counts its steps for each parameter, in a float.
         counts = 4 * len(list(model.parameters())) if isinstance(optimizer, torch.optim.Adam) else 0
         for step in range(3):

@@ -16,7 +16,7 @@ from fsdp import MixedPrecision, ShardingStrategy, auto_wrap_bn
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
 from tests.helpers.models import Net, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     Alone,
     Training,
@@ -87,7 +87,7 @@ def test_whole_parameters_are_given_back_as_the_name_says(strategy: ShardingStra
     loss.backward()
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1, 4],
     form=[{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"reshard_after_forward": False}],
@@ -96,12 +96,10 @@ def test_whole_parameters_are_given_back_as_the_name_says(strategy: ShardingStra
     clip=[None, 0.1],
 )
 @on_ranks("world_size")
-def test_no_shard_trains_as_one_process_does(
-    form: dict[str, Any], bucket_cap_mb: float, accumulate: int, clip: float | None
-) -> None:
-    options = {"bucket_cap_mb": bucket_cap_mb, "sharding_strategy": NONE, **form}
+def test_no_shard_trains_as_one_process_does(case: Case) -> None:
+    options = {"bucket_cap_mb": case.bucket_cap_mb, "sharding_strategy": NONE, **case.form}
     wrap = fully_sharded(**options)
-    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=accumulate, clip=clip)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=case.accumulate, clip=case.clip)
     model = nested_mlp(wrap)
     optimizer = sgd_with_momentum(model.parameters())
     model(torch.full((1, 5), 1.0 + dist.get_rank())).sum().backward()

@@ -34,10 +34,9 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_close_state, assert_same_state
-from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.twins import batch
 
 DECAY = 0.8  # small, so that four steps show a mistake
@@ -50,7 +49,7 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
 # The average
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1],
     options=[FLAT, ORIGINAL, UNFLATTENED, {"offload": "cpu"}],
@@ -59,15 +58,10 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
     average=[fsdp.EMA, AveragedModel],
 )
 @on_ranks("world_size")
-def test_the_average_is_torchs_of_the_unwrapped_model(
-    options: dict[str, Any],
-    make_optimizer: MakeOptimizer,
-    make: Callable[[Wrap], nn.Module],
-    average: type[AveragedModel],
-) -> None:
+def test_the_average_is_torchs_of_the_unwrapped_model(case: Case) -> None:
     """Through torch's own class as well, which copies and averages what `parameters()` lists."""
-    twins = Twins.of(make, make_optimizer, **options)
-    ema = fsdp.EMA(twins.sharded, DECAY) if average is fsdp.EMA else torch_ema(twins.sharded)
+    twins = Twins.of(case.make, case.make_optimizer, **case.options)
+    ema = fsdp.EMA(twins.sharded, DECAY) if case.average is fsdp.EMA else torch_ema(twins.sharded)
     expected = torch_ema(twins.plain)
     for number in range(4):
         twins.train(number)

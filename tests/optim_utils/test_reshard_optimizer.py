@@ -25,7 +25,7 @@ from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, Net, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import alone, on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, every_rank, fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -160,7 +160,7 @@ def assert_goes_on(
     return late, plain
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[3, 2, 1],
     make_optimizer=[sgd, adamw, fused_adamw, foreach_adamw],
@@ -168,9 +168,9 @@ def assert_goes_on(
     models=list(MODELS),
 )
 def test_pain_point_21_an_optimizer_made_before_wrapping_goes_on_where_it_was(
-    ranks: RankPool, world_size: int, make_optimizer: MakeOptimizer, options: dict[str, Any], models: str
+    ranks: RankPool, world_size: int, case: Case
 ) -> None:
-    ranks(world_size).run(_go_on, make_optimizer, options, models)
+    ranks(world_size).run(_go_on, case.make_optimizer, case.options, case.models)
 
 
 def _go_on(make_optimizer: MakeOptimizer, options: dict[str, Any], models: str) -> None:
@@ -263,16 +263,14 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     options=KINDS, offload=["cpu", "disk"], machine=["accelerated", "of CPUs only"], make_optimizer=[sgd, fused_adamw]
 )
 @on_ranks(2)
-def test_offloaded_shards_go_on(
-    tmp_path: Path, options: dict[str, Any], offload: str, machine: str, make_optimizer: MakeOptimizer
-) -> None:
-    folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    with on(machine):
-        assert_goes_on(make_optimizer, {**options, "offload": offload, **folder})
+def test_offloaded_shards_go_on(tmp_path: Path, case: Case) -> None:
+    folder = {"offload_folder": tmp_path} if case.offload == "disk" else {}
+    with on(case.machine):
+        assert_goes_on(case.make_optimizer, {**case.options, "offload": case.offload, **folder})
 
 
 @every_kind

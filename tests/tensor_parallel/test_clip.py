@@ -16,7 +16,7 @@ from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.equality import assert_close
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import REGRESSION, Task, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, cube, gpt, mesh_of, over_data, own_rows, perceptron
@@ -54,17 +54,15 @@ def build(options: dict[str, Any], model: dict[str, Any]) -> tuple[nn.Module, nn
     return gpt(over_data(mesh, **options), mesh=mesh, **model), gpt(**model), mesh["dp"].get_local_rank(), 2
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     norm_type=[2.0, math.inf, 1.0, 3.0],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True, "tied": True}, {"frozen": ("query", "norms.0")}],
     options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}],
 )
-def test_the_norm_is_that_of_the_whole_model(
-    ranks: RankPool, norm_type: float, kind: str, model: dict[str, Any], options: dict[str, Any]
-) -> None:
-    norms = ranks(4).run(_clip, norm_type, {"kind": kind, **model}, options)
+def test_the_norm_is_that_of_the_whole_model(ranks: RankPool, case: Case) -> None:
+    norms = ranks(4).run(_clip, case.norm_type, {"kind": case.kind, **case.model}, case.options)
     assert norms == norms[:1] * 4  # to the bit
 
 

@@ -16,7 +16,7 @@ from fsdp import FullyShardedDataParallel, load_safetensors
 from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.boxes import Box
 from tests.helpers.equality import assert_same_state
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, save, shard_bytes
 from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data
@@ -24,14 +24,12 @@ from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data
 OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6, shape=[(2, 2), (1, 2), (2, 1)], model=[{}, {"vocabulary": True}, {"kind": "sequence"}], options=OPTIONS
 )
-def test_parts_are_those_of_the_whole_tensors_in_the_file(
-    ranks: RankPool, tmp_path: Path, shape: tuple[int, int], model: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_parts_are_those_of_the_whole_tensors_in_the_file(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     save(tmp_path, gpt(seed=1).state_dict())
-    ranks(shape[0] * shape[1]).run(_load, tmp_path, shape, model, options)
+    ranks(case.shape[0] * case.shape[1]).run(_load, tmp_path, case.shape, case.model, case.options)
 
 
 def _load(path: Path, shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) -> None:

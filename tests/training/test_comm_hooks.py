@@ -28,7 +28,7 @@ from tests.helpers.comm_hooks import (
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
     MakeOptimizer,
@@ -113,7 +113,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     policy=list(POLICIES),
@@ -125,22 +125,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     reshard_after_forward=[True, False],
 )
 @on_ranks("world_size")
-def test_a_hook_goes_with_other_options_to_the_bit(
-    tmp_path: Path,
-    policy: str,
-    layout: str,
-    offload: str,
-    machine: str,
-    training: dict[str, Any],
-    recompute: str,
-    reshard_after_forward: bool,
-) -> None:
-    options = POLICIES[policy] | LAYOUTS[layout] | OFFLOADS[offload] | {"reshard_after_forward": reshard_after_forward}
-    if offload == "disk":
+def test_a_hook_goes_with_other_options_to_the_bit(tmp_path: Path, case: Case) -> None:
+    options = (
+        POLICIES[case.policy]
+        | LAYOUTS[case.layout]
+        | OFFLOADS[case.offload]
+        | {"reshard_after_forward": case.reshard_after_forward}
+    )
+    if case.offload == "disk":
         options["offload_folder"] = os.fspath(tmp_path)
-    make_model = partial(tiny_transformer, recompute=recompute)
-    plan = partial(Training, make_optimizer=adamw, task=TOKENS, **training)
-    with on(machine):
+    make_model = partial(tiny_transformer, recompute=case.recompute)
+    plan = partial(Training, make_optimizer=adamw, task=TOKENS, **case.training)
+    with on(case.machine):
         plain = train_sharded(plan(make_model=make_model), fully_sharded(**options))
         hooked = partial(with_hook, make_model, average_in_float32)
         assert_bit_equal(train_sharded(plan(make_model=hooked), fully_sharded(**options)), plain)

@@ -21,7 +21,7 @@ from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import FORMS, SideBySide, Units, auto_wrapped, whole, wrapped_parts
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.twins import (
     Step,
@@ -76,14 +76,12 @@ INFERENCE: list[Callable[[], AbstractContextManager[Any]]] = [torch.no_grad, tor
 # Methods
 
 
-@parametrize_pairs(at_most=5, options=FORMS, units=UNITS, world_size=[3, 2], mode=INFERENCE)
+@parametrize_cases(at_most=5, options=FORMS, units=UNITS, world_size=[3, 2], mode=INFERENCE)
 @on_ranks("world_size")
-def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(
-    options: dict[str, Any], units: Units, mode: Callable[[], Any]
-) -> None:
-    pair = SideBySide(Generator, units, **options)
+def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(case: Case) -> None:
+    pair = SideBySide(Generator, case.units, **case.options)
     for number in range(2):
-        with mode():  # before the first step, too
+        with case.mode():  # before the first step, too
             found = pair.sharded.generate(batch(number, 0), count=3)
             assert_close(found, pair.plain.generate(batch(number, 0), count=3), "generated")
         assert_at_rest(pair.sharded)

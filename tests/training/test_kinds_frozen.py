@@ -33,7 +33,7 @@ from tests.helpers.module_kinds import (
     wrapped_parts,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     MakeOptimizer,
     Training,
@@ -118,31 +118,27 @@ def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Modu
     return model if wrap is keep else units(model, wrap)
 
 
-@parametrize_pairs(at_most=4, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
+@parametrize_cases(at_most=4, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
 @on_ranks(2)
-def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
-) -> None:
-    make_model = partial(in_units, partial(adapted, outputs=1), units)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer)
-    sharded = train_sharded(training, fully_sharded(**options))
+def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(case: Case) -> None:
+    make_model = partial(in_units, partial(adapted, outputs=1), case.units)
+    training = Training(make_model=make_model, make_optimizer=case.make_optimizer)
+    sharded = train_sharded(training, fully_sharded(**case.options))
     assert_bit_equal(sharded, train_ddp(training))
     assert {value.dtype for name, value in sharded.weights.items() if "base" in name} == {BRAIN}
     assert {value.dtype for name, value in sharded.weights.items() if "base" not in name} == {SINGLE}
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[4, 2],  # a third of a gradient in bfloat16 is rounded, and that of one rank is three times as large
     options=FORMS,
     units=[whole, auto_wrapped],
     make_optimizer=[sgd_with_momentum, adamw],
 )
-def test_pain_point_06_both_dtypes_are_trained(
-    ranks: RankPool, world_size: int, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
-) -> None:
-    wrap = fully_sharded(**options)
-    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, wrap=wrap)
+def test_pain_point_06_both_dtypes_are_trained(ranks: RankPool, world_size: int, case: Case) -> None:
+    wrap = fully_sharded(**case.options)
+    ranks(world_size).run(assert_parity, partial(in_units, mixed, case.units), case.make_optimizer, wrap=wrap)
 
 
 # What they cost
@@ -204,26 +200,24 @@ def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(options: dic
     assert sent[SINGLE] == peers * (gathered + reduced) * 4
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4, options=FORMS, units=[whole, by_layers], world_size=[3, 2], make_optimizer=[adamw, sgd_with_momentum]
 )
 @on_ranks("world_size")
-def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
-) -> None:
+def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(case: Case) -> None:
     inputs = torch.ones(2, 5)
     before = live_bytes()
-    model: Any = units(seeded(adapted), fully_sharded(**options))
-    trained, frozen = (shard_numel(layers, units, options) for layers in (TRAINED, FROZEN))
+    model: Any = case.units(seeded(adapted), fully_sharded(**case.options))
+    trained, frozen = (shard_numel(layers, case.units, case.options) for layers in (TRAINED, FROZEN))
     weights = 4 * trained + 2 * frozen
     assert live_bytes() - before == weights
-    optimizer = make_optimizer(model.parameters())
+    optimizer = case.make_optimizer(model.parameters())
     counts = sum(param.requires_grad for param in model.parameters())  # AdamW counts the steps of each
     stepped = sum(param.numel() for param in model.parameters() if param.requires_grad)
     assert stepped <= trained  # pieces are without what lies between them
-    state = 4 * (2 * stepped + counts) if make_optimizer is adamw else 4 * stepped
+    state = 4 * (2 * stepped + counts) if case.make_optimizer is adamw else 4 * stepped
     # The ranks tell each other which original parameters were used, and gloo's thread may still hold what it sent.
-    flags = sum(map(len, TRAINED)) if options == ORIGINAL else 0
+    flags = sum(map(len, TRAINED)) if case.options == ORIGINAL else 0
 
     def assert_held(nbytes: int) -> None:
         assert live_bytes() - before - nbytes in (0, flags)
@@ -238,7 +232,7 @@ def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
     with model.no_sync():
         train_step(model, inputs)
     # Whole gradients of what is trained; the root alone keeps its parameters.
-    kept = dist.get_world_size() * weights if units is whole else 0
+    kept = dist.get_world_size() * weights if case.units is whole else 0
     assert_held(weights + state + kept + 4 * trained * dist.get_world_size())
 
 
@@ -310,7 +304,7 @@ def the_base_of_a_layer(model: Any, trained: bool) -> None:
         param.requires_grad_(trained)
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     freeze=[a_layer, the_adapters_of_a_layer, the_base_of_a_layer],
     world_size=[3, 2],
@@ -318,14 +312,12 @@ def the_base_of_a_layer(model: Any, trained: bool) -> None:
     reshard_after_forward=[True, False],
 )
 @on_ranks("world_size")
-def test_pain_point_04_flat_parameters_are_frozen_and_thawed_between_steps(
-    freeze: Freeze, make_optimizer: MakeOptimizer, reshard_after_forward: bool
-) -> None:
-    options = {**FLAT, "reshard_after_forward": reshard_after_forward}
-    pair = SideBySide(in_default_dtype, by_layers, make_optimizer, **options)
+def test_pain_point_04_flat_parameters_are_frozen_and_thawed_between_steps(case: Case) -> None:
+    options = {**FLAT, "reshard_after_forward": case.reshard_after_forward}
+    pair = SideBySide(in_default_dtype, by_layers, case.make_optimizer, **options)
     for number in range(6):
         if number % 2:
-            pair.on_both(partial(freeze, trained=number == 3))
+            pair.on_both(partial(case.freeze, trained=number == 3))
         pair.step(number)
     pair.assert_close()
 

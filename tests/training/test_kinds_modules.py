@@ -31,7 +31,7 @@ from tests.helpers.module_kinds import (
     wrapped_parts,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
@@ -330,18 +330,16 @@ def test_torchs_fast_path_for_inference_is_taken_where_it_can_be(options: dict[s
 # Computed weights, with whole parameters
 
 
-@parametrize_pairs(make=[weight_norm, with_own_parametrizations], options=FORMS, units=UNITS)
+@parametrize_cases(make=[weight_norm, with_own_parametrizations], options=FORMS, units=UNITS)
 @on_ranks(2)
-def test_computed_weights_are_read_and_assigned_while_summoned(
-    make: Make, options: dict[str, Any], units: Units
-) -> None:
-    pair = SideBySide(make, units, **options)
+def test_computed_weights_are_read_and_assigned_while_summoned(case: Case) -> None:
+    pair = SideBySide(case.make, case.units, **case.options)
     pair.step(0)
     with pair.sharded.summon_full_params(), torch.no_grad():
         assert_close(pair.sharded[0].weight, pair.plain[0].weight, "read")
         values = [model[0].weight.neg() for model in (pair.sharded, pair.plain)]
         for model, value in zip((pair.sharded, pair.plain), values, strict=True):
-            inside = model[0].module.module if model is pair.sharded and units is not whole else model[0]
+            inside = model[0].module.module if model is pair.sharded and case.units is not whole else model[0]
             inside.weight = value
     pair.step(1)
     pair.assert_close()

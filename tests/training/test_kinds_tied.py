@@ -28,7 +28,7 @@ from tests.helpers.module_kinds import (
     wrapped_parts,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, once
@@ -225,17 +225,15 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
     return wrapped_parts(model, wrap, parts=["0", "1"])
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     options=FORMS,
     units=[shared_unit, auto_wrapped, whole],
     world_size=[2, 3],
     make_optimizer=[sgd_with_momentum, adamw],
 )
-def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(
-    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
+def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(ranks: RankPool, world_size: int, case: Case) -> None:
+    ranks(world_size).run(assert_trains_like_plain, shared_module, case.units, case.make_optimizer, case.options)
 
 
 def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:

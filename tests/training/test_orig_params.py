@@ -24,10 +24,9 @@ from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
-    MakeOptimizer,
     Training,
     adamw,
     assert_bit_equal,
@@ -183,7 +182,7 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
     twins.assert_close_weights()
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[3, 2],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -192,11 +191,9 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
     options=[{}, {"reshard_after_forward": False}, {"bucket_cap_mb": 0}],
 )
 @on_ranks("world_size")
-def test_a_transformer_trains_as_on_one_process(
-    make_optimizer: MakeOptimizer, model: dict[str, Any], training: dict[str, Any], options: dict[str, Any]
-) -> None:
-    make_model = partial(tiny_transformer, **model)
-    assert_parity(make_model, make_optimizer, wrap=original(**options), task=TOKENS, **training)
+def test_a_transformer_trains_as_on_one_process(case: Case) -> None:
+    make_model = partial(tiny_transformer, **case.model)
+    assert_parity(make_model, case.make_optimizer, wrap=original(**case.options), task=TOKENS, **case.training)
 
 
 @on_ranks(2)
@@ -367,7 +364,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[3, 2, 1],
     precision=list(PRECISIONS),
@@ -379,21 +376,14 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     reshard_after_forward=[True, False],
 )
 def test_training_is_that_of_flat_parameters_to_the_bit(
-    ranks: RankPool,
-    tmp_path: Path,
-    world_size: int,
-    precision: str,
-    offload: str,
-    machine: str,
-    how: dict[str, Any],
-    training: dict[str, Any],
-    model: dict[str, Any],
-    reshard_after_forward: bool,
+    ranks: RankPool, tmp_path: Path, world_size: int, case: Case
 ) -> None:
-    options = OFFLOADS[offload] | {"reshard_after_forward": reshard_after_forward}
-    if offload == "disk":
+    options = OFFLOADS[case.offload] | {"reshard_after_forward": case.reshard_after_forward}
+    if case.offload == "disk":
         options["offload_folder"] = os.fspath(tmp_path)
-    ranks(world_size).run(_train_flat_and_original, precision, options, machine, how, training, model)
+    ranks(world_size).run(
+        _train_flat_and_original, case.precision, options, case.machine, case.how, case.training, case.model
+    )
 
 
 def _train_flat_and_original(

@@ -26,7 +26,7 @@ from fsdp import (
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.accelerator import AcceleratorRanks
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone
 
 
@@ -277,7 +277,7 @@ def test_a_refused_note_leaves_no_note() -> None:
 # Training in mixed precision
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[2, 1],
     dtype=[BRAIN, HALF],
     is_unit=[True, False],
@@ -285,19 +285,19 @@ def test_a_refused_note_leaves_no_note() -> None:
     flatten_parameters=[True, False],
 )
 @on_ranks("world_size")
-def test_mixed_training_with_batch_norms_follows_float32(
-    dtype: torch.dtype, is_unit: bool, widens: bool, flatten_parameters: bool
-) -> None:
+def test_mixed_training_with_batch_norms_follows_float32(case: Case) -> None:
     module, plain = residual(), residual()
-    if is_unit:
-        auto_wrap_bn(module, fsdp_config={"force_input_to_fp32": widens, "flatten_parameters": flatten_parameters})
-    options: dict[str, Any] = {"mixed_precision": True, "compute_dtype": dtype}
-    if is_unit and widens:
-        options = {"mixed_precision": MixedPrecision(param_dtype=dtype)}
+    if case.is_unit:
+        auto_wrap_bn(
+            module, fsdp_config={"force_input_to_fp32": case.widens, "flatten_parameters": case.flatten_parameters}
+        )
+    options: dict[str, Any] = {"mixed_precision": True, "compute_dtype": case.dtype}
+    if case.is_unit and case.widens:
+        options = {"mixed_precision": MixedPrecision(param_dtype=case.dtype)}
         # A widened norm returns float32, which the layer after it must take.
-        module.block[0].register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
-        module.exit.register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
-    model = FullyShardedDataParallel(module, flatten_parameters=flatten_parameters, **options)
+        module.block[0].register_forward_pre_hook(lambda _, args: (args[0].to(case.dtype),))
+        module.exit.register_forward_pre_hook(lambda _, args: (args[0].to(case.dtype),))
+    model = FullyShardedDataParallel(module, flatten_parameters=case.flatten_parameters, **options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
     for number in range(4):
         for each, optimizer in zip((model, plain), optimizers, strict=True):

@@ -17,7 +17,7 @@ from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Net, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
 
 PARTS = {
@@ -116,16 +116,14 @@ def with_another(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, "another": torch.ones(1)}
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5, part=list(PARTS), layout=list(LAYOUTS), spoil=[without_weight, with_another], strict=[True, False]
 )
 @on_ranks(2)
-def test_keys_that_do_not_fit_are_named_as_in_the_plain_model(
-    part: str, layout: str, spoil: Callable[[Any], Any], strict: bool
-) -> None:
-    path = PARTS[part]
-    twins = Twins(layout)
-    said = [_told(find(model, path), spoil(other_state(path)), strict) for model in twins.models]
+def test_keys_that_do_not_fit_are_named_as_in_the_plain_model(case: Case) -> None:
+    path = PARTS[case.part]
+    twins = Twins(case.layout)
+    said = [_told(find(model, path), case.spoil(other_state(path)), case.strict) for model in twins.models]
     assert said[0] == said[1]
     assert said[0]
     assert_idle(twins.sharded)

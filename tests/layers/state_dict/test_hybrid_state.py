@@ -28,9 +28,9 @@ from tests.helpers.copied_twins import (
     wrappers_in,
 )
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
-from tests.helpers.models import Wrap, tiny_transformer
+from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import TOKENS, adamw, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.tensor_parallel import SENTENCES, gpt
 
@@ -85,7 +85,7 @@ def test_an_average_of_weights() -> None:
 # Copies
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=3,
     how=[two_by_two, replicated],
     options=[FLAT, ORIGINAL, UNFLATTENED],
@@ -93,13 +93,11 @@ def test_an_average_of_weights() -> None:
     travels=["deepcopy", "pickle"],
 )
 @on_ranks(4)
-def test_copies_and_originals_train_apart(
-    how: Callable[[], dict[str, Any]], options: dict[str, Any], make: Callable[[Wrap], Any], travels: str
-) -> None:
-    twins = Twins.of(make, adamw, **how(), **options)
+def test_copies_and_originals_train_apart(case: Case) -> None:
+    twins = Twins.of(case.make, adamw, **case.how(), **case.options)
     twins.train(0)
-    assigned = how().get("process_group")
-    other = twins.copied(copy.deepcopy if travels == "deepcopy" else partial(through_pickle, group=assigned))
+    assigned = case.how().get("process_group")
+    other = twins.copied(copy.deepcopy if case.travels == "deepcopy" else partial(through_pickle, group=assigned))
     for each, number in ((other, 1), (twins, 2)):
         each.train(number)
         each.assert_close()

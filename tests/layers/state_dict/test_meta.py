@@ -43,7 +43,7 @@ from tests.helpers.meta_models import (
 from tests.helpers.models import Wrap
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Alone, adamw, assert_parity, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -163,7 +163,7 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
 # Given values
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[1, 2, 3],
     make=[mlp, transformer],
@@ -172,14 +172,12 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
     make_optimizer=[sgd_with_momentum, adamw],
 )
 @on_ranks("world_size")
-def test_it_trains_as_the_unsharded_model_that_was_started_alike(
-    tmp_path: Path, make: Any, form: dict[str, Any], offload: str, make_optimizer: Any
-) -> None:
-    options: dict[str, Any] = dict(form)
-    if offload != "no":
-        options |= {"offload": offload} | ({"offload_folder": str(tmp_path)} if offload == "disk" else {})
-    task = TOKENS if make is transformer else REGRESSION
-    assert_parity(Starting(make), make_optimizer, wrap=sharded(**options), task=task)
+def test_it_trains_as_the_unsharded_model_that_was_started_alike(tmp_path: Path, case: Case) -> None:
+    options: dict[str, Any] = dict(case.form)
+    if case.offload != "no":
+        options |= {"offload": case.offload} | ({"offload_folder": str(tmp_path)} if case.offload == "disk" else {})
+    task = TOKENS if case.make is transformer else REGRESSION
+    assert_parity(Starting(case.make), case.make_optimizer, wrap=sharded(**options), task=task)
 
 
 class Starting:
