@@ -15,7 +15,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.comm_hooks import average
 from tests.helpers.models import Net, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.parity import alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import Toolbox, batch, score
 
@@ -39,10 +39,6 @@ def recorded(module: Any) -> tuple[FullyShardedDataParallel, Record]:
     record = Record()
     module.register_comm_hook(record, recording)
     return module, record
-
-
-def alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, Alone(), **options)
 
 
 def flat(params: Any) -> Tensor:

@@ -7,7 +7,6 @@ gather and for the reduction, and 2 (R - 1) / R * P / S across.
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import by_group, counting_sent
 
 LAYERS, WIDTH = 3, 12
 ITEM = 4
@@ -56,22 +56,6 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-@contextmanager
-def counting_sent_bytes() -> Iterator[Counter[Any]]:
-    """Bytes of parameters and gradients by the group that they are sent over."""
-    sent: Counter[Any] = Counter()
-    kind = type(dist.group.WORLD)
-    send: Any = kind.send  # type: ignore[union-attr]
-
-    def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
-        if tensors[0].dtype is not torch.uint8:  # which is what ranks tell each other
-            sent[self] += sum(tensor.nbytes for tensor in tensors)
-        return send(self, tensors, *args)
-
-    with mock.patch.object(kind, "send", count):
-        yield sent
-
-
 @parametrize_cases(
     at_most=6,
     shape=[(2, 2), (1, 4), (4, 1), (3, 1), (1, 3), (2, 1)],
@@ -85,7 +69,7 @@ def test_bytes_are_by_formula(ranks: RankPool, case: Case) -> None:
 def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: float) -> None:
     replicas, shards = shape
     model = tower(process_group=mesh_of(*shape), sharding_strategy=strategy, bucket_cap_mb=bucket_cap_mb)
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_group) as sent:
         step(model)
     # The root and the layer that comes last in forward are whole until backward has used them.
     gathers = LAYERS + 1 if strategy is ShardingStrategy._HYBRID_SHARD_ZERO2 else 2 * (LAYERS - 1) + 1 + 1
@@ -100,7 +84,7 @@ def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: fl
 @on_ranks(3)
 def test_without_shards_only_gradients_travel() -> None:
     model = tower(sharding_strategy=ShardingStrategy.NO_SHARD)
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_group) as sent:
         step(model)
     assert sent == {dist.group.WORLD: 2 * 2 * (LAYERS * WIDTH * WIDTH + WIDTH) * ITEM / 3}
 
@@ -110,7 +94,7 @@ def test_what_goes_across_is_in_the_dtype_of_the_reduction() -> None:
     counts = []
     for dtype in (torch.float32, torch.bfloat16):
         model = tower(process_group=mesh_of(2, 2), mixed_precision=MixedPrecision(reduce_dtype=dtype))
-        with counting_sent_bytes() as sent:
+        with counting_sent(by_group) as sent:
             step(model)
         counts.append(sent[model.replicate_group])
     assert counts[0] == 2 * counts[1] > 0

@@ -193,8 +193,6 @@ VALUES = {name: param.detach().clone() for name, param in Odd().named_parameters
 FLAT = torch.cat([value.flatten() for value in VALUES.values()])
 ALL_NAMES = (*NAMES, "tied")
 
-two_or_three = pytest.mark.parametrize("world_size", [2, 3])
-
 
 def ignore(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
     """For tests without gradients."""
@@ -223,6 +221,12 @@ def handle_of(
     handle.on_gradient = on_gradient
     handle.rename("the unit", "the unit")
     return handle
+
+
+def odd(*args: Any, **options: Any) -> tuple[Odd, FlatParamHandle]:
+    """Return `Odd` and the handle of its parameters."""
+    module = Odd()
+    return module, handle_of(module, *args, **options)
 
 
 def seen(module: nn.Module) -> dict[str, Tensor]:
@@ -266,7 +270,7 @@ def held() -> int:
 # Sharding
 
 
-@two_or_three
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_keeps_its_chunk_padded_with_zeros(ranks: RankPool, world_size: int) -> None:
     shards = ranks(world_size).run(_shard)
     size = math.ceil(23 / world_size)
@@ -275,15 +279,13 @@ def test_a_rank_keeps_its_chunk_padded_with_zeros(ranks: RankPool, world_size: i
 
 
 def _shard() -> list[float]:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     assert_sharded(handle, module)
     assert dict(module.named_parameters()) == {"flat_param_0": handle.flat_param}
     return handle.flat_param.tolist()
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_while_sharded_modules_see_placeholders() -> None:
     module = Odd()
     handle_of(module)
@@ -297,11 +299,9 @@ def test_while_sharded_modules_see_placeholders() -> None:
         module()
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_while_whole_modules_see_leaves() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     assert_whole(handle, module)
     assert module.tied is module.odd
@@ -314,11 +314,9 @@ def test_while_whole_modules_see_leaves() -> None:
     assert handle.unsharded.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_the_phases_of_a_cycle() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.unshard()
     assert handle.phase is Phase.UNSHARDING
     assert all(isinstance(value, Placeholder) for value in seen(module).values()), "nobody may read it yet"
@@ -340,11 +338,9 @@ def test_the_phases_of_a_cycle() -> None:
     assert_whole(handle, module)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_leaves_live_as_long_as_the_handle() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     leaves, placeholders = list(handle.unsharded.leaves), list(seen(module).values())
     full, versions = handle.unsharded.full, [leaf._version for leaf in leaves]
     for _ in range(3):
@@ -359,11 +355,9 @@ def test_leaves_live_as_long_as_the_handle() -> None:
         assert all(new is old for new, old in zip(seen(module).values(), placeholders, strict=True))
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_what_autograd_saved_is_there_again_after_the_next_gather() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     inputs = torch.ones(2, 3, requires_grad=True)
     loss = torch.nn.functional.linear(inputs, module.transposed).square().sum()
@@ -388,8 +382,7 @@ def test_steps_out_of_turn_are_errors_of_the_library(capsys: pytest.CaptureFixtu
 # Memory
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_memory_to_the_byte(world_size: int) -> None:
     size = math.ceil(23 / world_size)
     found = {}
@@ -446,8 +439,7 @@ def _add_one(handle: FlatParamHandle) -> None:
 @parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
 @on_ranks("world_size")
 def test_a_changed_shard_is_gathered_again(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     if state == "sharded":
         handle.reshard()
@@ -458,11 +450,9 @@ def test_a_changed_shard_is_gathered_again(state: str) -> None:
     assert torch.equal(module.transposed, VALUES["transposed"] + 1)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_a_buffer_that_is_stale_can_be_freed() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
@@ -471,8 +461,7 @@ def test_a_buffer_that_is_stale_can_be_freed() -> None:
 
 
 def test_a_stale_lone_handle_is_followed_too() -> None:
-    module = Odd()
-    handle = handle_of(module, LoneRank())
+    module, handle = odd(LoneRank())
     handle.wait_for_unshard()
     _add_one(handle)
     handle.wait_for_unshard()
@@ -526,8 +515,7 @@ def test_a_root_kept_whole_for_a_backward_that_never_came(change: str) -> None:
 @on_ranks("world_size")
 def test_a_cast_shard_is_followed(dtype: torch.dtype) -> None:
     arrived: list[int] = []
-    module = Odd()
-    handle = handle_of(module, on_gradient=lambda _, slot, leaf: arrived.append(slot))
+    module, handle = odd(on_gradient=lambda _, slot, leaf: arrived.append(slot))
     handle.wait_for_unshard()
     handle.reshard()
     module.to(dtype)
@@ -544,8 +532,7 @@ def test_a_cast_shard_is_followed(dtype: torch.dtype) -> None:
     assert handle.unsharded.full.nbytes == handle.layout.padded_numel * dtype.itemsize
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_a_cast_model_trains_in_the_new_dtype() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
@@ -576,8 +563,7 @@ def test_a_shard_replaced_by_something_else_is_an_error() -> None:
 @pytest.mark.parametrize("state", ["sharded", "whole"])
 @on_ranks(2)
 def test_an_attribute_that_is_no_parameter_any_more_is_named(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     if state == "whole":
         handle.wait_for_unshard()
     with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'odd'"):  # as without sharding
@@ -594,8 +580,7 @@ def test_an_attribute_that_is_no_parameter_any_more_is_named(state: str) -> None
 @pytest.mark.parametrize("state", ["sharded", "whole"])
 @on_ranks(3)
 def test_a_parameter_that_was_assigned_is_written_to_the_shard(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     if state == "whole":
         handle.wait_for_unshard()
     module.transposed = nn.Parameter(torch.arange(15.0).view(5, 3))
@@ -609,8 +594,7 @@ def test_a_parameter_that_was_assigned_is_written_to_the_shard(state: str) -> No
 
 @on_ranks(2)
 def test_the_second_name_of_a_shared_parameter_is_named() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     module.tied = nn.Parameter(torch.zeros(7))
     with pytest.raises(RuntimeError, match=r"replaced under only some of its names \(odd, tied\)"):
         handle.wait_for_unshard()
@@ -634,14 +618,10 @@ def test_what_the_error_advises_mends_it() -> None:
 # Gradients
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_gradients_leave_one_by_one_and_come_back_summed() -> None:
     arrived: list[bool] = []
-    module = Odd()
-    handle = handle_of(
-        module, on_gradient=lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 2.0))
-    )
+    module, handle = odd(on_gradient=lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 2.0)))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in (1, 2):
         handle.wait_for_unshard()
@@ -661,11 +641,9 @@ def test_gradients_leave_one_by_one_and_come_back_summed() -> None:
         torch.testing.assert_close(handle.flat_param.grad, shard)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_accumulated_gradients_are_reduced_once() -> None:
-    module = Odd()
-    handle = handle_of(module, on_gradient=take)
+    module, handle = odd(on_gradient=take)
     for _ in range(3):
         handle.wait_for_unshard()
         handle.begin_backward(GradientSync.FULL, fills_unused=False)
@@ -682,8 +660,7 @@ def test_accumulated_gradients_are_reduced_once() -> None:
 
 @on_ranks(2)
 def test_zeroing_gradients_drops_what_was_accumulated() -> None:
-    module = Odd()
-    handle = handle_of(module, on_gradient=take)
+    module, handle = odd(on_gradient=take)
     for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_unreduced):
         handle.wait_for_unshard()
         handle.begin_backward(GradientSync.FULL, fills_unused=False)
@@ -700,8 +677,7 @@ def test_zeroing_gradients_drops_what_was_accumulated() -> None:
 
 @on_ranks(2)
 def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
-    module = Odd()
-    handle = handle_of(module, on_gradient=take)
+    module, handle = odd(on_gradient=take)
     handle.wait_for_unshard()
     handle.begin_backward(GradientSync.FULL, fills_unused=False)
     module.scalar.square().backward()
@@ -727,8 +703,7 @@ def test_a_frozen_handle_has_no_gradients() -> None:
 @parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
 @on_ranks("world_size")
 def test_full_copies_have_memory_of_their_own(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     if state == "whole":
         handle.wait_for_unshard()
     copies = assembled(handle, at_first=False)
@@ -741,19 +716,16 @@ def test_full_copies_have_memory_of_their_own(state: str) -> None:
 
 @on_ranks(2)
 def test_full_copies_are_of_the_shards_as_they_are_now() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    _, handle = odd()
     handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
     assert torch.equal(assembled(handle, at_first=False)[3], VALUES["odd"] + 1)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_every_rank_stores_its_part() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     for slot, value in enumerate(VALUES.values()):
         handle.values.store(slot, nn.Parameter(3 * value.double()))
     handle.wait_for_unshard()
@@ -764,8 +736,7 @@ def test_every_rank_stores_its_part() -> None:
 
 @on_ranks(2)
 def test_places_are_listed_in_the_fields_names() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     assert [(info.module, info.name, info.fqn) for info in handle.param_infos] == [(module, n, n) for n in NAMES]
     (shared,) = handle.shared_param_infos
     assert (shared.module, shared.name, shared.fqn, shared.primary.fqn) == (module, "tied", "tied", "odd")
@@ -827,8 +798,7 @@ def test_nothing_to_shard_needs_no_other_rank() -> None:
 
 
 def test_alone_the_whole_is_the_shard_itself() -> None:
-    module = Odd()
-    handle = handle_of(module, LoneRank())
+    module, handle = odd(LoneRank())
     assert not handle.is_sharded
     assert handle.unsharded.full.data_ptr() == handle.flat_param.data_ptr()
     for _ in range(2):
@@ -846,8 +816,7 @@ def test_alone_the_whole_is_the_shard_itself() -> None:
 
 
 def test_alone_a_cast_shard_is_followed() -> None:
-    module = Odd()
-    handle = handle_of(module, LoneRank())
+    module, handle = odd(LoneRank())
     module.double()
     handle.wait_for_unshard()
     assert torch.equal(module.odd, VALUES["odd"].double())
@@ -856,10 +825,7 @@ def test_alone_a_cast_shard_is_followed() -> None:
 
 def test_alone_a_step_needs_no_gather(ranks: RankPool) -> None:
     arrived: list[bool] = []
-    module = Odd()
-    handle = handle_of(
-        module, LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0))
-    )
+    module, handle = odd(LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0)))
     handle.wait_for_unshard()
     module().backward()
     assert arrived == [False, False, False, True]

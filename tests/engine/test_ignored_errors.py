@@ -12,7 +12,7 @@ from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_p
 from tests.helpers.changed_params import LAYOUTS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone
+from tests.helpers.parity import Alone, alone
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -20,10 +20,6 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def layers() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-
-
-def alone(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(model, Alone(), **options)
 
 
 @pytest.mark.parametrize("argument", ["ignored_modules", "ignored_parameters"])

@@ -7,7 +7,6 @@ is where they grow) and at every hook of every module.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,11 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
-from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
-from fsdp.engine.placeholder import Placeholder
-from fsdp.layers.fingerprints import fingerprint
+from tests.helpers.memory import live_bytes
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
@@ -46,19 +43,6 @@ def shard_numel(numel: int) -> int:
 
 
 # Between steps
-
-
-def live_bytes() -> int:
-    """Of all tensors with memory, on CPU."""
-    fingerprint(torch.ones(1))  # which keeps a table from the first time on
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        # The storage of a `DTensor` has the size of the whole parameter, and no memory.
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not is_dtensor(item):
-            storage = item.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 def train_step(model: nn.Module, *, sync: bool = True) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import MixedPrecision as TorchPolicy
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -127,7 +127,7 @@ def test_updates_below_the_precision_of_the_computation_add_up() -> None:
 # Accumulation
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     policy=list(POLICIES),
     world_size=[2, 1],
@@ -135,13 +135,11 @@ def test_updates_below_the_precision_of_the_computation_add_up() -> None:
     flatten_parameters=[True, False],
 )
 @on_ranks("world_size")
-def test_tiny_gradients_of_many_micro_batches_are_not_lost(
-    policy: str, reduces_at: str, flatten_parameters: bool
-) -> None:
-    policy = POLICIES[policy]
-    model = weights(mixed_precision=policy, flatten_parameters=flatten_parameters)
+def test_tiny_gradients_of_many_micro_batches_are_not_lost(case: Case) -> None:
+    policy = POLICIES[case.policy]
+    model = weights(mixed_precision=policy, flatten_parameters=case.flatten_parameters)
     for turn in range(1 + TIMES):
-        is_reduced = {"every one": True, "the last": turn == TIMES, "some": turn % 16 == 0}[reduces_at]
+        is_reduced = {"every one": True, "the last": turn == TIMES, "some": turn % 16 == 0}[case.reduces_at]
         with nullcontext() if is_reduced else model.no_sync():
             backward(model, TINY if turn else 1.0)
     assert all(torch.equal(value, torch.full((1, 3), TOTAL)) for value in gradients(model))

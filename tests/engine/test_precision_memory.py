@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.placeholder import Placeholder
-from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
+from tests.helpers.dtypes import BRAIN, HALF, SINGLE
+from tests.helpers.memory import live_bytes
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import fully_sharded
+from tests.helpers.parity import alone, fully_sharded
+from tests.helpers.traffic import by_dtype, counting_sent
 
 WIDTH, UNITS = 32, 3
 
@@ -61,28 +60,10 @@ def step(model: nn.Module) -> None:
 # On the wire
 
 
-@contextmanager
-def counting_sent_bytes() -> Iterator[Counter[torch.dtype]]:
-    """Bytes of parameters and gradients by the dtype that they are sent in."""
-    sent: Counter[torch.dtype] = Counter()
-    group = dist.group.WORLD
-    assert group is not None
-    send = type(group).send
-
-    def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
-        for tensor in tensors:
-            if tensor.dtype is not torch.uint8:  # which is what ranks tell each other
-                sent[tensor.dtype] += tensor.nbytes
-        return send(self, tensors, *args)
-
-    with mock.patch.object(type(group), "send", count):
-        yield sent
-
-
 def sent_in_a_step(**options: Any) -> Counter[torch.dtype]:
     model = tower(**options)
     step(model)  # the ranks also agree in the first one
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_dtype) as sent:
         step(model)
     return sent
 
@@ -139,15 +120,6 @@ def handles_of(model: nn.Module) -> list[FlatParamHandle]:
 def linears(model: nn.Module) -> list[nn.Linear]:
     """The root's own layer first."""
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
-
-
-def live_bytes(dtype: torch.dtype) -> int:
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and item.dtype is dtype:
-            storages[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 @parametrize_pairs(world_size=[1, 2], reshard_after_forward=[True, False], flatten_parameters=[True, False])
@@ -272,9 +244,9 @@ def test_autocasts_weights_are_forgotten_if_so_asked(clears: bool) -> None:
 
 
 def test_an_inner_unit_clears_the_cache_after_its_own_forward() -> None:
-    unit = wrap_alone(nn.Linear(5, 5), clear_autocast_cache=True)
+    unit = alone(nn.Linear(5, 5), clear_autocast_cache=True)
     with mock.patch.object(torch, "clear_autocast_cache") as clear:
-        wrap_alone(nn.Sequential(unit, nn.Linear(5, 5)))(torch.ones(1, 5))
+        alone(nn.Sequential(unit, nn.Linear(5, 5)))(torch.ones(1, 5))
     assert clear.call_count == 1
 
 

@@ -28,7 +28,15 @@ from fsdp.layers.options import Options
 from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
+from tests.helpers.parity import (
+    Alone,
+    RanksTestCase,
+    alone,
+    assert_parity,
+    fully_sharded,
+    nested_mlp,
+    sgd_with_momentum,
+)
 from tests.helpers.ranks import RankPool
 
 
@@ -40,10 +48,6 @@ def inputs() -> Tensor:
 def users(model: Any) -> Any:
     """The module that was wrapped."""
     return model.module.module
-
-
-def wrap_alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, Alone(), **options)
 
 
 def step(model: nn.Module) -> None:
@@ -177,7 +181,7 @@ def test_raw_names_are_fairscales() -> None:
 
 def test_several_groups_of_parameters_are_numbered() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2).requires_grad_(False), nn.Linear(3, 2).double())
-    names = [name for name, _ in wrap_alone(module).named_parameters()]
+    names = [name for name, _ in alone(module).named_parameters()]
     assert names == [f"_fsdp_wrapped_module.flat_param_{number}" for number in range(3)]
 
 
@@ -319,7 +323,7 @@ ATTRIBUTES: dict[str, Any] = {
 class Attributes(RanksTestCase):
     @parameterized.expand(sorted(ATTRIBUTES))
     def test_a_plain_attribute(self, name: str) -> None:
-        assert getattr(wrap_alone(nn.Linear(5, 3)), name) == ATTRIBUTES[name]
+        assert getattr(alone(nn.Linear(5, 3)), name) == ATTRIBUTES[name]
 
 
 def test_attributes_that_are_objects() -> None:
@@ -373,7 +377,7 @@ def test_training_states_have_fairscales_names() -> None:
 
 
 def test_repr_tells_how_it_is_wrapped() -> None:
-    short, long = wrap_alone(nn.Linear(5, 3)), wrap_alone(nn.Linear(5, 3), verbose=True)
+    short, long = alone(nn.Linear(5, 3)), alone(nn.Linear(5, 3), verbose=True)
     assert short.extra_repr() == "world_size=1, flatten_parameters=True, mixed_precision=False"
     assert long.extra_repr().startswith(short.extra_repr())
     for name in ("rank=0", "reshard_after_forward=True", "compute_dtype=torch.float32", "bucket_cap_mb=25"):
@@ -432,7 +436,7 @@ def test_the_factor_before_the_sum(world_size: int, factor: float) -> None:
 
 def test_a_factor_of_the_users() -> None:
     assert Options(gradient_predivide_factor=3).predivide_factor(8) == 3.0
-    model = wrap_alone(nn.Linear(5, 3), gradient_predivide_factor=4.0)
+    model = alone(nn.Linear(5, 3), gradient_predivide_factor=4.0)
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (4.0, 0.25)
 
 
@@ -594,7 +598,7 @@ def test_gradients_are_cast_with_the_parameters() -> None:
 
 
 def test_buffers_are_cast_too() -> None:
-    model = wrap_alone(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))).double()
+    model = alone(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))).double()
     assert users(model)[1].running_mean.dtype is torch.float64
     step(model)
 

@@ -47,8 +47,7 @@ def test_a_parameter_may_be_the_world_size(size: int) -> None:
     assert dist.get_world_size() == size
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
+@on_ranks(1, 3)
 def test_a_body_need_not_take_its_world_size(tmp_path: Path) -> None:
     (tmp_path / str(dist.get_rank())).touch()
     dist.barrier()

@@ -7,7 +7,6 @@ rounding. Copying them copies both; what is trained afterwards must stay the sam
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
-from fsdp.engine.placeholder import Placeholder
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.models import NestedMlp, Wrap, keep
 from tests.helpers.parity import MakeOptimizer, fully_sharded
@@ -200,14 +198,6 @@ def assert_goes_on_alike(model: Any, make_optimizer: MakeOptimizer, travel: Trav
 
 
 # Memory
-
-
-def live_bytes() -> int:
-    """Of all tensors with memory, each storage counted once."""
-    gc.collect()
-    tensors = (item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, Placeholder))
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def shard_bytes(model: nn.Module) -> int:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,13 +33,6 @@ MODULES = [  # what ranks import for these
 
 # Ways to shard, by the name that tests have for them.
 FORMS: dict[str, dict[str, Any]] = {"flat": {}, "original": {"use_orig_params": True}}
-
-
-def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skip, with a reason, where a package is not installed."""
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    reason = f"{', '.join(absent)}: not installed (an extra of that name; `make test` tries to)"
-    return pytest.mark.skipif(bool(absent), reason=reason)
 
 
 def made(family: str, seed: int = 0) -> tuple[Any, type[nn.Module]]:

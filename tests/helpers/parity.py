@@ -49,6 +49,11 @@ class Alone:
         return 1
 
 
+def alone(module: nn.Module, **options: Any) -> Any:
+    """Wrap a module in a world of one."""
+    return fully_sharded(process_group=Alone(), **options)(module)
+
+
 class RanksTestCase(unittest.TestCase):
     """For grids with `parameterized.expand`, whose methods take no fixtures: `self.ranks(n).run(body)`."""
 

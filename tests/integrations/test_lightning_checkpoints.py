@@ -14,11 +14,11 @@ from torch import nn
 
 import fsdp
 from tests.conftest import LitRanks
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 WRAPS: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {nn.Linear}}, {"flatten_parameters": False}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 
-needs_lightning = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None,
-    reason="lightning is not installed (the extra `lightning`; `make test` tries to)",
-)
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 NORM, VALUE = 0.05, 0.002

@@ -22,13 +22,13 @@ from tests.helpers.hugging_face import (
     as_launched,
     logits,
     made,
-    needs,
     plain_of,
     recipe,
     rows,
     whole_state,
 )
 from tests.helpers.models import Net
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.integrations.test_transformers_trainer import trainer_of

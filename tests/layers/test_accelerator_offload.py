@@ -18,10 +18,10 @@ from fsdp.engine.placeholder import Placeholder
 from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
-from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
+from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing
 from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
 
 pytestmark = pytest.mark.accelerator
 

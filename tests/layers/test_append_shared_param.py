@@ -18,8 +18,8 @@ from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import SideBySide, assert_trains_like_plain, seeded
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tied_siblings import (
     KINDS,
@@ -40,7 +40,7 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     kind=[0, 1, 2, 3, 4],
     world_size=[2, 3, 1],
@@ -48,16 +48,9 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
     reshard_after_forward=[True, False],
     options=OUTER,
 )
-def test_trains_as_the_tied_model_on_one_process(
-    ranks: RankPool,
-    kind: int,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-    options: dict[str, Any],
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, *KINDS[kind], make_optimizer, options)
+def test_trains_as_the_tied_model_on_one_process(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, *KINDS[case.kind], case.make_optimizer, options)
 
 
 @parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[2, 1], options=OUTER)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
-from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, alone, every_kind, on
+from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, every_kind, on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
@@ -29,6 +29,7 @@ from tests.helpers.parity import (
     Task,
     Training,
     adamw,
+    alone,
     assert_bit_equal,
     assert_parity,
     fully_sharded,
@@ -112,7 +113,7 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     machine=["accelerated", "of CPUs only"],
@@ -123,20 +124,13 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
     others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
 )
 @on_ranks("world_size")
-def test_offloaded_units_train_like_one_process(
-    machine: str,
-    options: dict[str, Any],
-    accumulate: tuple[int, bool],
-    clip: float | None,
-    recompute: str,
-    others: dict[str, Any],
-) -> None:
-    options = options | others
-    turns, under_no_sync = accumulate
+def test_offloaded_units_train_like_one_process(case: Case) -> None:
+    options = case.options | case.others
+    turns, under_no_sync = case.accumulate
     wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
-    make = partial(tiny_transformer, recompute=recompute)
-    with on(machine):
-        assert_parity(make, sgd_with_momentum, wrap=wrap, task=TOKENS, accumulate=turns, clip=clip)
+    make = partial(tiny_transformer, recompute=case.recompute)
+    with on(case.machine):
+        assert_parity(make, sgd_with_momentum, wrap=wrap, task=TOKENS, accumulate=turns, clip=case.clip)
 
 
 @every_kind

@@ -22,7 +22,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.mapped_files import MappedFiles
 from tests.helpers.models import nested_mlp, tiny_transformer
-from tests.helpers.offload import AlwaysReducing, alone, on
+from tests.helpers.offload import AlwaysReducing, on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
@@ -30,6 +30,7 @@ from tests.helpers.parity import (
     MakeOptimizer,
     Training,
     adamw,
+    alone,
     assert_bit_equal,
     assert_parity,
     fully_sharded,

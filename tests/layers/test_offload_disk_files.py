@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from fsdp import ShardedGradScaler, get_fsdp_instances
 from fsdp.layers.offload import DiskStorage
 from tests.helpers.models import Net, Wrap, nested_mlp
-from tests.helpers.offload import alone, on
+from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 

@@ -23,7 +23,6 @@ from tests.helpers.copied_twins import (
     UNFLATTENED,
     Twins,
     every_form,
-    live_bytes,
     nested,
     normed,
     recurrent,
@@ -34,6 +33,7 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_close_state, assert_same_state
+from tests.helpers.memory import live_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum

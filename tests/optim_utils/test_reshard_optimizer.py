@@ -23,10 +23,10 @@ from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_
 from fsdp.layers.offload import DiskStorage
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, Net, keep, nested_mlp, tiny_transformer
-from tests.helpers.offload import alone, on
+from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import REGRESSION, TOKENS, Task, every_rank, fully_sharded
+from tests.helpers.parity import REGRESSION, TOKENS, Task, alone, every_rank, fully_sharded
 from tests.helpers.ranks import RankPool
 
 EARLY, ALL = 3, 10  # steps before wrapping, and of all

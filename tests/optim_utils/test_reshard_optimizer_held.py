@@ -12,9 +12,8 @@ from torch import nn
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import keep, nested_mlp
-from tests.helpers.offload import alone
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import fully_sharded
+from tests.helpers.parity import alone, fully_sharded
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import MixedPrecision, use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
-from tests.engine.test_precision_memory import counting_sent_bytes, sent_in_a_step, step, tower
+from tests.engine.test_precision_memory import sent_in_a_step, step, tower
 from tests.helpers.comm_hooks import (
     CommHook,
     average,
@@ -25,6 +25,7 @@ from tests.helpers.comm_hooks import (
     torchs_state,
     with_hook,
 )
+from tests.helpers.dtypes import BRAIN, SINGLE
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
@@ -42,6 +43,7 @@ from tests.helpers.parity import (
     train_sharded,
 )
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import by_dtype, counting_sent
 from tests.helpers.twins import batch, score
 from tests.training.test_orig_params import (
     Twins,
@@ -50,8 +52,6 @@ from tests.training.test_orig_params import (
     first_rank_uses_all_of_the_last_unit,
     one_sgd,
 )
-
-BRAIN, SINGLE = torch.bfloat16, torch.float32
 
 
 def trained(hook: CommHook | None, make_optimizer: MakeOptimizer, **options: Any) -> Trained:
@@ -209,7 +209,7 @@ def test_bf16_compress_hook_halves_the_bytes_of_reductions(bucket_cap_mb: float)
     for hook in (average, bf16_compress_hook):
         model = tower(**options)
         model.register_comm_hook(None, hook)  # the ranks also agree
-        with counting_sent_bytes() as sent[hook]:
+        with counting_sent(by_dtype) as sent[hook]:
             step(model)
     assert full.keys() == {SINGLE}
     assert sent[average] == full

@@ -36,7 +36,7 @@ from tests.helpers.compile_backends import (
 from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import from_one_rank, fully_sharded
 from tests.helpers.twins import batch, score
 
@@ -215,13 +215,11 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
     assert_close(list(found.weights.values()), list(expected.weights.values()), rtol=1e-11, atol=1e-13)
 
 
-@parametrize_pairs(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
+@parametrize_cases(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
 @on_ranks("world_size")
-def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(
-    way: Way, options: dict[str, Any], reshard_after_forward: bool
-) -> None:
-    options = options | {"reshard_after_forward": reshard_after_forward}
-    backend = _train_all(way, options)
+def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(case: Case) -> None:
+    options = case.options | {"reshard_after_forward": case.reshard_after_forward}
+    backend = _train_all(case.way, options)
     assert backend.breaks == []
     # All blocks are calls of one graph, as they are of the plain model; evaluation has its own.
     assert backend.sizes == [Block.OPERATIONS] * 2

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import fully_shard
-from tests.engine.test_memory import live_bytes
-from tests.engine.test_precision_memory import counting_sent_bytes
+from tests.helpers.dtypes import BRAIN, SINGLE
+from tests.helpers.memory import live_bytes
 from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.module_kinds import (
     FLAT,
@@ -35,7 +35,6 @@ from tests.helpers.module_kinds import (
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
-    MakeOptimizer,
     Training,
     adamw,
     assert_bit_equal,
@@ -46,8 +45,7 @@ from tests.helpers.parity import (
     train_sharded,
 )
 from tests.helpers.ranks import RankPool
-
-BRAIN, SINGLE = torch.bfloat16, torch.float32
+from tests.helpers.traffic import by_dtype, counting_sent
 
 
 class Adapted(nn.Module):
@@ -81,7 +79,7 @@ UNITS: list[Units] = [whole, by_layers, auto_wrapped]
 # They train
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     options=FORMS,
     units=UNITS,
@@ -89,17 +87,10 @@ UNITS: list[Units] = [whole, by_layers, auto_wrapped]
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
+def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(ranks: RankPool, world_size: int, case: Case) -> None:
     # Adapters in float64: what the base rounds to 16 bits is then the same here and there.
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, adapted, units, make_optimizer, options, apart=True)
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, adapted, case.units, case.make_optimizer, options, apart=True)
 
 
 def mixed() -> nn.Module:
@@ -181,7 +172,7 @@ def test_pain_point_04_what_is_frozen_is_gathered_and_never_reduced(options: dic
     model = units(seeded(adapted), fully_sharded(reshard_after_forward=False, **options))
     train_step(model, torch.ones(2, 5))  # the ranks also agree in the first one
     peers = dist.get_world_size() - 1
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_dtype) as sent:
         train_step(model, torch.ones(2, 5))
     assert sent[BRAIN] == peers * shard_numel(FROZEN, units, options) * 2
     assert sent[SINGLE] == peers * shard_numel(TRAINED, units, options) * 4 * 2  # gathered and reduced
@@ -194,7 +185,7 @@ def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(options: dic
     train_step(model, torch.ones(2, 5))
     model[2].requires_grad_(False)
     peers = dist.get_world_size() - 1
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_dtype) as sent:
         train_step(model, torch.ones(2, 5))
     gathered, reduced = (shard_numel(layers, by_layers, options) for layers in (TRAINED, TRAINED[:1]))
     assert sent[SINGLE] == peers * (gathered + reduced) * 4
@@ -255,7 +246,7 @@ TOGGLES = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     options=[ORIGINAL, UNFLATTENED],
     units=[whole, by_layers],
@@ -264,11 +255,9 @@ TOGGLES = {
     reshard_after_forward=[True, False],
 )
 @on_ranks("world_size")
-def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, reshard_after_forward: bool
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    pair = SideBySide(in_default_dtype, units, make_optimizer, **options)
+def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    pair = SideBySide(in_default_dtype, case.units, case.make_optimizer, **options)
     for number in range(11):
         pair.on_both(partial(toggle, names=TOGGLES.get(number, ())))
         pair.backward(number)

@@ -32,7 +32,7 @@ from tests.helpers.module_kinds import (
 )
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, sgd_with_momentum
+from tests.helpers.parity import adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
@@ -247,7 +247,7 @@ KINDS: dict[str, Make] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=17,
     kind=list(KINDS),
     options=FORMS,
@@ -256,17 +256,9 @@ KINDS: dict[str, Make] = {
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_training_equals_the_plain_module(
-    ranks: RankPool,
-    kind: str,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, KINDS[kind], units, make_optimizer, options)
+def test_training_equals_the_plain_module(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, KINDS[case.kind], case.units, case.make_optimizer, options)
 
 
 # Evaluated

@@ -29,7 +29,7 @@ from tests.helpers.module_kinds import (
 )
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, once
 
@@ -87,7 +87,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
     return sorted((found for found in names.values() if len(found) > 1), key=sorted)
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     options=FORMS,
     units=UNITS,
@@ -95,16 +95,9 @@ def aliases(model: nn.Module) -> list[set[str]]:
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_pain_point_03_tied_parameters_train_as_on_one_process(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
+def test_pain_point_03_tied_parameters_train_as_on_one_process(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, Tied, case.units, case.make_optimizer, options)
 
 
 # Where they live

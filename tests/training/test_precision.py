@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import MixedPrecision, use_torch_collectives
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs

@@ -23,11 +23,11 @@ from fsdp import (
     enable_wrap,
     get_fsdp_instances,
 )
-from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.accelerator import AcceleratorRanks
+from tests.helpers.dtypes import BRAIN, HALF, SINGLE
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import Alone
+from tests.helpers.parity import Alone, alone
 
 
 class Residual(nn.Module):
@@ -120,14 +120,14 @@ def test_batch_norms_keep_float32_in_a_unit_of_16_bits(wrap: str) -> None:
     elif wrap != "policy":
         options = {"mixed_precision": True, "compute_dtype": BRAIN}
     wrapped = auto_wrap_bn(module, fsdp_config={"process_group": Alone()}) if wrap == "auto_wrap_bn" else module
-    model = wrap_alone(wrapped, **options)
+    model = alone(wrapped, **options)
     assert model(batch(0)).dtype is BRAIN
     assert seen == [SINGLE] * 8
 
 
 def test_batch_norms_without_weights_have_their_statistics() -> None:
     norm = nn.BatchNorm1d(5, affine=False)
-    model = wrap_alone(nn.Sequential(norm, nn.Linear(5, 3)), mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    model = alone(nn.Sequential(norm, nn.Linear(5, 3)), mixed_precision=MixedPrecision(param_dtype=BRAIN))
     assert model(batch(0)).dtype is BRAIN
     plain = nn.BatchNorm1d(5, affine=False)
     plain(batch(0).bfloat16().float())

@@ -22,8 +22,9 @@ import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.verify import describe_handle
-from tests.helpers.copied_twins import live_bytes, through_pickle
+from tests.helpers.copied_twins import through_pickle
 from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import live_bytes
 from tests.helpers.meta_models import (
     FLAT,
     FORMS,
