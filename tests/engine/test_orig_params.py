@@ -1,7 +1,7 @@
 """`use_orig_params=True`: what optimizers and users see, and what they may do with it.
 
 Every parameter of the model is there under its own name, as this rank's piece of it, a view of the unit's shard. The
-plain model beside it (`Twins`) says what each change should mean.
+plain model beside it (`OrigTwins`) says what each change should mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.twins import batch, score
 from tests.training.test_orig_params import (
-    Twins,
+    OrigTwins,
     a_rate_for_each,
     half_frozen,
     one_adamw,
@@ -153,7 +153,7 @@ def test_zeroed_gradients_are_freed_before_the_next_forward_computes() -> None:
 )
 @on_ranks("world_size")
 def test_assigned_data_is_kept(whole: bool, then: str) -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.step(0)
     if then == "forward_before":  # leaves the root's parameters whole, for a backward that doesn't come
         twins.sharded(batch(0, dist.get_rank()))
@@ -192,7 +192,7 @@ def test_data_of_another_shape_is_an_error_that_names_it() -> None:
 @parametrize_pairs(world_size=[1, 2], how=[{}, {"fused": True}, {"foreach": True}])
 @on_ranks("world_size")
 def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) -> None:
-    twins = Twins(nested_mlp, partial(one_adamw, **how))
+    twins = OrigTwins(nested_mlp, partial(one_adamw, **how))
     inputs = batch(7, 0)
     for number in range(3):
         twins.zero()
@@ -205,7 +205,7 @@ def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) ->
 
 @on_ranks(1, 2)
 def test_changes_in_place_of_pieces_are_seen() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     inputs = batch(7, 0)
     twins.sharded(inputs)
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_changes_in_place_of_pieces_are_seen() -> None:
 
 @on_ranks(1, 2)
 def test_a_model_is_cast_between_steps() -> None:
-    twins = Twins(nested_mlp, a_rate_for_each)
+    twins = OrigTwins(nested_mlp, a_rate_for_each)
     twins.step(0)
     for model in (twins.sharded, twins.plain):
         model.half()
@@ -236,7 +236,7 @@ def test_a_model_is_cast_between_steps() -> None:
 
 @on_ranks(1, 2)
 def test_loaded_and_summoned_changes_are_trained_on() -> None:
-    twins = Twins(nested_mlp, two_optimizers)
+    twins = OrigTwins(nested_mlp, two_optimizers)
     twins.step(0)
     state = {name: value * 1.5 for name, value in twins.plain.state_dict().items()}
     for model in (twins.sharded, twins.plain):
@@ -254,7 +254,7 @@ def test_loaded_and_summoned_changes_are_trained_on() -> None:
 
 @on_ranks(1, 2)
 def test_whole_parameters_show_what_is_frozen() -> None:
-    twins = Twins(half_frozen, one_sgd)
+    twins = OrigTwins(half_frozen, one_sgd)
     twins.step(0)
     twins.on_both(_freeze_scale)
     state = twins.sharded.state_dict()
@@ -272,7 +272,7 @@ def _freeze_scale(params: dict[str, nn.Parameter]) -> None:
 
 @on_ranks(2)
 def test_an_optimizers_state_is_saved_and_loaded_per_piece() -> None:
-    twins = Twins(nested_mlp, one_adamw)
+    twins = OrigTwins(nested_mlp, one_adamw)
     twins.step(0)
     for optimizers, model in zip(twins.optimizers, (twins.sharded, twins.plain), strict=True):
         saved = optimizers[0].state_dict()

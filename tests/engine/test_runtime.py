@@ -127,7 +127,7 @@ def several_roots(wrap: Wrap) -> nn.Module:
 def test_units_without_a_common_root_train_side_by_side(step: Step) -> None:
     twins = Twins.of(several_roots)
     for number in range(3):
-        twins.step(number, step)
+        twins.take(number, step)
     for sharded, plain in zip(twins.sharded, twins.plain, strict=True):
         assert sharded._is_root
         Twins(sharded, plain).assert_close()
@@ -173,7 +173,7 @@ def test_an_output_may_go_unused(ranks: RankPool) -> None:
 def test_two_forwards_of_compiled_units_then_backwards() -> None:
     twins = Twins.of(compiled_toolbox)
     for number, step in enumerate([once, two_forwards_then_backwards]):
-        twins.step(number, step)
+        twins.take(number, step)
     assert_at_rest(twins.sharded)
     found = list(twins.sharded.state_dict().values())
     twins.share_plain()
@@ -441,7 +441,7 @@ def test_after_an_exception_the_model_is_usable(case: Case) -> None:
             with pytest.raises(case.error, match="sprung"):
                 once(twins.sharded, batch(number, 0))
             case.then(twins.sharded)
-        twins.step(number, once)
+        twins.take(number, once)
     twins.assert_close()
 
 
@@ -470,7 +470,7 @@ def test_a_users_hook_may_raise(prepend: bool) -> None:
                 once(twins.sharded, batch(number, 0))
             hook.remove()
             assert_at_rest(twins.sharded)
-            twins.step(number, once)
+            twins.take(number, once)
     twins.assert_close()
 
 
@@ -538,12 +538,12 @@ def fail_and_zero_in_place(model: nn.Module, inputs: Tensor) -> None:
 def test_weights_changed_between_forward_and_backward_are_an_error(options: dict[str, Any]) -> None:
     twins = Twins.of(nested_mlp, **options)
     for number in range(2):
-        twins.step(number, once)
+        twins.take(number, once)
         loss = score(twins.sharded(batch(number, 0)))
         message = r"root.*were changed .*between forward and backward"
         with changed(twins.sharded), pytest.raises(RuntimeError, match=message):
             loss.backward()
-    twins.step(2, once)
+    twins.take(2, once)
     twins.assert_close()
 
 
@@ -747,7 +747,7 @@ def test_gradients_of_gradients_are_right_or_refused() -> None:
     inputs = batch(0, 0).requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(score(twins.sharded(inputs)), inputs, create_graph=True)
-    twins.step(0, once)
+    twins.take(0, once)
     twins.assert_close()
 
 
@@ -771,7 +771,7 @@ def test_a_world_of_one_needs_no_process_group(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     options = {"process_group_reduce_scatter": None, **options}
     sharded, plain = nested_mlp(fully_sharded(process_group=DummyGroup(), **options)), nested_mlp(keep)
-    optimizers = sgd(sharded), sgd(plain)
+    optimizers = sgd(sharded.parameters()), sgd(plain.parameters())
     for number in range(3):
         for model, optimizer in zip((sharded, plain), optimizers, strict=True):
             optimizer.zero_grad()

@@ -201,7 +201,7 @@ def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options
     """As `assert_trains_like_plain`, where float32 parameters may round."""
     twins = Twins.of(make, **options)
     for number in range(max(3, len(steps) + 1)):
-        twins.step(number, steps[number % len(steps)])
+        twins.take(number, steps[number % len(steps)])
     assert_at_rest(twins.sharded)
     twins.share_plain()
     found = twins.sharded.state_dict()
@@ -310,7 +310,7 @@ def test_a_unit_may_be_frozen_in_the_middle_of_a_training(options: dict[str, Any
     for number in range(6):
         for model in (twins.sharded, twins.plain):
             model.tools["b"].requires_grad_(number not in (2, 3))
-        twins.step(number, once)
+        twins.take(number, once)
     twins.assert_close()
 
 

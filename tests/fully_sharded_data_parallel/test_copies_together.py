@@ -17,8 +17,8 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
+    CopiedTwins,
     Travel,
-    Twins,
     every_travel,
     handles_of,
     nested,
@@ -93,7 +93,7 @@ def test_student_and_teacher_compute_in_turns_in_one_step(options: dict[str, Any
     students = [nested(fully_sharded(**options)), nested()]
     teachers = [copy.deepcopy(student).requires_grad_(False) for student in students]
     optimizers = sgd_with_momentum(students[0].parameters()), sgd_with_momentum(students[1].parameters())
-    student = Twins(students[0], students[1], optimizers)
+    student = CopiedTwins(students[0], students[1], optimizers)
     world = dist.get_world_size()
     for number in range(2):
         _loss(student.sharded, teachers[0], batch(number, dist.get_rank())).backward()
@@ -112,7 +112,7 @@ def _loss(student: nn.Module, teacher: nn.Module, inputs: Tensor) -> Tensor:
 @on_ranks(2)
 def test_one_backward_goes_through_both() -> None:
     torch.set_default_dtype(torch.float64)
-    twins = Twins.of(nested, sgd_with_momentum)
+    twins = CopiedTwins.of(nested, sgd_with_momentum)
     other = twins.copied()
     for number in range(3):
         inputs = batch(number, dist.get_rank())

@@ -25,7 +25,7 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
-    Twins,
+    CopiedTwins,
     assert_goes_on_alike,
     connected,
     every_form,
@@ -77,7 +77,7 @@ def connected_through_torch(item: Any) -> Any:
 )
 @on_ranks("world_size")
 def test_training_goes_on_as_if_nothing_had_been_pickled(case: Case) -> None:
-    first = Twins.of(case.make, case.make_optimizer, **case.options)
+    first = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
     first.train(0, 1)
     second = first.copied(case.travel)
     second.assert_close()
@@ -286,7 +286,7 @@ def test_none_stands_for_the_defaults() -> None:
 
 @on_ranks(2)
 def test_a_live_model_changes_over_to_another_group_between_steps() -> None:
-    twins = Twins.of(nested, sgd_with_momentum)
+    twins = CopiedTwins.of(nested, sgd_with_momentum)
     twins.train(0, 1)
     group = dist.new_group()
     for wrapper in wrappers_in(twins.sharded):

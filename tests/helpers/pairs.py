@@ -61,11 +61,6 @@ def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) ->
     return pytest.mark.parametrize(list(values), _Sample(at_most, values, lambda row: tuple(row.values())))
 
 
-def parametrize_rows(name: str, *, at_most: int, **values: Sequence[Any]) -> Callable[..., Any]:
-    """As `parametrize_pairs`, for a test that takes a whole row as the argument of this name: a dictionary."""
-    return pytest.mark.parametrize(name, _Sample(at_most, values, lambda row: (row,)))
-
-
 @dataclass(frozen=True)
 class Case:
     """A row of a grid, whose values are attributes."""
@@ -86,7 +81,7 @@ def parametrize_cases(*, at_most: int | None = None, **values: Sequence[Any]) ->
     """As `parametrize_pairs`, for a test that takes all values as a `case`; `world_size` stays an argument."""
     if "world_size" not in values:
         return pytest.mark.parametrize("case", _Sample(at_most, values, lambda row: (Case(row),)))
-    sample = _Sample(at_most, values, lambda row: (row["world_size"], Case(row)))
+    sample = _Sample(at_most, values, lambda row: (row.pop("world_size"), Case(row)))
     return pytest.mark.parametrize(("world_size", "case"), sample)
 
 

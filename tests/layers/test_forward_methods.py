@@ -65,7 +65,7 @@ def test_pain_point_13_training_through_methods_equals_the_plain_model(kind: str
     options = KINDS[kind]
     twins = Twins.of(model, **options)
     for number in range(2):
-        twins.step(number, _step)
+        twins.take(number, _step)
     twins.assert_close()
 
 

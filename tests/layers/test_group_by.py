@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
-from tests.helpers.changed_params import LAYOUTS, Twins
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -46,7 +46,7 @@ def _param_groups(params: Keyed) -> list[dict[str, Any]]:
     ]
 
 
-class KeyedTwins(Twins):
+class KeyedTwins(ChangedTwins):
     """Twins whose optimizers find the kind of a flat parameter in `group`, and of a plain one by asking."""
 
     def new_optimizers(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:

@@ -21,7 +21,7 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
-    Twins,
+    CopiedTwins,
     every_form,
     nested,
     normed,
@@ -60,7 +60,7 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
 @on_ranks("world_size")
 def test_the_average_is_torchs_of_the_unwrapped_model(case: Case) -> None:
     """Through torch's own class as well, which copies and averages what `parameters()` lists."""
-    twins = Twins.of(case.make, case.make_optimizer, **case.options)
+    twins = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
     ema = fsdp.EMA(twins.sharded, DECAY) if case.average is fsdp.EMA else torch_ema(twins.sharded)
     expected = torch_ema(twins.plain)
     for number in range(4):
@@ -181,7 +181,7 @@ def test_it_takes_one_more_shard(options: dict[str, Any]) -> None:
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
 @on_ranks("world_size")
 def test_the_model_has_the_average_inside_applied_to(options: dict[str, Any]) -> None:
-    twins = Twins.of(nested, sgd_with_momentum, **options)
+    twins = CopiedTwins.of(nested, sgd_with_momentum, **options)
     ema = fsdp.EMA(twins.sharded, DECAY)
     for number in range(3):
         twins.train(number)
@@ -224,7 +224,7 @@ def test_weights_can_be_loaded_into_it() -> None:
 @every_form
 @on_ranks(2)
 def test_its_state_dict_is_that_of_the_unwrapped_average_and_loads_into_both(options: dict[str, Any]) -> None:
-    twins = Twins.of(nested, sgd_with_momentum, **options)
+    twins = CopiedTwins.of(nested, sgd_with_momentum, **options)
     ema, plain = fsdp.EMA(twins.sharded, DECAY), torch_ema(twins.plain)
     for number in range(3):
         twins.train(number)

@@ -46,7 +46,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import by_dtype, counting_sent
 from tests.helpers.twins import batch, score
 from tests.training.test_orig_params import (
-    Twins,
+    OrigTwins,
     branches,
     decay_matrices_only,
     first_rank_uses_all_of_the_last_unit,
@@ -145,7 +145,7 @@ def test_a_hook_goes_with_other_options_to_the_bit(tmp_path: Path, case: Case) -
 @on_ranks(2, 3)
 def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one_order() -> None:
     """torch's collectives could not tell two units apart."""
-    twins = Twins(partial(with_hook, branches, torchs_reduce_scatter), one_sgd)
+    twins = OrigTwins(partial(with_hook, branches, torchs_reduce_scatter), one_sgd)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
         twins.assert_close_gradients()
@@ -154,7 +154,7 @@ def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one
 
 @on_ranks(2)
 def test_optimizers_of_original_parameters_train_with_a_hook() -> None:
-    twins = Twins(partial(with_hook, nested_mlp, average), decay_matrices_only)
+    twins = OrigTwins(partial(with_hook, nested_mlp, average), decay_matrices_only)
     for number in range(2):
         twins.step(number)
         twins.assert_close_gradients()

@@ -214,7 +214,7 @@ def test_pain_point_14_several_forwards_and_backwards_in_a_step(
     twins = Twins.of(make, **options)
     twins.optimizers = [make_optimizer(model.parameters()) for model in (twins.sharded, twins.plain)]
     for number in range(3):
-        twins.step(number, step if number % 3 else once)
+        twins.take(number, step if number % 3 else once)
     assert_at_rest(twins.sharded)
     twins.share_plain()
     assert_close_state(twins.sharded.state_dict(), twins.plain.state_dict())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from tests.helpers.parity import (
 )
 from tests.helpers.precision_twins import PRECISIONS
 from tests.helpers.ranks import RankPool
-from tests.helpers.twins import Toolbox, batch, score, toolbox
+from tests.helpers.twins import Toolbox, Twins, batch, score, toolbox
 
 MakeOptimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 CallModel = Callable[[nn.Module, Tensor, int], Tensor]  # with a rank's inputs, and the rank
@@ -59,23 +58,22 @@ def part_of(whole: Tensor, piece: nn.Parameter) -> Tensor:
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel()]
 
 
-class Twins:
+class OrigTwins(Twins):
     """A model that is sharded with original parameters and the same model plain, each with optimizers of one making."""
 
     def __init__(self, make: Callable[[Wrap], nn.Module], make_optimizers: MakeOptimizers, **options: Any) -> None:
         torch.set_default_dtype(torch.float64)
-        self.sharded, self.plain = make(original(**options)), make(keep)
-        self.optimizers = [make_optimizers(model) for model in (self.sharded, self.plain)]
-        self.pieces = dict(self.sharded.named_parameters())
-        self.wholes = dict(self.plain.named_parameters())
+        models = make(original(**options)), make(keep)
+        super().__init__(*models, [make_optimizers(model) for model in models])
+        self.pieces, self.wholes = (dict(model.named_parameters()) for model in models)
 
-    def backward(self, number: int, forward: CallModel = call, *, sync: bool = True) -> None:
+    def loss(self, model: nn.Module, rank: int) -> Tensor:
+        return score(self.forward(model, batch(self.number, rank), rank))
+
+    def backward(self, number: int | None = None, forward: CallModel = call, *, sync: bool = True) -> None:
         """Collective. Gradients of the mean over ranks are added in both."""
-        world = dist.get_world_size()
-        with nullcontext() if sync else self.sharded.no_sync():  # type: ignore[operator]
-            score(forward(self.sharded, batch(number, dist.get_rank()), dist.get_rank())).backward()
-        for rank in range(world):
-            (score(forward(self.plain, batch(number, rank), rank)) / world).backward()
+        self.forward = forward
+        super().backward(number, sync=sync)
 
     def on_both(self, change: Callable[[dict[str, nn.Parameter]], Any]) -> None:
         """Do the same to the pieces and to the plain parameters."""
@@ -92,7 +90,7 @@ class Twins:
             for optimizer in optimizers[which]:
                 optimizer.zero_grad()
 
-    def step(self, number: int, forward: CallModel = call) -> None:
+    def step(self, number: int | None = None, forward: CallModel = call) -> None:
         self.zero()
         self.backward(number, forward)
         self.optimize()
@@ -175,7 +173,7 @@ def test_fused_and_foreach_optimizers_step_pieces(
 
 
 def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> None:
-    twins = Twins(nested_mlp, make_optimizers, **options)
+    twins = OrigTwins(nested_mlp, make_optimizers, **options)
     for number in range(2):
         twins.step(number)
         twins.assert_close_gradients()
@@ -198,7 +196,7 @@ def test_a_transformer_trains_as_on_one_process(case: Case) -> None:
 
 @on_ranks(2)
 def test_units_of_auto_wrap_train() -> None:
-    twins = Twins(_auto_wrapped, decay_matrices_only)
+    twins = OrigTwins(_auto_wrapped, decay_matrices_only)
     for number in range(2):
         twins.step(number)
     twins.assert_close_weights()
@@ -251,7 +249,7 @@ def test_a_parameter_used_on_one_rank_is_stepped_on_all(ranks: RankPool, world_s
 
 
 def _leave_some_unused(make: Callable[[Wrap], nn.Module], forward: CallModel) -> None:
-    twins = Twins(make, partial(one_adamw, foreach=False))
+    twins = OrigTwins(make, partial(one_adamw, foreach=False))
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(2):
         twins.step(number, forward)
@@ -288,7 +286,7 @@ def first_rank_uses_all_of_the_last_unit(model: nn.Module, inputs: Tensor, rank:
 @on_ranks(2)
 def test_ranks_whose_gradients_complete_in_different_orders_agree(bucket_cap_mb: float) -> None:
     # On one rank the last unit's gradients are complete first, on the other only when backward ends.
-    twins = Twins(branches, one_sgd, bucket_cap_mb=bucket_cap_mb)
+    twins = OrigTwins(branches, one_sgd, bucket_cap_mb=bucket_cap_mb)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
         twins.assert_close_gradients()
@@ -310,7 +308,7 @@ def half_frozen(wrap: Wrap) -> nn.Module:
 @parametrize_pairs(world_size=[1, 2, 3], make_optimizers=[one_sgd, decay_matrices_only])
 @on_ranks("world_size")
 def test_pain_point_04_frozen_parameters_beside_trained_ones(make_optimizers: MakeOptimizers) -> None:
-    twins = Twins(half_frozen, make_optimizers)
+    twins = OrigTwins(half_frozen, make_optimizers)
     for number in range(2):
         twins.step(number)
         twins.assert_close_gradients()
@@ -323,7 +321,7 @@ def test_pain_point_04_frozen_parameters_beside_trained_ones(make_optimizers: Ma
 @parametrize_pairs(world_size=[1, 2], options=[{}, {"reshard_after_forward": False}])
 @on_ranks("world_size")
 def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(options: dict[str, Any]) -> None:
-    twins = Twins(half_frozen, one_adamw, **options)
+    twins = OrigTwins(half_frozen, one_adamw, **options)
     # One that was frozen at wrap time, its whole group, one that was trained, and back.
     for number, names in enumerate([["entry.weight"], ["tools.b.0.bias", "scale"], ["entry.bias"], ["entry.weight"]]):
         twins.on_both(partial(_toggle_each, names=names))

@@ -275,5 +275,5 @@ def test_disabled_checkpoints_in_some_steps() -> None:
 
     twins = Twins.of(partial(mlp, "both"))
     for number in range(4):
-        twins.step(number, disabled if number % 2 else once)
+        twins.take(number, disabled if number % 2 else once)
     twins.assert_close()

@@ -21,7 +21,7 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
-    Twins,
+    CopiedTwins,
     every_form,
     nested,
     tied_and_frozen,
@@ -69,7 +69,7 @@ def test_states_are_exchanged_with_plain_sharding(options: dict[str, Any]) -> No
 
 @on_ranks(4)
 def test_an_average_of_weights() -> None:
-    twins = Twins.of(nested, sgd_with_momentum, **two_by_two())
+    twins = CopiedTwins.of(nested, sgd_with_momentum, **two_by_two())
     average = EMA(twins.sharded, decay=0.5)
     expected = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(2):
@@ -94,7 +94,7 @@ def test_an_average_of_weights() -> None:
 )
 @on_ranks(4)
 def test_copies_and_originals_train_apart(case: Case) -> None:
-    twins = Twins.of(case.make, adamw, **case.how(), **case.options)
+    twins = CopiedTwins.of(case.make, adamw, **case.how(), **case.options)
     twins.train(0)
     assigned = case.how().get("process_group")
     other = twins.copied(copy.deepcopy if case.travels == "deepcopy" else partial(through_pickle, group=assigned))
@@ -126,7 +126,7 @@ def test_a_pickled_model_says_that_its_replicas_are_missing() -> None:
 @on_ranks(4)
 def test_groups_may_be_assigned_in_another_form() -> None:
     with machines_of(2):
-        twins = Twins.of(nested, adamw, **by_machine())
+        twins = CopiedTwins.of(nested, adamw, **by_machine())
         for number, group in enumerate((mesh_of(2, 2), (neighbours(2), every_nth(2)), None)):
             for wrapper in wrappers_in(twins.sharded):
                 wrapper.process_group = group
@@ -212,7 +212,7 @@ def test_recomputed_units(reentrant: bool) -> None:
 @pytest.mark.parametrize("how", [dict, two_by_two, replicated])
 @on_ranks(4)
 def test_gradients_that_a_failed_backward_had_sent_do_not_arrive_later(how: Callable[[], dict[str, Any]]) -> None:
-    twins = Twins.of(nested, adamw, bucket_cap_mb=0, **how())
+    twins = CopiedTwins.of(nested, adamw, bucket_cap_mb=0, **how())
     twins.train(0)
 
     def give_up(*_: Any) -> None:
