@@ -14,12 +14,11 @@ from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRank
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.parity import fully_sharded, fused_adamw, sgd_with_momentum
 from tests.optim_utils.test_grad_scaler import (
     OFFLOADS,
     backward,
     counted_reductions,
-    fused_adamw,
     new_scaler,
     offload_options,
     skip_together,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, find, momentum
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, by_data, find, in_place, momentum
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -285,15 +285,6 @@ def test_data_of_listed_parameters_may_be_replaced(
     ranks: RankPool, world_size: int, layout: str, whole: bool, make_optimizer: MakeOptimizer
 ) -> None:
     ranks(world_size).run(_write_listed, by_data, layout, whole, make_optimizer)
-
-
-def in_place(param: nn.Parameter) -> None:
-    with torch.no_grad():
-        param.mul_(0.5)
-
-
-def by_data(param: nn.Parameter) -> None:
-    param.data = param.data * 0.5
 
 
 def _write_listed(

@@ -11,21 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.changed_params import LAYOUTS, ChangedTwins, find
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins, by_data, find, in_place
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 
 PATHS = ["entry.weight", "scale", "trunk.0.weight", "trunk.2.0.bias"]
-
-
-def in_place(param: nn.Parameter) -> None:
-    with torch.no_grad():
-        param.mul_(0.5)
-
-
-def by_data(param: nn.Parameter) -> None:
-    param.data = param.data * 0.5
 
 
 def seen_in(model: nn.Module, path: str) -> nn.Parameter:

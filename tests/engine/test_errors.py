@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState, fully_shard
+from tests.helpers.calls import summon
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 
@@ -350,11 +351,6 @@ def call_twice(model: nn.Module) -> None:
     with suppress(RuntimeError):
         model(torch.ones(2, 5))
     model(torch.ones(2, 5))
-
-
-def summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
 
 
 class DifferentModels(RanksTestCase):

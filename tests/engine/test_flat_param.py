@@ -37,6 +37,7 @@ from fsdp.engine.storage import ShardStorage
 from fsdp.layers.managed_params import collect, names_of
 from fsdp.layers.state_dict.redistribute import assembled
 from fsdp.layers.verify import describe_handle
+from tests.helpers.calls import summon
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -473,11 +474,6 @@ def _load(model: FullyShardedDataParallel) -> None:
     model.load_state_dict(model.state_dict())
 
 
-def _summon(model: FullyShardedDataParallel) -> None:
-    with model.summon_full_params():
-        pass
-
-
 def _step(model: FullyShardedDataParallel) -> None:
     with torch.no_grad():
         for param in model.parameters():
@@ -497,7 +493,7 @@ def test_a_state_is_what_the_optimizer_left_also_after_a_forward_alone() -> None
         assert torch.equal(sharded_state[name], 2 * value), name
 
 
-CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "summon": _summon, "step": _step}
+CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "summon": summon, "step": _step}
 
 
 @parametrize_pairs(change=list(CHANGES), world_size=[1, 3])

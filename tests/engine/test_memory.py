@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
-from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
-from tests.helpers.memory import live_bytes
+from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
@@ -32,10 +31,6 @@ from tests.helpers.parity import adam, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
 FLOAT = 4  # bytes
-
-
-def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
 def shard_numel(numel: int) -> int:

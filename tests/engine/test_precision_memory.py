@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from fsdp.engine.handle import FlatParamHandle
+from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.dtypes import BRAIN, HALF, SINGLE
-from tests.helpers.memory import live_bytes
+from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -111,10 +110,6 @@ def test_parameters_in_float32_can_have_gradients_in_16_bits() -> None:
 
 
 # Whole parameters
-
-
-def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:

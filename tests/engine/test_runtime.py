@@ -29,7 +29,7 @@ from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.models import Net, Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import fully_sharded
+from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
     OPTIONS,
@@ -754,23 +754,13 @@ def test_gradients_of_gradients_are_right_or_refused() -> None:
 # Without torch.distributed
 
 
-class DummyGroup:
-    """All that is asked of the group of a world of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
 @every_option
 @on_ranks(1, backend=None)
 def test_a_world_of_one_needs_no_process_group(options: dict[str, Any]) -> None:
     assert not dist.is_initialized()
     torch.set_default_dtype(torch.float64)
     options = {"process_group_reduce_scatter": None, **options}
-    sharded, plain = nested_mlp(fully_sharded(process_group=DummyGroup(), **options)), nested_mlp(keep)
+    sharded, plain = nested_mlp(fully_sharded(process_group=Alone(), **options)), nested_mlp(keep)
     optimizers = sgd(sharded.parameters()), sgd(plain.parameters())
     for number in range(3):
         for model, optimizer in zip((sharded, plain), optimizers, strict=True):

@@ -25,6 +25,7 @@ from fsdp import (
     get_fsdp_instances,
 )
 from fsdp.layers.options import Options
+from tests.helpers.calls import users
 from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -43,11 +44,6 @@ from tests.helpers.ranks import RankPool
 def inputs() -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return torch.randn(3, 5, generator=generator)
-
-
-def users(model: Any) -> Any:
-    """The module that was wrapped."""
-    return model.module.module
 
 
 def step(model: nn.Module) -> None:

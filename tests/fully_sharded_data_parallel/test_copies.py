@@ -24,7 +24,6 @@ from tests.helpers.copied_twins import (
     assert_goes_on_alike,
     every_form,
     every_travel,
-    handles_of,
     nested,
     recurrent,
     state_of,
@@ -33,6 +32,7 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import handles_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum

@@ -26,7 +26,6 @@ from tests.helpers.copied_twins import (
     Travel,
     assert_goes_on_alike,
     every_travel,
-    handles_of,
     nested,
     normed,
     recurrent,
@@ -34,6 +33,7 @@ from tests.helpers.copied_twins import (
     tied_and_frozen,
     train,
 )
+from tests.helpers.memory import handles_of
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases

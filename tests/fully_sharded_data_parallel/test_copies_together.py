@@ -20,7 +20,6 @@ from tests.helpers.copied_twins import (
     CopiedTwins,
     Travel,
     every_travel,
-    handles_of,
     nested,
     shard_bytes,
     state_of,
@@ -28,7 +27,7 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_same_state
-from tests.helpers.memory import live_bytes
+from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum

@@ -29,7 +29,6 @@ from tests.helpers.copied_twins import (
     assert_goes_on_alike,
     connected,
     every_form,
-    handles_of,
     nested,
     recurrent,
     shard_bytes,
@@ -40,6 +39,7 @@ from tests.helpers.copied_twins import (
     wrappers_in,
 )
 from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import handles_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum

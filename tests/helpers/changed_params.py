@@ -86,3 +86,12 @@ class ChangedTwins(Twins):
     def assert_close(self) -> None:
         """Collective. Names, dtypes and values of the unsharded states agree."""
         assert_close_state(self.sharded.state_dict(), self.plain.state_dict(), **self.tolerance)
+
+
+def in_place(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(0.5)
+
+
+def by_data(param: nn.Parameter) -> None:
+    param.data = param.data * 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
 from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import handles_of
 from tests.helpers.models import NestedMlp, Wrap, keep
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.twins import Twins, batch, score
@@ -178,8 +179,3 @@ def shard_bytes(model: nn.Module) -> int:
 
 def wrappers_in(model: nn.Module) -> list[Any]:
     return list(get_fsdp_instances(model))
-
-
-def handles_of(model: nn.Module) -> Iterator[Any]:
-    for wrapper in wrappers_in(model):
-        yield from wrapper._unit.handles

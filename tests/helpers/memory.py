@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp import get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.fingerprints import fingerprint
 
@@ -21,3 +23,8 @@ def live_bytes(dtype: torch.dtype | None = None) -> int:
     tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
     storages = [tensor.untyped_storage() for tensor in tensors if dtype in (None, tensor.dtype)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def handles_of(model: nn.Module) -> list[Any]:
+    """Return the handles of all units of the wrapper."""
+    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -95,3 +96,7 @@ def accelerated() -> Iterator[None]:
 
 def on(machine: str) -> AbstractContextManager[None]:
     return accelerated() if machine == "accelerated" else nullcontext()
+
+
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options

@@ -79,6 +79,10 @@ def sgd_with_momentum(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def fused_adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
 def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-2)
 
@@ -396,3 +400,10 @@ def _relative(one: Tensor, other: Tensor, *, elementwise: bool = False) -> float
     if not elementwise:
         size = size.max()
     return float(((one - other).abs() / size.clamp_min(1e-30)).max())
+
+
+def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Collective for wrapped models. The whole gradients, from a step of size one."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return {name: before[name] - value for name, value in model.state_dict().items()}

@@ -18,7 +18,7 @@ from fsdp.engine.placeholder import Placeholder
 from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
-from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing
+from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, with_folder
 from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
@@ -31,10 +31,6 @@ HOSTED = [BOTH, PARAMS, DISK]  # with shards on the host
 
 every_kind = pytest.mark.parametrize("options", KINDS, ids=["both", "params", "grads", "disk"])
 every_hosted = pytest.mark.parametrize("options", HOSTED, ids=["both", "params", "disk"])
-
-
-def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options
 
 
 def inputs(number: int, rows: int = 12) -> Tensor:

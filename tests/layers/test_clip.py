@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
-from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.parity import Alone, fully_sharded, trained_gradients
 from tests.helpers.ranks import RankPool
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf, 2, 0.5]
@@ -23,13 +23,6 @@ NORM_TYPES = [2.0, 1.0, 3.0, math.inf, 2, 0.5]
 def backward(model: nn.Module, rank: int) -> None:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
     model(inputs).square().mean().backward()
-
-
-def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Collective for wrapped models. The whole gradients, from a step of size one."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return {name: before[name] - value for name, value in model.state_dict().items()}
 
 
 def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_type: float, **options: Any) -> None:

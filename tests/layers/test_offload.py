@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
-from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, every_kind, on
+from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, every_kind, on, with_folder
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
@@ -260,10 +260,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 # A world of one, without torch.distributed
 
 MODES = [{"offload": None}, *KINDS, {"offload": "disk"}]
-
-
-def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options
 
 
 def inputs(number: int) -> Tensor:

@@ -34,16 +34,13 @@ from tests.helpers.parity import (
     assert_bit_equal,
     assert_parity,
     fully_sharded,
+    fused_adamw,
     sgd_with_momentum,
     train_sharded,
 )
 from tests.helpers.twins import STEPS, assert_trains_like_plain, toolbox
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="reads Linux's /proc")
-
-
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
 def foreach_adamw(params: Any) -> torch.optim.Optimizer:

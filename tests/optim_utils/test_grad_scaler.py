@@ -26,7 +26,17 @@ from fsdp.distributed.collectives import DirectExchange, TorchCollectives
 from tests.helpers.models import Net, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import REGRESSION, TOKENS, Task, Training, fully_sharded, sgd_with_momentum, train_sharded
+from tests.helpers.parity import (
+    REGRESSION,
+    TOKENS,
+    Alone,
+    Task,
+    Training,
+    fully_sharded,
+    fused_adamw,
+    sgd_with_momentum,
+    train_sharded,
+)
 from tests.helpers.precision_twins import PRECISIONS, InPrecision, Measured, fast_sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -192,10 +202,6 @@ def skip_together(options: dict[str, Any] | None = None, device: str = "cpu", **
     assert_skips_together(model, device=device, **how)
 
 
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
-
-
 @pytest.mark.parametrize("clips", [False, True])
 def test_pain_point_17_fused_optimizers_that_unscale_by_themselves_skip_together(ranks: RankPool, clips: bool) -> None:
     ranks(2).run(skip_together, make_optimizer=fused_adamw, clips=clips)
@@ -355,8 +361,8 @@ def test_only_the_ranks_of_the_process_group_agree() -> None:
 
 @on_ranks(1, backend=None)
 def test_a_world_of_one_needs_no_torch_distributed() -> None:
-    for group in (None, GroupOfOne()):
-        model = nested_mlp(fully_sharded(mixed_precision=True, process_group=GroupOfOne()))
+    for group in (None, Alone()):
+        model = nested_mlp(fully_sharded(mixed_precision=True, process_group=Alone()))
         scaler, optimizer = new_scaler(process_group=group), sgd_with_momentum(model.parameters())
         inputs = torch.ones(4, 5)
         for value in (1.0, math.nan):
@@ -365,14 +371,6 @@ def test_a_world_of_one_needs_no_torch_distributed() -> None:
             assert step_changes(scaler, optimizer) is (value == 1.0)
             scaler.update()
         assert scaler.get_scale() == 512.0
-
-
-class GroupOfOne:
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 # The rest of the interface

@@ -25,6 +25,7 @@ from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, Net, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.optimizers import stepped
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, alone, every_rank, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -248,15 +249,6 @@ def _go_on_scaled(make_optimizer: MakeOptimizer, options: dict[str, Any]) -> Non
 
 
 # Where state is
-
-
-def stepped(make_optimizer: MakeOptimizer, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, `nested_mlp` by default, whose optimizer took a step before wrapping."""
-    model = model or nested_mlp(keep)
-    optimizer = make_optimizer(model)
-    model(torch.ones(3, 5)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import ShardedGradScaler
@@ -17,7 +17,7 @@ from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.equality import assert_close
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.parity import REGRESSION, Task, sgd_with_momentum
+from tests.helpers.parity import REGRESSION, Task, sgd_with_momentum, trained_gradients
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, cube, gpt, mesh_of, over_data, own_rows, perceptron
 
@@ -34,13 +34,6 @@ def mean_gradients(plain: nn.Module, task: Task, data_size: int) -> None:
     for param in plain.parameters():
         if param.grad is not None:
             param.grad /= data_size
-
-
-def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Collective. The whole gradients, from a step of size one."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return {name: before[name] - value for name, value in model.state_dict().items()}
 
 
 def assert_close_gradients(model: nn.Module, plain: nn.Module) -> None:

@@ -28,6 +28,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.checkpoint_models import flip
 from tests.helpers.convert_formats import assert_same_states, converted, whole
+from tests.helpers.damaged_files import Touch
 from tests.helpers.dcp_folders import everything, save_sharded
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
@@ -379,16 +380,8 @@ def test_damaged_metadata_are_an_error(folder: Path) -> None:
         fsdp.load(folder, net())
 
 
-class _Touch:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (self.path, "w")
-
-
 def test_nothing_in_the_metadata_is_executed(folder: Path, tmp_path: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(_Touch(str(tmp_path / "made"))))
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(str(tmp_path / "made"))))
     with pytest.raises(ValueError, match=r"\.metadata is damaged"):
         open_source(folder)
     assert not (tmp_path / "made").exists()

@@ -22,6 +22,7 @@ import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.verify import describe_handle
+from tests.helpers.calls import summon
 from tests.helpers.copied_twins import through_pickle
 from tests.helpers.equality import assert_same_state
 from tests.helpers.memory import live_bytes
@@ -69,11 +70,6 @@ def state_dict(model: Any) -> None:
 
 def state_dict_of_what_is_around(model: Any) -> None:
     nn.Sequential(model).state_dict()
-
-
-def summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
 
 
 def apply(model: Any) -> None:

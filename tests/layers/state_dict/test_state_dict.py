@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
+from tests.helpers.calls import summon
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
@@ -598,17 +599,12 @@ def test_an_exception_in_a_users_hook_leaves_the_model_usable() -> None:
 
 
 def test_a_load_through_a_parent_that_failed_is_put_right_by_the_next_use(ranks: RankPool) -> None:
-    for use in (_forward, FullyShardedDataParallel.state_dict, _summon):
+    for use in (_forward, FullyShardedDataParallel.state_dict, summon):
         ranks(2).run(_fail_through_a_parent, use)
 
 
 def _forward(model: nn.Module) -> None:
     model(tokens())
-
-
-def _summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
 
 
 def _fail_through_a_parent(use: Callable[[Any], Any]) -> None:

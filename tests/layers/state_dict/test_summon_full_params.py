@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.shard_values import ShardValues
+from tests.helpers.calls import users
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
@@ -30,11 +31,6 @@ tied_transformer = partial(tiny_transformer, tied=True)
 
 def inputs() -> Tensor:
     return torch.linspace(-1, 1, 10).view(2, 5)
-
-
-def users(model: Any) -> Any:
-    """The module that was wrapped."""
-    return model.module.module
 
 
 def step(model: nn.Module) -> None:

@@ -1,0 +1,15 @@
+"""Calls of a sharded model, for tables of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def summon(model: Any) -> None:
+    with model.summon_full_params():
+        pass
+
+
+def users(model: Any) -> Any:
+    """The module that was wrapped."""
+    return model.module.module
