@@ -62,17 +62,14 @@ def step(model: nn.Module) -> None:
     strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
     bucket_cap_mb=[0, 25],
 )
-def test_bytes_are_by_formula(ranks: RankPool, case: Case) -> None:
-    ranks(case.shape[0] * case.shape[1]).run(_count, case.shape, case.strategy, case.bucket_cap_mb)
-
-
-def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: float) -> None:
-    replicas, shards = shape
-    model = tower(process_group=mesh_of(*shape), sharding_strategy=strategy, bucket_cap_mb=bucket_cap_mb)
+@on_ranks(lambda case: case.shape[0] * case.shape[1])
+def test_bytes_are_by_formula(case: Case) -> None:
+    replicas, shards = case.shape
+    model = tower(process_group=mesh_of(*case.shape), sharding_strategy=case.strategy, bucket_cap_mb=case.bucket_cap_mb)
     with counting_sent(by_group) as sent:
         step(model)
     # The root and the layer that comes last in forward are whole until backward has used them.
-    gathers = LAYERS + 1 if strategy is ShardingStrategy._HYBRID_SHARD_ZERO2 else 2 * (LAYERS - 1) + 1 + 1
+    gathers = LAYERS + 1 if case.strategy is ShardingStrategy._HYBRID_SHARD_ZERO2 else 2 * (LAYERS - 1) + 1 + 1
     layer, root = WIDTH * WIDTH * ITEM, WIDTH * ITEM
     gathered = layer * (gathers - 1) + root
     reduced = layer * LAYERS + root

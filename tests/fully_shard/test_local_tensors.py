@@ -32,7 +32,6 @@ from tests.helpers.dtensor_twins import (
 from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
 
 INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
@@ -193,11 +192,8 @@ def test_parameters_that_are_frozen_later_are_not_reduced(plan: dict[str, Any], 
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["held unsharded", "held in shards"])
-def test_what_is_thawed_between_the_backwards_of_a_step(ranks: RankPool, mesh: tuple[int, ...]) -> None:
-    ranks(math.prod(mesh)).run(_thaw_while_accumulating, mesh)
-
-
-def _thaw_while_accumulating(mesh: tuple[int, ...]) -> None:
+@on_ranks(lambda mesh: math.prod(mesh))
+def test_what_is_thawed_between_the_backwards_of_a_step(mesh: tuple[int, ...]) -> None:
     plain, model = uneven(), cast("Any", uneven(ours(mesh=mesh_of(*mesh))))
     model.entry.weight.requires_grad_(False)
     model(INPUTS).sum().backward()  # makes no room for it

@@ -51,11 +51,8 @@ def cube_of(*shape: int) -> DeviceMesh:
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((2, 2), "sequence"), ((1, 2), "heads"), ((2, 1), "sequence")])
-def test_trains_as_torchs(ranks: RankPool, shape: tuple[int, int], kind: str) -> None:
-    ranks(shape[0] * shape[1]).run(_train_sentences, shape, kind)
-
-
-def _train_sentences(shape: tuple[int, int], kind: str) -> None:
+@on_ranks(lambda shape: shape[0] * shape[1])
+def test_trains_as_torchs(shape: tuple[int, int], kind: str) -> None:
     mesh = mesh_of(*shape)
     model = partial(gpt, mesh=mesh, kind=kind, vocabulary=True)
     plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], accumulate=2)
@@ -79,11 +76,8 @@ def test_sizes_that_divide_by_nothing(placements: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_two_tensor_dimensions(ranks: RankPool, shape: tuple[int, int, int]) -> None:
-    ranks(shape[0] * shape[1] * shape[2]).run(_train_in_two_tensor_dimensions, shape)
-
-
-def _train_in_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
+@on_ranks(lambda shape: shape[0] * shape[1] * shape[2])
+def test_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
     mesh = cube_of(*shape)
     placements = [(Shard(0), Shard(0)), (Shard(1), Shard(0))]
     model = partial(perceptron, mesh=mesh["b", "c"], hidden=8, placements=placements)

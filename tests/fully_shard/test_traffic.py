@@ -159,11 +159,8 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("accumulate", "mesh"), [(1, (3,)), (2, (2,)), (3, (2, 2))], ids=str)
-def test_what_is_used_now_and_then_trains_as_torchs(ranks: RankPool, accumulate: int, mesh: tuple[int, ...]) -> None:
-    ranks(4 if len(mesh) > 1 else mesh[0]).run(_train_now_and_then, accumulate, mesh)
-
-
-def _train_now_and_then(accumulate: int, mesh: tuple[int, ...]) -> None:
+@on_ranks(lambda mesh: 4 if len(mesh) > 1 else mesh[0])
+def test_what_is_used_now_and_then_trains_as_torchs(accumulate: int, mesh: tuple[int, ...]) -> None:
     make_model = partial(seeded, partial(UsedInPart, alternates=True))
     # What is gathered in advance, and then not used, is not compared.
     plan = Plan(make_model=make_model, steps=5, accumulate=accumulate, is_counted=False)

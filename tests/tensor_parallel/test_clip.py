@@ -156,11 +156,8 @@ def spoil_on_the_last_rank(model: nn.Module, value: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
-def test_an_infinity_on_one_tensor_rank_skips_the_step_on_all(ranks: RankPool, shape: tuple[int, int]) -> None:
-    ranks(shape[0] * shape[1]).run(_overflow, shape)
-
-
-def _overflow(shape: tuple[int, int]) -> None:
+@on_ranks(lambda shape: shape[0] * shape[1])
+def test_an_infinity_on_one_tensor_rank_skips_the_step_on_all(shape: tuple[int, int]) -> None:
     mesh = mesh_of(*shape)
     model = gpt(over_data(mesh, mixed_precision=True), mesh=mesh)
     optimizer = sgd_with_momentum(model.parameters())

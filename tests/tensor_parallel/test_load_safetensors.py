@@ -18,7 +18,6 @@ from fsdp.engine.boxes import Box
 from tests.helpers.equality import assert_same_state
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, save, shard_bytes
 from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data
 
@@ -28,16 +27,13 @@ OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_
 @parametrize_cases(
     at_most=6, shape=[(2, 2), (1, 2), (2, 1)], model=[{}, {"vocabulary": True}, {"kind": "sequence"}], options=OPTIONS
 )
-def test_parts_are_those_of_the_whole_tensors_in_the_file(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+@on_ranks(lambda case: case.shape[0] * case.shape[1])
+def test_parts_are_those_of_the_whole_tensors_in_the_file(tmp_path: Path, case: Case) -> None:
     save(tmp_path, gpt(seed=1).state_dict())
-    ranks(case.shape[0] * case.shape[1]).run(_load, tmp_path, case.shape, case.model, case.options)
-
-
-def _load(path: Path, shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) -> None:
-    mesh = mesh_of(*shape)
-    model = gpt(over_data(mesh, **options), mesh=mesh, **how)
+    mesh = mesh_of(*case.shape)
+    model = gpt(over_data(mesh, **case.options), mesh=mesh, **case.model)
     with counted_reads() as sizes:
-        load_safetensors(model, path)
+        load_safetensors(model, tmp_path)
     assert sum(sizes) == shard_bytes(model) + sum(buffer.nbytes for _, buffer in model.named_buffers())
     assert_same_state(model.state_dict(), gpt(seed=1).state_dict())
 

@@ -40,13 +40,11 @@ def other_values() -> dict[str, Tensor]:
     model=[{}, {"vocabulary": True}, {"vocabulary": True, "tied": True}, {"recompute": True}],
     options=OPTIONS,
 )
-def test_the_state_dict_is_that_of_the_plain_model(ranks: RankPool, case: Case) -> None:
-    ranks(case.shape[0] * case.shape[1]).run(_save, case.shape, {"kind": case.kind, **case.model}, case.options)
-
-
-def _save(shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) -> None:
-    mesh = mesh_of(*shape)
-    model = gpt(over_data(mesh, **options), mesh=mesh, **how)
+@on_ranks(lambda case: case.shape[0] * case.shape[1])
+def test_the_state_dict_is_that_of_the_plain_model(case: Case) -> None:
+    how = {"kind": case.kind, **case.model}
+    mesh = mesh_of(*case.shape)
+    model = gpt(over_data(mesh, **case.options), mesh=mesh, **how)
     plain = gpt(tied=how.get("tied", False))
     assert_same_state(model.state_dict(), plain.state_dict())
     with model.summon_full_params():  # type: ignore[operator]

@@ -373,35 +373,21 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     model=[{"recompute": how} for how in ("no", "inside", "outside")],
     reshard_after_forward=[True, False],
 )
-def test_training_is_that_of_flat_parameters_to_the_bit(
-    ranks: RankPool, tmp_path: Path, world_size: int, case: Case
-) -> None:
+@on_ranks("world_size")
+def test_training_is_that_of_flat_parameters_to_the_bit(tmp_path: Path, case: Case) -> None:
     options = OFFLOADS[case.offload] | {"reshard_after_forward": case.reshard_after_forward}
     if case.offload == "disk":
         options["offload_folder"] = os.fspath(tmp_path)
-    ranks(world_size).run(
-        _train_flat_and_original, case.precision, options, case.machine, case.how, case.training, case.model
-    )
-
-
-def _train_flat_and_original(
-    name: str,
-    options: dict[str, Any],
-    machine: str,
-    how: dict[str, Any],
-    training: dict[str, Any],
-    model: dict[str, Any],
-) -> None:
-    precision = PRECISIONS[name]
+    precision = PRECISIONS[case.precision]
     plan = precision.training(
         Training(
-            make_model=partial(tiny_transformer, **model),
-            make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **how),
+            make_model=partial(tiny_transformer, **case.model),
+            make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **case.how),
             task=TOKENS,
-            **training,
+            **case.training,
         )
     )
-    with on(machine):
+    with on(case.machine):
         flat = train_sharded(plan, precision.wrap(**options))
         original = train_sharded(plan, precision.wrap(use_orig_params=True, **options))
         if plan.clip is None:

@@ -45,18 +45,13 @@ def options_of(form: str, home: str, precision: str, folder: Path) -> dict[str, 
 @parametrize_cases(
     world_size=[3, 1, 2, 4], form=list(FORMS), home=HOMES, precision=list(PRECISIONS), model=list(MODELS)
 )
-def test_every_form_of_state_becomes_every_other_bit_for_bit(
-    ranks: RankPool, tmp_path: Path, world_size: int, case: Case
-) -> None:
-    ranks(world_size).run(_round_trips, case.model, case.form, case.home, case.precision, tmp_path)
-
-
-def _round_trips(name: str, form: str, home: str, precision: str, folder: Path) -> None:
-    make: Any = MODELS[name]
-    options = options_of(form, home, precision, folder)
+@on_ranks("world_size")
+def test_every_form_of_state_becomes_every_other_bit_for_bit(tmp_path: Path, case: Case) -> None:
+    make: Any = MODELS[case.model]
+    options = options_of(case.form, case.home, case.precision, tmp_path)
     plain = make().state_dict()
     model = make(fully_sharded(**options))
-    shards = through_files(model, folder)
+    shards = through_files(model, tmp_path)
     # local -> plain, and into an unsharded model
     assert_same(consolidated(shards), plain)
     unsharded = make(seed=1)
