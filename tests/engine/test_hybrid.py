@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
 from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import default_group, summed
-from tests.helpers.hybrid import assert_replicas_agree, assert_same_on_every_rank, group_option, machines_of, mesh_of
+from tests.helpers.hybrid import (
+    assert_replicas_agree,
+    assert_same_on_every_rank,
+    frozen,
+    group_option,
+    machines_of,
+    mesh_of,
+)
 from tests.helpers.models import Net, Wrap, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -116,19 +123,6 @@ def test_a_wider_reduction_is_wide_until_all_ranks_are_summed() -> None:
     model.set_gradient_divide_factors(1.0, 1.0)
     model(torch.tensor([[256.0, 1.0, -256.0, 0.0][dist.get_rank()]], dtype=torch.bfloat16).view(1, 1)).sum().backward()
     assert model.params[0].grad.tolist() == [1.0, 1.0]
-
-
-def frozen(wrap: Wrap) -> nn.Module:
-    """Frozen layers beside trained ones, and a unit that is not used."""
-    torch.manual_seed(0)
-    net = Net(
-        lambda net, x: net.exit(torch.tanh(net.frozen(net.entry(x)))),
-        entry=wrap(nn.Linear(5, 7)),
-        frozen=wrap(nn.Linear(7, 7).requires_grad_(False)),
-        unused=wrap(nn.Linear(7, 7)),
-        exit=nn.Linear(7, 1),
-    )
-    return wrap(net)
 
 
 @pytest.mark.parametrize("form", [FLAT, ORIGINAL], ids=["flat", "original"])

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.orig_twins import OrigTwins, one_sgd, one_toolbox, part_of, two_optimizers, use_a
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.twins import toolbox
-from tests.training.test_orig_params import OrigTwins, one_sgd, one_toolbox, part_of, two_optimizers, use_a
 
 
 @parametrize_pairs(world_size=[1, 2], sync=[True, False], zeroed=["all", "one", "unused", "one optimizer's"])

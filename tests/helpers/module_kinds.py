@@ -137,7 +137,7 @@ class SideBySide(Twins):
         assert_close(outputs[0], outputs[1], "what the loaded model computes")
 
 
-def assert_trains_like_plain(
+def assert_kind_trains(
     make: Make,
     units: Units = whole,
     make_optimizer: MakeOptimizer = sgd_with_momentum,

@@ -115,11 +115,15 @@ class Twins:
 def assert_trains_like_plain(
     make: Callable[[Wrap], nn.Module], *steps: Step, options: dict[str, Any] | None = None
 ) -> None:
-    """Collective. The given steps and the first one again leave the same weights wrapped and plain."""
-    twins = Twins.of(make, **(options or {}))
+    """Collective. The given steps and the first one again leave the same weights sharded and plain."""
+    take_all(Twins.of(make, **(options or {})), *steps, steps[0])
+
+
+def take_all(twins: Twins, *steps: Step) -> None:
+    """Collective. After these steps the sharded and the plain weights are the same, and not those from before."""
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
-    for number in range(len(steps) + 1):
-        twins.take(number, steps[number % len(steps)])
+    for number, step in enumerate(steps):
+        twins.take(number, step)
     twins.assert_close()
     assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp import MixedPrecision, get_fsdp_instances
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Net, Wrap
-from tests.helpers.module_kinds import SideBySide, assert_trains_like_plain, seeded
+from tests.helpers.module_kinds import SideBySide, assert_kind_trains, seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
@@ -50,7 +50,7 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 )
 def test_trains_as_the_tied_model_on_one_process(ranks: RankPool, world_size: int, case: Case) -> None:
     options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, *KINDS[case.kind], case.make_optimizer, options)
+    ranks(world_size).run(assert_kind_trains, *KINDS[case.kind], case.make_optimizer, options)
 
 
 @parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[2, 1], options=OUTER)
@@ -108,7 +108,7 @@ def test_trains_in_mixed_precision_and_evaluates_in_full() -> None:
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_trains_offloaded(ranks: RankPool, offload: str, tmp_path: Path) -> None:
     options = {"offload": offload} | ({"offload_folder": tmp_path} if offload == "disk" else {})
-    ranks(2).run(assert_trains_like_plain, Siblings, under_the_root, adamw, options)
+    ranks(2).run(assert_kind_trains, Siblings, under_the_root, adamw, options)
 
 
 @on_ranks(2)
@@ -159,7 +159,7 @@ def test_the_lowest_unit_around_all_uses_runs_it() -> None:
 
 
 def test_a_unit_in_two_places_is_left_around_all_of_them(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_like_plain, Crossed, crossed)
+    ranks(2).run(assert_kind_trains, Crossed, crossed)
 
 
 class Crossed(nn.Module):
@@ -200,7 +200,7 @@ def shared_with_a_module_inside(model: Any, wrap: Wrap) -> nn.Module:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_unit_may_share_with_one_inside_of_it(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_trains_like_plain, outside, shared_with_a_module_inside)
+    ranks(world_size).run(assert_kind_trains, outside, shared_with_a_module_inside)
 
 
 @parametrize_pairs(world_size=[1, 2], given=["what the module shows", "shard", "original"])

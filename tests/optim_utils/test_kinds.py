@@ -17,7 +17,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.layers.state_dict.test_state_dict import zoo
+from tests.helpers.state_dicts import zoo
 from tests.optim_utils.test_resume import FORMS
 
 every_form = pytest.mark.parametrize("form", FORMS[:3], ids=["flat", "unflattened", "original"])

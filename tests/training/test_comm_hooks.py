@@ -29,6 +29,13 @@ from tests.helpers.dtypes import BRAIN, SINGLE
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.orig_twins import (
+    OrigTwins,
+    branches,
+    decay_matrices_only,
+    first_rank_uses_all_of_the_last_unit,
+    one_sgd,
+)
 from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
@@ -45,13 +52,6 @@ from tests.helpers.parity import (
 from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import by_dtype, counting_sent
 from tests.helpers.twins import batch, score
-from tests.training.test_orig_params import (
-    OrigTwins,
-    branches,
-    decay_matrices_only,
-    first_rank_uses_all_of_the_last_unit,
-    one_sgd,
-)
 
 
 def trained(hook: CommHook | None, make_optimizer: MakeOptimizer, **options: Any) -> Trained:

@@ -26,7 +26,7 @@ from tests.helpers.module_kinds import (
     UNFLATTENED,
     SideBySide,
     Units,
-    assert_trains_like_plain,
+    assert_kind_trains,
     auto_wrapped,
     seeded,
     whole,
@@ -90,7 +90,7 @@ UNITS: list[Units] = [whole, by_layers, auto_wrapped]
 def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(ranks: RankPool, world_size: int, case: Case) -> None:
     # Adapters in float64: what the base rounds to 16 bits is then the same here and there.
     options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, adapted, case.units, case.make_optimizer, options, apart=True)
+    ranks(world_size).run(assert_kind_trains, adapted, case.units, case.make_optimizer, options, apart=True)
 
 
 def mixed() -> nn.Module:

@@ -26,7 +26,7 @@ from tests.helpers.module_kinds import (
     Make,
     SideBySide,
     Units,
-    assert_trains_like_plain,
+    assert_kind_trains,
     whole,
     wrapped_parts,
 )
@@ -258,7 +258,7 @@ KINDS: dict[str, Make] = {
 )
 def test_training_equals_the_plain_module(ranks: RankPool, world_size: int, case: Case) -> None:
     options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, KINDS[case.kind], case.units, case.make_optimizer, options)
+    ranks(world_size).run(assert_kind_trains, KINDS[case.kind], case.units, case.make_optimizer, options)
 
 
 # Evaluated

@@ -21,7 +21,7 @@ from tests.helpers.module_kinds import (
     ORIGINAL,
     SideBySide,
     Units,
-    assert_trains_like_plain,
+    assert_kind_trains,
     auto_wrapped,
     seeded,
     whole,
@@ -97,7 +97,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
 )
 def test_pain_point_03_tied_parameters_train_as_on_one_process(ranks: RankPool, world_size: int, case: Case) -> None:
     options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, Tied, case.units, case.make_optimizer, options)
+    ranks(world_size).run(assert_kind_trains, Tied, case.units, case.make_optimizer, options)
 
 
 # Where they live
@@ -226,7 +226,7 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
     make_optimizer=[sgd_with_momentum, adamw],
 )
 def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(ranks: RankPool, world_size: int, case: Case) -> None:
-    ranks(world_size).run(assert_trains_like_plain, shared_module, case.units, case.make_optimizer, case.options)
+    ranks(world_size).run(assert_kind_trains, shared_module, case.units, case.make_optimizer, case.options)
 
 
 def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:
