@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state
+from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state, tied_state
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
@@ -37,17 +36,6 @@ WORLDS = [1, 2, 3, 4]
 
 def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {name: folder / value if name == "offload_folder" else value for name, value in options.items()}
-
-
-def tied_state(make: Callable[..., nn.Module], seed: int) -> dict[str, Tensor]:
-    """A plain model's state with tied parameters under their first names only."""
-    model = make(seed=seed)
-    params = dict(model.named_parameters())  # which has them once
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name in params or name in dict(model.named_buffers())
-    }
 
 
 # Values

@@ -15,9 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from tests.checkpoint.test_model import tied_state
-from tests.fully_shard.test_tensor_parallel import Experts
-from tests.helpers.checkpoint_models import counted_writes, stored_state
+from tests.helpers.checkpoint_models import counted_writes, stored_state, tied_state
 from tests.helpers.convert_formats import converted
 from tests.helpers.dtensor_twins import ours, whole
 from tests.helpers.equality import assert_same_state
@@ -26,7 +24,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adamw, fully_sharded
 from tests.helpers.ranks import RankPool
-from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data, perceptron
+from tests.helpers.tensor_parallel import Experts, cube, gpt, mesh_of, over_data, perceptron
 
 Shape = tuple[int, int] | None
 SHAPES: list[Shape] = [(2, 2), (1, 2), (2, 1), None]

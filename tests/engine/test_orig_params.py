@@ -22,11 +22,20 @@ from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.orig_twins import OrigTwins, one_adamw, one_sgd, one_toolbox, original, part_of, two_optimizers
+from tests.helpers.orig_twins import (
+    OrigTwins,
+    a_rate_for_each,
+    half_frozen,
+    one_adamw,
+    one_sgd,
+    one_toolbox,
+    original,
+    part_of,
+    two_optimizers,
+)
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.twins import batch, score
-from tests.training.test_orig_params import a_rate_for_each, half_frozen
 
 
 def pieces(model: nn.Module) -> dict[str, LocalShard]:

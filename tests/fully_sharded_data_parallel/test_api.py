@@ -38,7 +38,6 @@ from tests.helpers.parity import (
     nested_mlp,
     sgd_with_momentum,
 )
-from tests.helpers.ranks import RankPool
 
 
 def inputs() -> Tensor:
@@ -264,12 +263,9 @@ def test_module_and_its_module() -> None:
         FullyShardedDataParallel(nn.Linear(5, 3))[0]
 
 
-def test_the_inner_module_goes_on_working(ranks: RankPool) -> None:
-    for flatten_parameters in (True, False):
-        ranks(2).run(_use_the_inner_module, flatten_parameters)
-
-
-def _use_the_inner_module(flatten_parameters: bool) -> None:
+@pytest.mark.parametrize("flatten_parameters", [True, False])
+@on_ranks(2)
+def test_the_inner_module_goes_on_working(flatten_parameters: bool) -> None:
     torch.manual_seed(0)
     module = Model()
     module.layers[0] = FullyShardedDataParallel(module.layers[0])  # what is nested counts as well

@@ -21,6 +21,7 @@ from tests.helpers.parity import (
     Trained,
     distance,
     every_rank,
+    fully_sharded,
     reordered,
 )
 
@@ -169,4 +170,15 @@ def stepped(make_optimizer: MakeOptimizer, model: nn.Module | None = None) -> tu
     optimizer = make_optimizer(model)
     model(torch.ones(3, 5)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
+
+
+def trained(make_optimizer: Any = adam, model: Any = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Collective. A model and its optimizer after two steps."""
+    model = garden(fully_sharded(**options)) if model is None else model
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2))
     return model, optimizer

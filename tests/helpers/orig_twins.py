@@ -144,3 +144,17 @@ def branches(wrap: Wrap) -> nn.Module:
 
 def first_rank_uses_all_of_the_last_unit(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
     return model(inputs, ("abc", "abc") if rank == 0 else ("abc", "a"))
+
+
+def a_rate_for_each(model: nn.Module) -> list[torch.optim.Optimizer]:
+    groups = [{"params": [p], "lr": 0.02 * (1 + n % 5)} for n, (_, p) in enumerate(model.named_parameters())]
+    return [torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)]
+
+
+def half_frozen(wrap: Wrap) -> nn.Module:
+    """Frozen parameters between trained ones, in one unit and in one module."""
+    torch.manual_seed(0)
+    model = Toolbox(keep)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (name.startswith("tools.b") or name in ("entry.weight", "tools.a.0.bias")))
+    return wrap(model)

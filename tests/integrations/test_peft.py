@@ -25,13 +25,13 @@ from tests.helpers.hugging_face import (
     plain_of,
     recipe,
     rows,
+    trainer_of,
     whole_state,
 )
 from tests.helpers.models import Net
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
-from tests.integrations.test_transformers_trainer import trainer_of
 
 pytestmark = [
     needs("transformers", "peft"),

@@ -14,11 +14,10 @@ from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.optimizers import adam, from_first, garden, train
+from tests.helpers.optimizers import FORMS, adam, from_first, garden, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.state_dicts import zoo
-from tests.optim_utils.test_resume import FORMS
 
 every_form = pytest.mark.parametrize("form", FORMS[:3], ids=["flat", "unflattened", "original"])
 

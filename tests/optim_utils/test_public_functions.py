@@ -18,7 +18,7 @@ from tests.helpers.hybrid import mesh_of as replica_mesh
 from tests.helpers.hybrid import neighbours
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.optimizers import adam, from_first, garden, momentum, nadam, stateless, train
+from tests.helpers.optimizers import adam, from_first, momentum, nadam, stateless, train, trained
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.tensor_parallel import SENTENCES, gpt, over_data
@@ -33,14 +33,6 @@ class Wrapped:
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._optimizer.state_dict(), "loss_scale": 128.0}
-
-
-def trained(make_optimizer: Any = adam, model: Any = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """Collective. A model and its optimizer after two steps."""
-    model = garden(fully_sharded(**options)) if model is None else model
-    optimizer = make_optimizer(model)
-    train(model, optimizer, range(2))
-    return model, optimizer
 
 
 # What is in them

@@ -15,6 +15,7 @@ from fsdp import FullyShardedDataParallel, optim_utils
 from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import (
+    FORMS,
     MakeOptimizer,
     adadelta,
     adam,
@@ -22,7 +23,6 @@ from tests.helpers.optimizers import (
     from_first,
     garden,
     grouped_adamw,
-    is_bias,
     momentum,
     nadam,
     stateless,
@@ -32,7 +32,6 @@ from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
 
-FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
 OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nadam, stateless]
 HALF = 3
 

@@ -25,9 +25,11 @@ from tests.helpers.orig_twins import (
     CallModel,
     MakeOptimizers,
     OrigTwins,
+    a_rate_for_each,
     branches,
     decay_matrices_only,
     first_rank_uses_all_of_the_last_unit,
+    half_frozen,
     is_matrix,
     one_adamw,
     one_sgd,
@@ -49,14 +51,9 @@ from tests.helpers.parity import (
 )
 from tests.helpers.precision_twins import PRECISIONS
 from tests.helpers.ranks import RankPool
-from tests.helpers.twins import Toolbox, toolbox
+from tests.helpers.twins import toolbox
 
 # Optimizers that treat parameters differently
-
-
-def a_rate_for_each(model: nn.Module) -> list[torch.optim.Optimizer]:
-    groups = [{"params": [p], "lr": 0.02 * (1 + n % 5)} for n, (_, p) in enumerate(model.named_parameters())]
-    return [torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)]
 
 
 MAKE_OPTIMIZERS = [one_sgd, one_adamw, decay_matrices_only, a_rate_for_each, two_optimizers]
@@ -171,15 +168,6 @@ def test_ranks_whose_gradients_complete_in_different_orders_agree(bucket_cap_mb:
 
 
 # Frozen and trained
-
-
-def half_frozen(wrap: Wrap) -> nn.Module:
-    """Frozen parameters between trained ones, in one unit and in one module."""
-    torch.manual_seed(0)
-    model = Toolbox(keep)
-    for name, param in model.named_parameters():
-        param.requires_grad_(not (name.startswith("tools.b") or name in ("entry.weight", "tools.a.0.bias")))
-    return wrap(model)
 
 
 @parametrize_pairs(world_size=[1, 2, 3], make_optimizers=[one_sgd, decay_matrices_only])

@@ -127,12 +127,9 @@ def test_prefix_destination_and_keep_vars() -> None:
     assert_same_state(inner, zoo().trunk.state_dict())
 
 
-def test_a_state_dict_between_forward_and_backward(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_save_before_backward, reshard_after_forward)
-
-
-def _save_before_backward(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_state_dict_between_forward_and_backward(reshard_after_forward: bool) -> None:
     wrap = fully_sharded(reshard_after_forward=reshard_after_forward)
     model, undisturbed = nested_mlp(wrap), nested_mlp(wrap)
     inputs = torch.ones(2, 5)
@@ -147,12 +144,9 @@ def _save_before_backward(reshard_after_forward: bool) -> None:
     model(inputs).sum().backward()
 
 
-def test_a_state_dict_in_the_middle_of_accumulation(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_save_while_accumulating, reshard_after_forward)
-
-
-def _save_while_accumulating(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_state_dict_in_the_middle_of_accumulation(reshard_after_forward: bool) -> None:
     wrap = fully_sharded(reshard_after_forward=reshard_after_forward)
     model, undisturbed = nested_mlp(wrap), nested_mlp(wrap)
     inputs = torch.ones(2, 5)
@@ -243,12 +237,9 @@ def test_a_wrapped_child_of_a_plain_module() -> None:
     train(parent.child)
 
 
-def test_changed_shards_are_seen_at_once(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_change_shards_of_a_used_model, reshard_after_forward)
-
-
-def _change_shards_of_a_used_model(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_changed_shards_are_seen_at_once(reshard_after_forward: bool) -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward))
     model(torch.ones(2, 5))  # parameters are kept for a backward that does not come
     with torch.no_grad():
@@ -260,12 +251,9 @@ def _change_shards_of_a_used_model(reshard_after_forward: bool) -> None:
         assert torch.equal(model.module.module.entry.weight, doubled["entry.weight"])
 
 
-def test_loading_after_a_forward_is_seen_by_the_next(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_load_into_a_used_model, reshard_after_forward)
-
-
-def _load_into_a_used_model(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_loading_after_a_forward_is_seen_by_the_next(reshard_after_forward: bool) -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward))
     inputs = torch.ones(2, 5)
     model(inputs)  # parameters are kept for a backward that does not come
@@ -550,16 +538,13 @@ def test_an_exception_in_a_users_hook_leaves_the_model_usable() -> None:
         expected = model.state_dict()
 
 
-def test_a_load_through_a_parent_that_failed_is_put_right_by_the_next_use(ranks: RankPool) -> None:
-    for use in (_forward, FullyShardedDataParallel.state_dict, summon):
-        ranks(2).run(_fail_through_a_parent, use)
-
-
 def _forward(model: nn.Module) -> None:
     model(tokens())
 
 
-def _fail_through_a_parent(use: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("use", [_forward, FullyShardedDataParallel.state_dict, summon])
+@on_ranks(2)
+def test_a_load_through_a_parent_that_failed_is_put_right_by_the_next_use(use: Callable[[Any], Any]) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("of the user")
 

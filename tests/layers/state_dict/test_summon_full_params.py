@@ -22,7 +22,6 @@ from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "unflattened"])
@@ -170,12 +169,9 @@ def test_summoning_between_steps_changes_nothing() -> None:
     assert all(torch.equal(first[name], value) for name, value in second.items())
 
 
-def test_looking_between_forward_and_backward(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_look_before_backward, reshard_after_forward)
-
-
-def _look_before_backward(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_looking_between_forward_and_backward(reshard_after_forward: bool) -> None:
     wrap = fully_sharded(reshard_after_forward=reshard_after_forward)
     model, undisturbed = nested_mlp(wrap), nested_mlp(wrap)
     loss = model(inputs()).sum()
