@@ -24,7 +24,7 @@ from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import grouped_adamw, train
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.parity import adam, fully_sharded
+from tests.helpers.parity import Alone, adam, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads
 
@@ -204,9 +204,9 @@ def test_state_of_another_dtype_stays_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_state_of_another_shape_is_refused_and_named(
-    ranks: RankPool, tmp_path: Path, odd: Any, error: type[Exception], message: str
+    tmp_path: Path, odd: Any, error: type[Exception], message: str
 ) -> None:
-    model = nested_mlp(fully_sharded(process_group=_alone()))
+    model = nested_mlp(fully_sharded(process_group=Alone()))
     optimizer = Wide(model.parameters(), odd)
     optimizer.step()
     with pytest.raises(error, match=message):
@@ -214,14 +214,8 @@ def test_state_of_another_shape_is_refused_and_named(
     assert not list(tmp_path.iterdir())
 
 
-def _alone() -> Any:
-    from tests.helpers.parity import Alone
-
-    return Alone()
-
-
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    model = nested_mlp(fully_sharded(process_group=_alone()))
+    model = nested_mlp(fully_sharded(process_group=Alone()))
     other = adam(nested_mlp().parameters())
     with pytest.raises(ValueError, match=r"Adam: parameter 0 of group 0, of shape \(\), is not of this model"):
         fsdp.save(tmp_path / "run", model, other)
@@ -323,7 +317,7 @@ def test_groups_that_were_divided_merged_or_moved_are_refused(
 
 
 def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
-    model = nested_mlp(fully_sharded(process_group=_alone()))
+    model = nested_mlp(fully_sharded(process_group=Alone()))
     fsdp.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(

@@ -18,7 +18,6 @@ from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import alone, fully_sharded
-from tests.helpers.ranks import RankPool
 
 PRECISE = 1 + 2**-10  # 1 in bfloat16
 
@@ -87,7 +86,7 @@ def test_without_mixed_precision_buffers_are_left_alone(options: dict[str, Any])
     assert all(after is before[name] for name, after in rotary.named_buffers())
 
 
-def test_buffers_of_other_dtypes_are_left_alone(ranks: RankPool) -> None:
+def test_buffers_of_other_dtypes_are_left_alone() -> None:
     """Parameters in 16 bits, with tables in 32 or 64."""
     rotary = Rotary()
     rotary.layer.to(BRAIN)

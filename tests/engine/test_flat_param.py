@@ -689,7 +689,7 @@ def test_alone_a_cast_shard_is_followed() -> None:
     assert handle.unsharded.full.data_ptr() == handle.flat_param.data_ptr()
 
 
-def test_alone_a_step_needs_no_gather(ranks: RankPool) -> None:
+def test_alone_a_step_needs_no_gather() -> None:
     arrived: list[bool] = []
     module, handle = odd(LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0)))
     handle.wait_for_unshard()
