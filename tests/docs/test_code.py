@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 import fsdp
 from tests.docs.setting import PRELUDE
-from tests.helpers.hugging_face import MODULES, PATIENCE, needs
+from tests.helpers.hugging_face import MODULES, PATIENCE
+from tests.helpers.needs import needs
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 

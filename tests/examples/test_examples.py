@@ -25,7 +25,8 @@ import torch.distributed.run
 import fsdp
 from benchmarks._machines import NotAllowedError, two_machines
 from tests.conftest import LitRanks
-from tests.helpers.hugging_face import PATIENCE, needs
+from tests.helpers.hugging_face import PATIENCE
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
+from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
 
@@ -91,22 +92,19 @@ def test_pain_point_29_quantising_a_sharded_model_is_refused() -> None:
             torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
 
 
-class NarrowWeight(nn.Module):
+def narrow_weight() -> nn.Module:
     """A frozen weight of 8 bits, cast where it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.linspace(-2, 2, 35).view(7, 5).to(torch.float8_e4m3fn)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(7))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.weight.float().T + self.bias
+    weight = torch.linspace(-2, 2, 35).view(7, 5).to(torch.float8_e4m3fn)
+    return Net(
+        lambda net, x: x @ net.weight.float().T + net.bias,
+        weight=nn.Parameter(weight, requires_grad=False),
+        bias=nn.Parameter(torch.zeros(7)),
+    )
 
 
 @on_ranks(1, 2)
 def test_pain_point_29_frozen_float8_parameters_are_sharded() -> None:
-    plain, model = NarrowWeight(), fully_sharded()(NarrowWeight())
+    plain, model = narrow_weight(), fully_sharded()(narrow_weight())
     inputs = torch.linspace(-1, 1, 10).view(2, 5)
     expected, output = plain(inputs), model(inputs)
     assert torch.equal(output, expected)

@@ -25,9 +25,9 @@ from fsdp.engine.reduction import Bucket
 from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
 from tests.helpers.hybrid import mesh_of
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -156,7 +156,7 @@ FORMS: dict[str, Callable[..., Wrap]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[2, 3],
     form=["unflattened", "grouped", "original", "rows"],
@@ -165,11 +165,9 @@ FORMS: dict[str, Callable[..., Wrap]] = {
     bucket_cap_mb=[0, 25],
     collectives=["ours", "torch's"],
 )
-def test_each_parameter_gets_the_sum_of_its_own_gradients(
-    ranks: RankPool, world_size: int, form: str, how: str, accumulate: int, bucket_cap_mb: int, collectives: str
-) -> None:
-    options = {} if form == "rows" else {"bucket_cap_mb": bucket_cap_mb}
-    ranks(world_size).run(_train, form, options, how, accumulate, collectives)
+def test_each_parameter_gets_the_sum_of_its_own_gradients(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {} if case.form == "rows" else {"bucket_cap_mb": case.bucket_cap_mb}
+    ranks(world_size).run(_train, case.form, options, case.how, case.accumulate, case.collectives)
 
 
 def _train(form: str, options: dict[str, Any], how: str, accumulate: int, collectives: str) -> None:
@@ -233,18 +231,14 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-class Scaled(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 0.5))
-
-    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
-        return Straight.apply(self.layer(inputs), self.scale)
-
-
 def _scaled(wrap: Wrap) -> nn.Module:
     torch.manual_seed(0)
-    return wrap(Scaled(wrap))
+    net = Net(
+        lambda net, x, uses: Straight.apply(net.layer(x), net.scale),
+        layer=nn.Linear(5, 5),
+        scale=nn.Parameter(torch.full((5,), 0.5)),
+    )
+    return wrap(net)
 
 
 @pytest.mark.parametrize("form", FORMS)
