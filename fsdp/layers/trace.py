@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,7 @@ class Trace:
         self._path, self._steps = path, steps
         self._counted: torch.optim.Optimizer | None = None  # the one whose steps are
         self._report: Report | None = None
-        self._spans: list[Span] = []
-        self._memory: list[tuple[int, int]] = []
-        self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
+        self._recorder: _Recorder | None = None
         self._undo = ExitStack()
 
     # --- recording ----------------------------------------------------------------------------------------------
@@ -68,40 +65,27 @@ class Trace:
 
     def begin(self) -> None:
         """Collective. Record from now on."""
-        if self._runtime is None or self._memory:
+        if self._runtime is None or self._recorder is not None:
             raise RuntimeError("this trace has been recorded: make another one by fsdp.trace()")
         with during("fsdp.trace()"):
             from_everyone(self._runtime.root.everyone, None)  # so that all begin together
+        self._recorder = _Recorder(self._runtime, self._end_step)
         try:
-            self._follow(self._runtime)
+            self._undo.enter_context(attached(self._recorder, self._runtime.units))
+            communicator.wait_observers += (self._recorder.wait,)
+            self._undo.callback(_forget_waits, self._recorder.wait)
         except BaseException:
             self._undo.close()
             raise
 
-    def _follow(self, runtime: Runtime) -> None:
-        self._undo.enter_context(attached(_Follower(self, runtime.root), runtime.units))
-        communicator.wait_observers += (self._begin_wait,)
-        self._undo.callback(self._forget_waits)
-        self._note_memory()
-
-    def _begin_wait(self, what: str) -> Callable[[], None]:
-        return partial(self._end_wait, what, time.time_ns())
-
-    def _end_wait(self, what: str, begun: int) -> None:
-        if not is_aside(threading.get_ident()):  # as those of a save in the background are
-            self._spans.append(Span(WAIT, what, begun, time.time_ns()))
-
-    def _forget_waits(self) -> None:
-        communicator.wait_observers = tuple(one for one in communicator.wait_observers if one != self._begin_wait)
-
     def end(self) -> None:
         """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted."""
-        runtime = self._runtime
-        if runtime is None:
+        runtime, recorder = self._runtime, self._recorder
+        if runtime is None or recorder is None:
             return
         self._stop()
         with during("fsdp.trace()"):
-            heard = from_everyone(runtime.root.everyone, Record(own_rank(), self._spans, self._memory))
+            heard = from_everyone(runtime.root.everyone, Record(own_rank(), recorder.spans, recorder.memory))
         self.records = sorted(heard, key=lambda one: one.rank)
         self._report = report_on(runtime.units, self.records)
         keep(runtime.root, self._report)
@@ -110,12 +94,10 @@ class Trace:
 
     def _stop(self) -> None:
         self._undo.close()
-        self._runtime = self._counted = None
-        self._open.clear()
+        self._runtime = self._recorder = self._counted = None
 
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._end(STEP, optimizer)
-        if self._steps is None or any(kind == STEP for kind, _ in self._open):  # one steps by means of others
+        if self._steps is None:
             return
         if self._counted is None:
             self._counted = optimizer
@@ -123,40 +105,6 @@ class Trace:
             self._steps -= 1
             if not self._steps:
                 self.end()
-
-    def _begin(self, kind: str, of: object, name: str) -> None:
-        self._open.setdefault((kind, of), (name, time.time_ns()))
-
-    def _end(self, kind: str, of: object) -> None:
-        begun = self._open.pop((kind, of), None)
-        if begun is not None:
-            self._spans.append(Span(kind, *begun, time.time_ns()))
-
-    def _begin_backward(self, root: Unit, unit: Unit) -> None:
-        self._begin(BACKWARD, root, root.name)
-        if (BACKWARD, unit) not in self._open:
-            self._end_backwards(but=root)  # of the unit before, which still waits for gradients of its weights
-            self._begin(BACKWARD, unit, unit.name)
-
-    def _end_if_complete(self, root: Unit, unit: Unit) -> None:
-        if unit is not root and not unit.backward.missing:
-            self._end(BACKWARD, unit)
-
-    def _end_backwards(self, but: Unit | None = None) -> None:
-        for kind, of in reversed(list(self._open)):
-            if kind == BACKWARD and of is not but:
-                self._end(kind, of)
-
-    def _note_memory(self) -> None:
-        nbytes = 0
-        for handle in () if self._runtime is None else self._runtime.handles:
-            gradients, shard = handle.gradients, handle.flat_param
-            nbytes += shard.nbytes + (0 if shard.grad is None else shard.grad.nbytes)
-            if not handle.unsharded.is_shard:
-                nbytes += handle.unsharded.full.untyped_storage().nbytes()
-            if not gradients.is_empty:
-                nbytes += gradients.layout.padded_numel * gradients.dtype.itemsize
-        self._memory.append((time.time_ns(), nbytes))
 
     # --- what it shows ------------------------------------------------------------------------------------------
 
@@ -239,38 +187,82 @@ def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps
     return made
 
 
-class _Follower:
-    """The observer by which a trace follows the units of a model."""
+class _Recorder:
+    """The observer that notes what this rank does; `stepped` is called after each optimizer step."""
 
-    def __init__(self, trace: Trace, root: Unit) -> None:
-        self._trace, self._root = trace, root
+    def __init__(self, runtime: Runtime, stepped: Callable[[torch.optim.Optimizer], None]) -> None:
+        self.spans: list[Span] = []
+        self.memory: list[tuple[int, int]] = []
+        self._runtime, self._stepped = runtime, stepped
+        self._open: dict[tuple[str, object], tuple[str, int]] = {}  # by kind and whose it is: name and begin
+        self.unshard(runtime.root)
+
+    def _begin(self, kind: str, of: object, name: str) -> None:
+        self._open.setdefault((kind, of), (name, time.time_ns()))
+
+    def _end(self, kind: str, of: object) -> None:
+        begun = self._open.pop((kind, of), None)
+        if begun is not None:
+            self.spans.append(Span(kind, *begun, time.time_ns()))
+
+    def wait(self, what: str) -> Callable[[], None]:
+        begun = time.time_ns()
+
+        def end() -> None:
+            if not is_aside(threading.get_ident()):  # as those of a save in the background are
+                self.spans.append(Span(WAIT, what, begun, time.time_ns()))
+
+        return end
 
     def forward(self, unit: Unit, inputs: Any) -> None:
-        self._trace._begin(FORWARD, unit, unit.name)
+        self._begin(FORWARD, unit, unit.name)
 
     def forward_end(self, unit: Unit, output: Any, failed: bool) -> None:
-        self._trace._end(FORWARD, unit)
+        self._end(FORWARD, unit)
 
     def backward(self, unit: Unit) -> None:
-        self._trace._begin_backward(self._root, unit)
+        root = self._runtime.root
+        self._begin(BACKWARD, root, root.name)
+        if (BACKWARD, unit) not in self._open:
+            self._end_backwards(but=root)  # of the unit before, which still waits for gradients of its weights
+            self._begin(BACKWARD, unit, unit.name)
 
     def gradients_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
-        self._trace._end_if_complete(self._root, unit)
+        if unit is not self._runtime.root and not unit.backward.missing:
+            self._end(BACKWARD, unit)
 
     def backward_end(self) -> None:
-        self._trace._end_backwards()
+        self._end_backwards()
+
+    def _end_backwards(self, but: Unit | None = None) -> None:
+        for kind, of in reversed(list(self._open)):
+            if kind == BACKWARD and of is not but:
+                self._end(kind, of)
 
     def unshard(self, unit: Unit) -> None:
-        self._trace._note_memory()
+        nbytes = 0
+        for handle in self._runtime.handles:
+            gradients, shard = handle.gradients, handle.flat_param
+            nbytes += shard.nbytes + (0 if shard.grad is None else shard.grad.nbytes)
+            if not handle.unsharded.is_shard:
+                nbytes += handle.unsharded.full.untyped_storage().nbytes()
+            if not gradients.is_empty:
+                nbytes += gradients.layout.padded_numel * gradients.dtype.itemsize
+        self.memory.append((time.time_ns(), nbytes))
 
-    def reshard(self, unit: Unit) -> None:
-        self._trace._note_memory()
+    reshard = unshard
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._trace._begin(STEP, optimizer, type(optimizer).__name__)
+        self._begin(STEP, optimizer, type(optimizer).__name__)
 
     def step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        self._trace._end_step(optimizer)
+        self._end(STEP, optimizer)
+        if not any(kind == STEP for kind, _ in self._open):  # one steps by means of others
+            self._stepped(optimizer)
+
+
+def _forget_waits(observer: Callable[[str], Callable[[], None]]) -> None:
+    communicator.wait_observers = tuple(one for one in communicator.wait_observers if one != observer)
 
 
 def _title(kind: str, name: str) -> str:
