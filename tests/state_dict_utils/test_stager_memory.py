@@ -208,7 +208,7 @@ def test_a_copy_outlives_the_stager() -> None:
 def test_a_tree_larger_than_allowed_is_refused_with_both_numbers() -> None:
     stager = StateDictStager(max_bytes=3000)
     tree = [torch.zeros(KIB) for _ in range(3)]
-    with pytest.raises(MemoryError, match="the tree has 3072 bytes of tensors, max_bytes=3000 are allowed. Drop"):
+    with pytest.raises(MemoryError, match="the tree has 3072 bytes of tensors, max_bytes=3000 are allowed"):
         stager.stage([*tree, tree[0][2:], torch.empty(9, device="meta")])
     assert stager.stage(tree[:2])[1].numel() == KIB
 
