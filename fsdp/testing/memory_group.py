@@ -86,7 +86,6 @@ class MemoryGroup(dist.ProcessGroup):
     abort = shutdown
 
     def _number(self, peer: int) -> int:
-        """The number of a rank of this group among all."""
         ranks = self.options.global_ranks_in_group
         return ranks[peer] if ranks else peer
 
