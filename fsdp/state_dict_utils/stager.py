@@ -4,7 +4,7 @@
 memory; a thread or process of the user can write the copy to disk.
 
 `copy.deepcopy` would keep tensors on their devices. `TreeCopy` therefore first replaces all tensors in containers and
-attributes: a tensor is a view of a storage, each storage is replaced once, and every tensor on it becomes the same view
+objects: a tensor is a view of a storage, each storage is replaced once, and every tensor on it becomes the same view
 of the replacement. `copy.deepcopy` then copies the tree, and finds the new tensors in its memo.
 
 User-defined classes may run code during the copy (a constructor, ``__setstate__``, ``__deepcopy__``, ``__hash__``),
@@ -22,7 +22,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -379,16 +379,21 @@ def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[
 
 
 def _parts(found: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(found, dict):
-        for key, value in found.items():
-            yield key, key
-            yield key, value
-    elif isinstance(found, (list, tuple, set, frozenset, deque)):
+    """Yield what `copy.deepcopy` copies of a container or an object, as far as it can be seen in advance."""
+    kind = type(found)
+    if kind in (dict, OrderedDict, defaultdict):
+        yield from ((key, part) for key, value in found.items() for part in (key, value))
+    elif kind in _PLAIN:
         yield from enumerate(found)
-    elif isinstance(found, partial):
-        yield from (("args", found.args), ("keywords", found.keywords))
-    elif isinstance(found, types.MethodType):
+    elif kind is types.MethodType:
         yield "__self__", found.__self__
+        return
+    elif not hasattr(kind, "__deepcopy__"):
+        reduce = copyreg.dispatch_table.get(kind)
+        with suppress(TypeError):  # which copying it will raise
+            rebuilt = found.__reduce_ex__(4) if reduce is None else reduce(found)
+            for name, part in zip(("arguments", "state", "items", "pairs"), rebuilt[1:5], strict=False):
+                yield name, list(part) if name in ("items", "pairs") and part is not None else part
         return
     yield from _attributes_of(found)
 
