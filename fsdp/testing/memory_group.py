@@ -243,8 +243,11 @@ class MemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([wanted], [given], opts)
 
-    def alltoall(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+    def _swap(self, wanted: list[Tensor], given: list[Tensor]) -> Work:
         return self._meet("all_to_all", given, wanted, lambda sources: list(zip(*sources, strict=True)))
+
+    def alltoall(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
+        return self._swap(wanted, given)
 
     def all_to_all_single(
         self, wanted: Tensor, given: Tensor, wanted_sizes: list[int], given_sizes: list[int], opts: Any = None
@@ -252,7 +255,7 @@ class MemoryGroup(dist.ProcessGroup):
         def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
             return list(tensor.detach().split(list(sizes) or tensor.shape[0] // self._size))
 
-        return self.alltoall(split(wanted, wanted_sizes), split(given, given_sizes))
+        return self._swap(split(wanted, wanted_sizes), split(given, given_sizes))
 
     def barrier(self, opts: Any = None) -> Work:
         return self._meet("barrier", (), (), lambda given: self._on_all(()))
