@@ -45,12 +45,7 @@ _ATOMIC: frozenset[type] = frozenset(
 )
 # They run no code of a user while they are copied.
 _PLAIN = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict, deque)
-_COMPRESSED = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class PendingCopy(Generic[Tree]):
@@ -303,8 +298,10 @@ class TreeCopy:
 
     def _view(self, original: Tensor, path: _Path) -> Tensor:
         """Return a tensor of no special class that looks at its storage as the original does."""
-        if original.layout != torch.strided:
-            return self._sparse(original, path)
+        if original.layout in _SPARSE:  # of several storages, which are not reused
+            return original.detach().to(_META if original.is_meta else HOST, copy=True)
+        if original.layout is not torch.strided:
+            raise TypeError(f"{_spelled(path)}: {by_class(original)} has a layout that cannot be copied by its memory")
         try:
             storage = original.untyped_storage()
         except (NotImplementedError, RuntimeError) as error:
@@ -328,21 +325,6 @@ class TreeCopy:
             )
         if missing := missing_memory(original):
             raise RuntimeError(f"{_spelled(path)}: {missing}. Stage the result of state_dict().")
-
-    def _sparse(self, original: Tensor, path: _Path) -> Tensor:
-        if original.layout == torch.sparse_coo:
-            indices, values = self._tensor(original._indices(), path), self._tensor(original._values(), path)
-            # Unchecked, because the values may still be on their way.
-            return torch.sparse_coo_tensor(
-                indices, values, original.shape, is_coalesced=original.is_coalesced(), check_invariants=False
-            )
-        if original.layout not in _COMPRESSED:
-            raise TypeError(f"{_spelled(path)}: {by_class(original)} has a layout that cannot be copied by its memory")
-        first, second = (self._tensor(indices(original), path) for indices in _COMPRESSED[original.layout])
-        values = self._tensor(original.values(), path)
-        return torch.sparse_compressed_tensor(
-            first, second, values, original.shape, layout=original.layout, check_invariants=False
-        )
 
     def _storage(self, original: UntypedStorage) -> UntypedStorage:
         if original.nbytes() == 0:
