@@ -9,13 +9,12 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -36,7 +35,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.untrusted import readable, short
 from fsdp.distributed.reports import page
-from fsdp.layers.summary import size_text
+from fsdp.layers.summary import aligned, size_text
 from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
@@ -63,14 +62,6 @@ _DIAGNOSE = (
     "merge the reports of all ranks of a job into a single page, with the first cause at the top\n"
     "Ranks write reports to the folder of fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS."
 )
-_NO_LOCAL_STATE = (
-    "local state dicts of FSDP1 are not read: load them with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or "
-    "FULL_STATE_DICT"
-)
-_NO_SHARDS = (
-    "FairScale's shards are read and not written: convert to torch, and load that file into the model before FairScale "
-    "wraps it"
-)
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _DTYPES = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -78,7 +69,6 @@ _DTYPES = {
 _SIZE = re.compile(r"(\d+)([KMGT]?)")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_WIDTH = 200  # characters in a column: all rows are padded to the widest
-_PERIOD = 0.1  # seconds between two lines of progress
 
 
 class UsageError(Exception):
@@ -126,13 +116,6 @@ def _said(message: str, code: int) -> int:
     return code
 
 
-class _Removed(argparse.Action):
-    """An option of earlier versions; `const` names the replacement."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        parser.error(f"{option}: {self.const}")
-
-
 def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentParser:
     about_all = "Inspect, verify and convert checkpoints, plan the memory of a training, and merge reports."
     parser = argparse.ArgumentParser(prog="fsdp", description=about_all, epilog=_EPILOG)
@@ -166,7 +149,6 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="TARGET", help="the file or folder to write")
     command.add_argument(
         "--to",
-        type=_target,
         choices=TARGETS,
         help="the format. Without it, TARGET says: .safetensors, or .pt, .pth, .bin and .ckpt for torch; else fsdp",
     )
@@ -198,7 +180,6 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for dcp: as get_optimizer_state_dict has it with flatten_optimizer_state_dict=True",
     )
-    command.add_argument("--template", action=_Removed, const=_NO_SHARDS, help=argparse.SUPPRESS)
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
@@ -214,9 +195,8 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--optimizer-files",
         metavar="PATH",
-        help="for fairscale and fsdp1: files of the optimizer's state, if they are separate from the weights",
+        help="for fairscale: files of the optimizer's state, if they are separate from the weights",
     )
-    command.add_argument("--like", action=_Removed, const=_NO_LOCAL_STATE, help=argparse.SUPPRESS)
 
 
 def _choices(args: argparse.Namespace) -> Choices:
@@ -229,12 +209,6 @@ def _choices(args: argparse.Namespace) -> Choices:
         raise UsageError(f"--param-order: {error}") from None
     chosen = {key: getattr(args, key, None) for key in ("model_key", "optimizer_key", "only", "optimizer_files")}
     return Choices(param_order=None if order is None else [line.strip() for line in lines if line.strip()], **chosen)
-
-
-def _target(text: str) -> str:
-    if text == "fairscale":
-        raise argparse.ArgumentTypeError(_NO_SHARDS)
-    return text
 
 
 def _size(text: str) -> int:
@@ -310,22 +284,13 @@ def lines(source: Source) -> Iterator[str]:
     yield f"{source.path}: {source.format}{saved}"
     yield ""
     tensors = source.model.tensors
-    rows = [
-        (
-            readable(name, _MOST_WIDTH),
-            readable(" x ".join(map(str, each.shape)), _MOST_WIDTH) or "number",
-            _dtype(each.dtype),
-            f"{each.nbytes:,}",
-        )
-        for name, each in tensors.items()
-    ]
+    rows = [("  tensor", "shape", "dtype", "bytes")]
+    for name, each in tensors.items():
+        shape = readable(" x ".join(map(str, each.shape)), _MOST_WIDTH) or "number"
+        rows.append((f"  {readable(name, _MOST_WIDTH)}", shape, _dtype(each.dtype), f"{each.nbytes:,}"))
     count = sum(each.shape.numel() for each in tensors.values())
-    table = [("tensor", "shape", "dtype", "bytes"), *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for *texts, number in table:
-        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
-        yield "  " + "  ".join([*cells, number.rjust(widths[-1])])
-    yield f"model: {len(rows):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
+    yield from aligned(rows)
+    yield f"model: {len(tensors):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
     if source.extra:
         yield f"extra state of modules: {', '.join(sorted(source.extra))}"
     if source.optimizer is not None:
@@ -458,33 +423,21 @@ class Progress:
     """A progress bar on a terminal if tqdm is installed, otherwise without effect. A context manager."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._total, self._done, self._shown = what, 0, 0, 0.0
-        self._bar: Any = None
-        self._is_seen = sys.stderr.isatty()
+        self._what, self._bar = what, cast(Any, None)
 
     def start(self, total: int) -> Progress:
         """Set the total number of bytes."""
-        self._total = total
-        if self._is_seen:
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return self
-            self._bar = tqdm(total=total, desc=self._what, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+            self._bar = tqdm(total=total, desc=self._what, disable=None, **options)  # None: unless on a terminal
         return self
 
     def __call__(self, nbytes: int) -> None:
         """Count bytes that are done."""
-        self._done += nbytes
         if self._bar is not None:
             self._bar.update(nbytes)
-        elif self._is_seen and time.monotonic() - self._shown > _PERIOD:
-            self._shown = time.monotonic()
-            part = self._done / max(self._total, 1)
-            filled = round(30 * part)
-            bar = "#" * filled + "." * (30 - filled)
-            text = f"{self._what} [{bar}] {part:4.0%} of {size_text(self._total)}"
-            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -492,5 +445,3 @@ class Progress:
     def __exit__(self, *_: Any) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif self._shown:
-            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)

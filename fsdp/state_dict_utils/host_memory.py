@@ -11,7 +11,6 @@ import gc
 import mmap
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -31,12 +30,8 @@ _MAPPED_BYTES = 32 << 20
 # not, because there every size is rounded up to a power of two.
 _REGISTERED_BYTES = 1 << 20
 
-_POLL_SECONDS = 0.005
-
 
 class _Block:
-    """Memory for a copy of a storage."""
-
     def __init__(self, nbytes: int, pin: bool, share: bool) -> None:
         self.storage = allocate(nbytes, pin, share)
         self._alone = self._holders()
@@ -51,8 +46,6 @@ class _Block:
 
 
 class _Kept:
-    """The blocks of an original."""
-
     def __init__(self, original: UntypedStorage, forget: Callable[[object], None]) -> None:
         self.original = weakref.ref(original, forget)
         self.blocks: list[_Block] = []
@@ -72,12 +65,10 @@ class HostMemory:
         pin: page-lock the blocks; requires CUDA.
         share: use memory that other processes can map.
         max_bytes: the limit for all blocks, referenced or not; None means no limit.
-        wait_seconds: the time to wait for referenced blocks when the limit is reached.
     """
 
-    def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
-        self._pin, self._share = pin, share
-        self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
+    def __init__(self, pin: bool, share: bool, max_bytes: int | None) -> None:
+        self._pin, self._share, self._max_bytes = pin, share, max_bytes
         self._kept: dict[int, _Kept] = {}  # by id; the least recently taken first
         self._held_bytes, self._lock = 0, threading.Lock()
         self._gone_bytes: deque[int] = deque()  # of storages that died, in any thread at any time, to be counted later
@@ -102,7 +93,8 @@ class HostMemory:
         self._kept[id(original)] = kept
         block = kept.free(nbytes)
         if block is None:
-            size = _allocated_bytes(nbytes, self._pin, self._share)
+            rounds_up = not self._share and _rounds_up(nbytes, self._pin)
+            size = 1 << (nbytes - 1).bit_length() if rounds_up else nbytes
             self._make_room(size, wanted)
             block = _Block(nbytes, self._pin, self._share)
             with self._lock:
@@ -119,12 +111,14 @@ class HostMemory:
         if self._max_bytes is None or self._evict(nbytes):
             return
         gc.collect()  # unreferenced copies with cycles may not be collected yet
-        total = wanted()
-        deadline = time.monotonic() + self._wait_seconds
-        while not self._evict(nbytes):
-            if total > self._max_bytes or time.monotonic() >= deadline:
-                raise MemoryError(self._no_room(total))
-            time.sleep(_POLL_SECONDS)  # there is no notification when a tensor is released
+        if not self._evict(nbytes):
+            total = wanted()
+            reason = "" if total > self._max_bytes else ", and earlier copies that still exist leave no room for it"
+            raise MemoryError(
+                f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed{reason}. Drop earlier "
+                "copies before staging again (del, or have the thread that writes them end), allow more, or stage the "
+                "tree in parts."
+            )
 
     def _evict(self, nbytes: int) -> bool:
         """Give up as many free blocks as it takes, and return True if there is room then."""
@@ -134,18 +128,6 @@ class HostMemory:
                 return True
             kept.blocks = [block for block in kept.blocks if not block.is_free]
         return self.held_bytes <= most
-
-    def _no_room(self, total: int) -> str:
-        if total > (self._max_bytes or 0):
-            return (
-                f"the tree has {total} bytes of tensors, and max_bytes={self._max_bytes} are allowed: allow at least "
-                "as many, or stage it in parts."
-            )
-        return (
-            f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed, and earlier copies that "
-            f"still exist leave no room for it (waited {self._wait_seconds:g} s). Drop them before staging again (del, "
-            "or have the thread that writes them end), allow more, or set wait_seconds."
-        )
 
 
 def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None:
@@ -193,10 +175,6 @@ def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
 def _rounds_up(nbytes: int, pin: bool) -> bool:
     """Return whether torch's allocator of pinned memory serves, which takes the next power of two."""
     return pin and (nbytes < _REGISTERED_BYTES or not can_page_lock())
-
-
-def _allocated_bytes(nbytes: int, pin: bool, share: bool) -> int:
-    return 1 << (nbytes - 1).bit_length() if not share and _rounds_up(nbytes, pin) else nbytes
 
 
 def _mapped(nbytes: int) -> UntypedStorage:
