@@ -9,12 +9,13 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import torch
 
@@ -69,6 +70,7 @@ _DTYPES = {
 _SIZE = re.compile(r"(\d+)([KMGT]?)")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_WIDTH = 200  # characters in a column: all rows are padded to the widest
+_PERIOD = 0.1  # seconds between two lines of progress
 
 
 class UsageError(Exception):
@@ -423,21 +425,33 @@ class Progress:
     """A progress bar on a terminal if tqdm is installed, otherwise without effect. A context manager."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._bar = what, cast(Any, None)
+        self._what, self._total, self._done, self._shown = what, 0, 0, 0.0
+        self._bar: Any = None
+        self._is_seen = sys.stderr.isatty()
 
     def start(self, total: int) -> Progress:
         """Set the total number of bytes."""
-        with suppress(ImportError):
-            from tqdm import tqdm
-
-            options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
-            self._bar = tqdm(total=total, desc=self._what, disable=None, **options)  # None: unless on a terminal
+        self._total = total
+        if self._is_seen:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return self
+            self._bar = tqdm(total=total, desc=self._what, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
         return self
 
     def __call__(self, nbytes: int) -> None:
         """Count bytes that are done."""
+        self._done += nbytes
         if self._bar is not None:
             self._bar.update(nbytes)
+        elif self._is_seen and time.monotonic() - self._shown > _PERIOD:
+            self._shown = time.monotonic()
+            part = self._done / max(self._total, 1)
+            filled = round(30 * part)
+            bar = "#" * filled + "." * (30 - filled)
+            text = f"{self._what} [{bar}] {part:4.0%} of {size_text(self._total)}"
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -445,3 +459,5 @@ class Progress:
     def __exit__(self, *_: Any) -> None:
         if self._bar is not None:
             self._bar.close()
+        elif self._shown:
+            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)

@@ -222,16 +222,20 @@ def test_what_a_format_has_no_place_for_is_noted(tmp_path: Path, capsys: Capture
 # How far it is
 
 
-def test_there_is_no_progress_without_tqdm(capsys: Captured, origin: Path, monkeypatch: Any) -> None:
+def test_progress_is_for_terminals_only(tmp_path: Path, capsys: Captured, origin: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert command(capsys, "verify", origin).err == ""
+    assert "\r" not in command(capsys, "verify", origin).err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    said = command(capsys, "verify", origin)
+    assert "\rverifying [" in said.err
+    assert said.err.endswith("\r")
 
 
-def test_progress_is_shown_by_tqdm_on_terminals_only(capsys: Captured, origin: Path, monkeypatch: Any) -> None:
+def test_progress_is_tqdms_where_it_is_installed(capsys: Captured, origin: Path, monkeypatch: Any) -> None:
     bar = mock.Mock()
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=bar))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     command(capsys, "verify", origin)
-    assert bar.call_args.kwargs["disable"] is None  # unless stderr is a terminal
     done = sum(call.args[0] for call in bar.return_value.update.call_args_list)
     assert done == bar.call_args.kwargs["total"] > 0
     bar.return_value.close.assert_called_once()
