@@ -11,6 +11,7 @@ import gc
 import mmap
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ _MAPPED_BYTES = 32 << 20
 # Smaller blocks are taken from torch's pinned memory, since registering costs more than a small copy; larger ones are
 # not, because there every size is rounded up to a power of two.
 _REGISTERED_BYTES = 1 << 20
+
+_POLL_SECONDS = 0.005
 
 
 class _Block:
@@ -65,10 +68,12 @@ class HostMemory:
         pin: page-lock the blocks; requires CUDA.
         share: use memory that other processes can map.
         max_bytes: the limit for all blocks, referenced or not; None means no limit.
+        wait_seconds: the time to wait for referenced blocks when the limit is reached.
     """
 
-    def __init__(self, pin: bool, share: bool, max_bytes: int | None) -> None:
-        self._pin, self._share, self._max_bytes = pin, share, max_bytes
+    def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
+        self._pin, self._share = pin, share
+        self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
         self._kept: dict[int, _Kept] = {}  # by id; the least recently taken first
         self._held_bytes, self._lock = 0, threading.Lock()
         self._gone_bytes: deque[int] = deque()  # of storages that died, in any thread at any time, to be counted later
@@ -111,14 +116,12 @@ class HostMemory:
         if self._max_bytes is None or self._evict(nbytes):
             return
         gc.collect()  # unreferenced copies with cycles may not be collected yet
-        if not self._evict(nbytes):
-            total = wanted()
-            reason = "" if total > self._max_bytes else ", and earlier copies that still exist leave no room for it"
-            raise MemoryError(
-                f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed{reason}. Drop earlier "
-                "copies before staging again (del, or have the thread that writes them end), allow more, or stage the "
-                "tree in parts."
-            )
+        total = wanted()
+        deadline = time.monotonic() + self._wait_seconds
+        while not self._evict(nbytes):
+            if total > self._max_bytes or time.monotonic() >= deadline:
+                raise MemoryError(self._no_room(total))
+            time.sleep(_POLL_SECONDS)  # there is no notification when a tensor is released
 
     def _evict(self, nbytes: int) -> bool:
         """Give up as many free blocks as it takes, and return True if there is room then."""
@@ -128,6 +131,18 @@ class HostMemory:
                 return True
             kept.blocks = [block for block in kept.blocks if not block.is_free]
         return self.held_bytes <= most
+
+    def _no_room(self, total: int) -> str:
+        if total > (self._max_bytes or 0):
+            return (
+                f"the tree has {total} bytes of tensors, and max_bytes={self._max_bytes} are allowed: allow at least "
+                "as many, or stage it in parts."
+            )
+        return (
+            f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed, and earlier copies that "
+            f"still exist leave no room for it (waited {self._wait_seconds:g} s). Drop them before staging again (del, "
+            "or have the thread that writes them end), allow more, or set wait_seconds."
+        )
 
 
 def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None:

@@ -93,20 +93,31 @@ class StateDictStager:
             processes are not detected: keep a reference to the copy until they have finished.
         max_bytes: the maximum host memory for referenced copies and memory that is kept for reuse. The latter is
             released first.
+        wait_seconds: if `max_bytes` is reached, the time to wait for another thread to release earlier copies.
+            `math.inf` waits forever.
 
     Raises:
-        ValueError: for a negative `max_bytes`.
+        ValueError: for a negative `max_bytes` or `wait_seconds`, or a `wait_seconds` without `max_bytes`.
         RuntimeError: for `pin_memory` without CUDA.
     """
 
-    def __init__(self, pin_memory: bool = False, share_memory: bool = False, *, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        pin_memory: bool = False,
+        share_memory: bool = False,
+        *,
+        max_bytes: int | None = None,
+        wait_seconds: float = 0.0,
+    ) -> None:
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"max_bytes must be a number of bytes or None, got {max_bytes}")
+        if not wait_seconds >= 0 or (wait_seconds and max_bytes is None):
+            raise ValueError(f"wait_seconds={wait_seconds} must not be negative, and is for use with max_bytes")
         if pin_memory:
             require_pinning()
         self.pin_memory = pin_memory
         self.share_memory = share_memory
-        self._memory = HostMemory(self.pin_memory, share_memory, max_bytes)
+        self._memory = HostMemory(self.pin_memory, share_memory, max_bytes, wait_seconds)
         self._lock = threading.RLock()
         self._copy_streams: dict[torch.device, CopyStream] = {}
         self._is_closed = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
@@ -206,9 +208,9 @@ def test_a_copy_outlives_the_stager() -> None:
 
 
 def test_a_tree_larger_than_allowed_is_refused_with_both_numbers() -> None:
-    stager = StateDictStager(max_bytes=3000)
+    stager = StateDictStager(max_bytes=3000, wait_seconds=math.inf)
     tree = [torch.zeros(KIB) for _ in range(3)]
-    with pytest.raises(MemoryError, match="the tree has 3072 bytes of tensors, max_bytes=3000 are allowed"):
+    with pytest.raises(MemoryError, match="the tree has 3072 bytes of tensors, and max_bytes=3000"):
         stager.stage([*tree, tree[0][2:], torch.empty(9, device="meta")])
     assert stager.stage(tree[:2])[1].numel() == KIB
 
@@ -217,7 +219,7 @@ def test_copies_that_are_held_count() -> None:
     stager = StateDictStager(max_bytes=1024)
     original = torch.zeros(KIB)
     copied = stager.stage(original)
-    with pytest.raises(MemoryError, match=r"1024 bytes .* earlier copies that still exist leave no room"):
+    with pytest.raises(MemoryError, match=r"1024 bytes .* earlier copies that still exist .* \(waited 0 s\)"):
         stager.stage(original)
     del copied
     assert stager.stage(original) is not None
@@ -259,9 +261,55 @@ def test_a_copy_that_is_garbage_makes_room() -> None:
         gc.enable()
 
 
-def test_a_limit_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_bytes must be a number of bytes or None, got -1"):
-        StateDictStager(max_bytes=-1)
+def test_staging_waits_until_another_thread_drops_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stager = StateDictStager(max_bytes=1024, wait_seconds=math.inf)
+    original = torch.zeros(KIB)
+    copies, waits = [stager.stage(original)], threading.Event()
+    written: list[float] = []
+
+    def write() -> None:
+        waits.wait()
+        written.append(copies.pop().sum().item())
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        real_sleep(seconds)
+
+    real_sleep = time.sleep
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.time.sleep", sleep)
+    writer = threading.Thread(target=write)
+    writer.start()
+    original.fill_(1)
+    assert stager.stage(original).sum() == KIB
+    writer.join()
+    assert written == [0]
+
+
+def test_waiting_ends_with_an_error_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.time.sleep", lambda seconds: now.append(now.pop() + 10))
+    stager = StateDictStager(max_bytes=1024, wait_seconds=60)
+    original = torch.zeros(KIB)
+    copied = stager.stage(original)
+    with pytest.raises(MemoryError, match=r"\(waited 60 s\)"):
+        stager.stage(original)
+    assert now == [160.0]
+    assert copied.sum() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_bytes": -1},
+        {"max_bytes": 1, "wait_seconds": -1.0},
+        {"wait_seconds": 1.0},
+        {"max_bytes": 1, "wait_seconds": math.nan},
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^(max_bytes|wait_seconds)"):
+        StateDictStager(**options)
 
 
 # Shared by threads and processes
