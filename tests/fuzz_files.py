@@ -21,10 +21,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.formats.test_hostile_files import DAMAGES, of_all_formats
-from tests.helpers.convert_formats import saved
-from tests.helpers.damaged_files import assert_read_or_refused
-from tests.helpers.strange_states import load_something, state_dicts
+from tests.helpers.ranks import RankPool
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Trial = Callable[[Draw], None]
@@ -32,6 +29,7 @@ Trial = Callable[[Draw], None]
 
 def of_files(whole: Path, folder: Path, word: str, change: Callable[[Path, Draw], None]) -> Trial:
     """Return a trial that damages a checkpoint, and reads it."""
+    from tests.helpers.damaged_files import assert_read_or_refused
 
     def run(draw: Draw) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,6 +65,11 @@ def repeat(trial: Trial, count: int, start: int) -> None:
 
 def main() -> None:
     """See above."""
+    # Not by the ranks that RankPool starts, which look at this module first.
+    from tests.checkpoint.formats.test_hostile_files import DAMAGES, of_all_formats
+    from tests.helpers.convert_formats import saved
+    from tests.helpers.strange_states import load_something, state_dicts
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=50_000)
     parser.add_argument("--states", type=int, default=50_000)
@@ -75,8 +78,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place, state_dicts() as loads:
         folder = Path(place)
+        pool = RankPool(folder)
         (folder / "all").mkdir()
-        whole = of_all_formats(saved(folder / "ours", max_file_bytes=300), folder / "all")
+        whole = of_all_formats(saved(folder / "ours", max_file_bytes=300), pool, folder / "all")
+        pool.close()
         for word, change in DAMAGES:
             print(f"{word:12} {change.__name__:16}", end="", flush=True)
             repeat(of_files(whole[word], folder / "now", word, change), options.files // len(DAMAGES), options.seed)

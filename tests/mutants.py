@@ -160,13 +160,13 @@ CONCERNS = {
         "checkpoint/formats/hostile_files checkpoint/load_safetensors checkpoint/optimizer checkpoint/killed"
     ),
     "checkpoint/formats/fairscale checkpoint/formats/consolidate checkpoint/formats/rank_files": (
-        "checkpoint/formats/consolidate* checkpoint/formats/fairscale* checkpoint/cli/legacy"
+        "checkpoint/formats/consolidate* checkpoint/formats/fairscale* checkpoint/formats/fsdp1* checkpoint/cli/legacy"
     ),
     "checkpoint/formats/dcp": "checkpoint/formats/dcp checkpoint/formats/hostile_files checkpoint/formats/round_trips",
     "checkpoint/formats/torch_file": "checkpoint/formats/torch* checkpoint/formats/hostile_files",
     "checkpoint/formats/*": (
         "checkpoint/formats/stitched checkpoint/cli/convert checkpoint/formats/round_trips checkpoint/formats/torch "
-        "checkpoint/formats/fairscale checkpoint/cli/legacy checkpoint/cli/verify "
+        "checkpoint/formats/fairscale checkpoint/formats/fsdp1 checkpoint/cli/legacy checkpoint/cli/verify "
         "checkpoint/formats/hostile_files"
     ),
     "state_dict_utils/stager state_dict_utils/host_memory": "state_dict_utils/stager* state_dict_utils/host",

@@ -63,6 +63,14 @@ _DIAGNOSE = (
     "merge the reports of all ranks of a job into a single page, with the first cause at the top\n"
     "Ranks write reports to the folder of fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS."
 )
+_NO_LOCAL_STATE = (
+    "local state dicts of FSDP1 are not read: load them with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or "
+    "FULL_STATE_DICT"
+)
+_NO_SHARDS = (
+    "FairScale's shards are read and not written: convert to torch, and load that file into the model before FairScale "
+    "wraps it"
+)
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _DTYPES = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -118,6 +126,13 @@ def _said(message: str, code: int) -> int:
     return code
 
 
+class _Removed(argparse.Action):
+    """An option of earlier versions; `const` names the replacement."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        parser.error(f"{option}: {self.const}")
+
+
 def _parser(add_commands: Callable[[Any], None] | None) -> argparse.ArgumentParser:
     about_all = "Inspect, verify and convert checkpoints, plan the memory of a training, and merge reports."
     parser = argparse.ArgumentParser(prog="fsdp", description=about_all, epilog=_EPILOG)
@@ -151,6 +166,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="TARGET", help="the file or folder to write")
     command.add_argument(
         "--to",
+        type=_target,
         choices=TARGETS,
         help="the format. Without it, TARGET says: .safetensors, or .pt, .pth, .bin and .ckpt for torch; else fsdp",
     )
@@ -182,6 +198,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for dcp: as get_optimizer_state_dict has it with flatten_optimizer_state_dict=True",
     )
+    command.add_argument("--template", action=_Removed, const=_NO_SHARDS, help=argparse.SUPPRESS)
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
@@ -197,8 +214,9 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--optimizer-files",
         metavar="PATH",
-        help="for fairscale: files of the optimizer's state, if they are separate from the weights",
+        help="for fairscale and fsdp1: files of the optimizer's state, if they are separate from the weights",
     )
+    command.add_argument("--like", action=_Removed, const=_NO_LOCAL_STATE, help=argparse.SUPPRESS)
 
 
 def _choices(args: argparse.Namespace) -> Choices:
@@ -211,6 +229,12 @@ def _choices(args: argparse.Namespace) -> Choices:
         raise UsageError(f"--param-order: {error}") from None
     chosen = {key: getattr(args, key, None) for key in ("model_key", "optimizer_key", "only", "optimizer_files")}
     return Choices(param_order=None if order is None else [line.strip() for line in lines if line.strip()], **chosen)
+
+
+def _target(text: str) -> str:
+    if text == "fairscale":
+        raise argparse.ArgumentTypeError(_NO_SHARDS)
+    return text
 
 
 def _size(text: str) -> int:

@@ -11,35 +11,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
-from fsdp.checkpoint.formats.rank_files import first_files, rank_files
-from fsdp.checkpoint.formats.source import Piece, Source, TensorReader, is_lazy, is_tensor, memory_of
-from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, shown, values_of
-from fsdp.checkpoint.formats.trees import (
-    DEFAULT,
-    Choices,
-    NamedState,
-    Paths,
-    SavedOptimizer,
-    is_single,
-    optimizers_in,
-)
-from fsdp.checkpoint.json_values import encoded
+from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
+from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
+from fsdp.checkpoint.formats.trees import DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
 from fsdp.engine.names import clean_name, join
 from fsdp.optim_utils.full import NAMES, by_stored_names
 
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
     """Return whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
-    for file in first_files(path):
-        with suppress(OSError, ValueError):
-            content = TorchArchive(file).content
-            if isinstance(content, Mapping) and any(map(_is_metadata, content.values())):
-                return True
-    return False
+    return is_in_files(path, lambda content: any(map(_is_metadata, content.values())))
 
 
 def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = True) -> Source:
@@ -47,11 +32,8 @@ def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = Tr
 
     If `strict`, keys that the weights lack or metadata do not name raise an error; otherwise they are skipped.
     """
-    title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
-    if choices.model_key is not None or choices.optimizer_key is not None:
-        raise ValueError(f"{title}: model and optimizer are found by their contents: leave out their keys")
-    files = [TorchArchive(each) for each in rank_files(path)]
-    shards, keys = zip(*map(_shard_in, files), strict=True)
+    ranks = RankFiles(path, choices)
+    shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found: dict[str, Any] = {}
     if is_whole:  # saved unsharded, as fairseq does by default; ties are a single tensor
@@ -61,71 +43,15 @@ def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = Tr
     else:
         found = put_together(shards, True, strict)
     order, is_in_order = _order(shards[0])
-    tensors, aliases, extra = _sorted_out(found, title)
-    names = sorted(tensors, key=lambda name: order.get(name, -1))  # flat parameters' names stay first
-    notes: list[str] = []
-    saved = _optimizers(files, choices, notes)
+    saved = ranks.optimizers(_is_full)
     state = NamedState(str(saved[0])) if saved else None
     if state is not None and _is_full(saved[0]):
         _add_full(state, saved[0], shards[0])
     elif state is not None:
         _add_local(state, saved, shards, choices.param_order)
-    values = values_of(files[0].content, {*keys[0], *(each.key for each in optimizers_in(files[0]))}, notes)
-    if saved and saved[0].others:
-        values[saved[0].key] = saved[0].others
-    return Source(
-        format="fairscale",
-        path=title,
-        model=TensorReader(title, {name: tensors[name] for name in names}),
-        optimizer=None if state is None else TensorReader(title, state.tensors),
-        optimizer_rest=None if state is None else state.rest(),
-        extra=extra,
-        values=encoded(values, "values") if values else None,
-        world_size=None if is_whole else len(shards),
-        notes=tuple(notes),
-        aliases=aliases,
-        is_in_order=is_in_order,
-    )
-
-
-def _optimizers(files: Sequence[TorchArchive], choices: Choices, notes: list[str]) -> list[SavedOptimizer]:
-    """Return the optimizer's dictionaries; none, with a note, if there are multiple optimizers."""
-    given = choices.optimizer_files
-    if choices.only == "model":
-        return []
-    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
-    found = [optimizers_in(file) for file in sources]
-    if given is None and len(found[0]) == 1 and _is_full(found[0][0]):
-        return found[0]
-    several = next((each for each in found if len(each) > 1), None)
-    if several is not None:
-        keys = ", ".join(each.key for each in several)
-        notes.append(f"{keys} are left out: a checkpoint has the state of one optimizer")
-        return []
-    saved = [one for each in found for one in each]
-    missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
-    if missing is not None and given is not None and not saved:
-        raise ValueError(f"{missing} has no dictionary of an optimizer in it")
-    if missing is not None and saved:
-        raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
-    return saved
-
-
-def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """Return tensors, second names of some, and modules' extra state, encoded."""
-    tensors: dict[str, Any] = {}
-    aliases, extra = {}, {}
-    names: dict[int, str] = {}  # the first name, by the id of a tensor
-    for name, value in found.items():
-        if name.rpartition(".")[2] == "_extra_state":
-            extra[name] = encoded(materialised(value), f"{title}: {name}")
-        elif not is_lazy(value):
-            raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
-        elif names.setdefault(id(value), name) == name:
-            tensors[name] = value
-        else:
-            aliases[name] = names[id(value)]
-    return tensors, aliases, extra
+    size = None if is_whole else len(shards)
+    values = ranks.values(keys[0])
+    return ranks.source("fairscale", found, saved, state, values, order, world_size=size, is_in_order=is_in_order)
 
 
 def _shard_in(file: TorchArchive) -> tuple[Shard, tuple[str, str]]:
@@ -180,6 +106,7 @@ def _order(shard: Shard) -> tuple[dict[str, int], bool]:
 
 
 def _is_full(saved: SavedOptimizer) -> bool:
+    """Return whether it is FairScale's full dictionary."""
     return "param_id_map" in saved.content and "uncollected_local_ids" in saved.content
 
 
@@ -227,6 +154,7 @@ def _add_local(
 def _keys_by_number(
     saved: Sequence[SavedOptimizer], shard: Shard, backings: Mapping[str, Backing], order: Sequence[str] | None
 ) -> dict[Any, str]:
+    """Return the key of a shard by the optimizer's number."""
     groups = [list(group["params"]) for group in saved[0].content["param_groups"]]
     for other in saved[1:]:
         if [list(group["params"]) for group in other.content["param_groups"]] != groups:
@@ -251,6 +179,7 @@ def _keys_by_number(
 def _add_backing(
     state: NamedState, backing: Backing, number: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> None:
+    """Add the state of a flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
     parts = [rank for rank, piece in enumerate(backing.pieces) if piece.numel] or [0]
     wanted = list(entries[parts[0]])

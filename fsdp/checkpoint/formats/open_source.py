@@ -11,7 +11,7 @@ from fsdp.checkpoint.folder import found as found_ours
 from fsdp.checkpoint.folder import is_left_behind, newest
 from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp, read_dcp
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
-from fsdp.checkpoint.formats.rank_files import rank_files
+from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1, rank_files
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, source_of_tree
@@ -103,6 +103,13 @@ FORMATS = (
         _examine_ranks,
     ),
     Format(
+        "fsdp1",
+        "a file of each rank, with sharded state dicts of torch's FSDP1",
+        has_fsdp1_shards,
+        open_fsdp1,
+        _examine_ranks,
+    ),
+    Format(
         "torch",
         "a file of torch.save",
         lambda path: os.path.isfile(path) and is_torch_file(path),
@@ -130,8 +137,8 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
     """
     place, given = os.fspath(path), choices or DEFAULT
     found = format_of(place, word)
-    if given.optimizer_files is not None and found.word != "fairscale":
-        raise ValueError(f"{place} is of the format {found.word}, and --optimizer-files is for fairscale")
+    if given.optimizer_files is not None and found.word not in ("fairscale", "fsdp1"):
+        raise ValueError(f"{place} is of the format {found.word}, and --optimizer-files is for fairscale and fsdp1")
     with reading(place):
         return found.read(place, given)
 

@@ -1,14 +1,57 @@
-"""Checkpoints with a file for each rank: their files are found by names."""
+"""Checkpoints with a file for each rank: files are found by their names and combined into a single source.
+
+This module reads checkpoints of torch's FullyShardedDataParallel (FSDP1) that were saved with `torch.save`;
+`fairscale` reads FairScale's:
+
+- A single file with a full state dict, a full optimizer state by names (``FSDP.full_optim_state_dict``, or
+  ``optim_state_dict`` with ``FULL_STATE_DICT``), or both.
+- A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): shards in
+  `ShardedTensor`s or `DTensor`s, which contain their positions, read without a process group.
+
+Local state dicts (``LOCAL_STATE_DICT``) are not supported: they contain shards of flat parameters, and the files do
+not contain the layout of these.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import islice
+from typing import Any
 
-from fsdp.checkpoint.formats.torch_file import is_torch_file
-from fsdp.checkpoint.formats.trees import Paths
+import torch
+
+from fsdp.checkpoint.formats.source import (
+    Chunk,
+    ChunkedTensor,
+    LazyTensor,
+    Source,
+    StridedTensor,
+    TensorReader,
+    are_all_of,
+    is_lazy,
+    is_tensor,
+    memory_of,
+)
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, is_torch_file, materialised, shown, values_of
+from fsdp.checkpoint.formats.trees import (
+    DEFAULT,
+    Choices,
+    NamedState,
+    Paths,
+    SavedOptimizer,
+    is_optimizer_state,
+    is_single,
+    names_by_key,
+    optimizers_in,
+)
+from fsdp.checkpoint.json_values import encoded
+from fsdp.engine.boxes import Box
+from fsdp.engine.names import plain_name
 
 # The text before a number, the number, and the text after it, for the last number except a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
@@ -17,6 +60,9 @@ _TOTAL = re.compile(r"^[-_.]?of[-_.]?(\d+)")
 _RANK = re.compile(r"(?:^|(?:shards?|rank|gpu|worker|proc|process)[-_.]?)$", re.IGNORECASE)
 
 _MOST_NAMED = 16  # of the ranks whose files are missing
+_EXTRA = "_extra_state"
+_FLAT = "_flat_param"
+_MODELS = ("model", "state_dict", "model_state_dict", "module")
 
 # By the text before and after their numbers, files by number.
 _Groups = dict[tuple[str, str], dict[int, str]]
@@ -55,17 +101,24 @@ def rank_files(path: Paths) -> list[str]:
     return _only(place, found)
 
 
-def first_files(path: str | os.PathLike[str]) -> list[str]:
-    """Return two files of each checkpoint at a path, by which formats are detected even if other files are missing."""
+def is_in_files(path: str | os.PathLike[str], is_such: Callable[[Mapping[Any, Any]], bool]) -> bool:
+    """Return whether there is such a dictionary in files of ranks at a path, whether or not some of them are missing.
+
+    Two files of each checkpoint show it.
+    """
     place = os.fspath(path)
-    if os.path.isfile(place):
-        return [place]
     folder, name = (place, None) if os.path.isdir(place) else os.path.split(place)
-    groups = _groups(folder or ".") if os.path.isdir(folder or ".") else {}
+    groups = _groups(folder or ".") if os.path.isdir(folder or ".") and not os.path.isfile(place) else {}
     if name is not None:
         stem, dot, ending = name.rpartition(".")
         groups = {key: group for key, group in groups.items() if _names_shards(key, stem, dot + ending)}
-    return [group[number] for group in groups.values() for number in sorted(group)[:2]]
+    files = [group[number] for group in groups.values() for number in sorted(group)[:2]]
+    for file in [place] if os.path.isfile(place) else files:
+        with suppress(OSError, ValueError):
+            content = TorchArchive(file).content
+            if isinstance(content, Mapping) and is_such(content):
+                return True
+    return False
 
 
 def _names_shards(key: tuple[str, str], stem: str, ending: str) -> bool:
@@ -106,3 +159,290 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
             f"{', '.join(map(str, missing[:_MOST_NAMED]))}{more}. All ranks' are needed."
         )
     return [group[number] for number in sorted(group)]
+
+
+class RankFiles:
+    """The files of all ranks, which are combined into a single checkpoint."""
+
+    def __init__(self, path: Paths, choices: Choices) -> None:
+        self.title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
+        if choices.model_key is not None or choices.optimizer_key is not None:
+            raise ValueError(f"{self.title}: model and optimizer are found by their contents: leave out their keys")
+        self.files = [TorchArchive(each) for each in rank_files(path)]
+        self.notes: list[str] = []
+        self._choices = choices
+
+    def optimizers(self, full: Callable[[SavedOptimizer], bool] = lambda saved: False) -> list[SavedOptimizer]:
+        """Return the optimizer's dictionaries. If there are multiple optimizers, return none and add a note.
+
+        If the first file's dictionary is `full`, other files are not examined.
+        """
+        given = self._choices.optimizer_files
+        if self._choices.only == "model":
+            return []
+        sources = self.files if given is None else [TorchArchive(each) for each in rank_files(given)]
+        found = [optimizers_in(file) for file in sources]
+        if given is None and len(found[0]) == 1 and full(found[0][0]):
+            return found[0]
+        several = next((each for each in found if len(each) > 1), None)
+        if several is not None:
+            keys = ", ".join(each.key for each in several)
+            self.notes.append(f"{keys} are left out: a checkpoint has the state of one optimizer")
+            return []
+        saved = [one for each in found for one in each]
+        missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
+        if missing is not None and given is not None and not saved:
+            raise ValueError(f"{missing} has no dictionary of an optimizer in it")
+        if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # or the first has all of it
+            raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
+        return saved
+
+    def source(
+        self,
+        word: str,
+        found: Mapping[str, Any],
+        saved: Sequence[SavedOptimizer],
+        state: NamedState | None,
+        values: dict[Any, Any],
+        order: Mapping[str, int] | None = None,
+        **known: Any,
+    ) -> Source:
+        """Return the checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
+        tensors, aliases, extra = _sorted_out(found, self.title)
+        names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # flat parameters' names stay first
+        if saved and saved[0].others:
+            values[saved[0].key] = saved[0].others
+        return Source(
+            format=word,
+            path=self.title,
+            model=TensorReader(self.title, {name: tensors[name] for name in names}),
+            optimizer=None if state is None else TensorReader(self.title, state.tensors),
+            optimizer_rest=None if state is None else state.rest(),
+            extra=extra,
+            values=encoded(values, "values") if values else None,
+            notes=tuple(self.notes),
+            aliases=aliases,
+            **known,
+        )
+
+    def values(self, leave: Iterable[Any]) -> dict[Any, Any]:
+        """Return the other contents of the first file, without some keys and without optimizers."""
+        first = self.files[0]
+        return values_of(first.content, {*leave, *(each.key for each in optimizers_in(first))}, self.notes)
+
+
+def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """Return tensors, second names of some, and modules' extra state, encoded."""
+    tensors: dict[str, Any] = {}
+    aliases, extra = {}, {}
+    names: dict[int, str] = {}  # the first name, by the id of a tensor
+    for name, value in found.items():
+        if name.rpartition(".")[2] == _EXTRA:
+            extra[name] = encoded(materialised(value), f"{title}: {name}")
+        elif not is_lazy(value):
+            raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
+        elif names.setdefault(id(value), name) == name:
+            tensors[name] = value
+        else:
+            aliases[name] = names[id(value)]
+    return tensors, aliases, extra
+
+
+# --- FSDP1 ----------------------------------------------------------------------------------------------------------
+
+
+def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
+    """Return whether there are files of ranks at a path with sharded or local state dicts."""
+
+    def has_shards(content: Mapping[Any, Any]) -> bool:
+        inside = (each for each in (content, *content.values()) if isinstance(each, Mapping))
+        return any(_has_shards(each) for each in inside if not is_optimizer_state(each))
+
+    return is_in_files(path, has_shards)
+
+
+def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
+    return _is_local(state_dict) or any(map(_is_sharded, state_dict.values()))
+
+
+def _is_local(state_dict: Mapping[Any, Any]) -> bool:
+    """Return whether flat parameters are in it, as LOCAL_STATE_DICT has them."""
+    return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
+
+
+def open_fsdp1(path: Paths, choices: Choices = DEFAULT) -> Source:
+    """Open a file or ranks' files of FSDP1; close it when it is read."""
+    ranks = RankFiles(path, choices)
+    files = ranks.files
+    key = _model_key(files[0])
+    models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
+    if models and _is_local(models[0]):
+        raise ValueError(
+            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, without the names of the parameters that they "
+            "contain. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
+    found = _whole(models, files)
+    saved = ranks.optimizers()
+    state = _state(saved, choices.param_order, found) if saved else None
+    values = {} if key is None else ranks.values([key])
+    if not models:
+        ranks.notes.append("there are no weights of a model in it")
+    world_size = len(files) if models and _has_shards(models[0]) else None
+    return ranks.source("fsdp1", found, saved, state, values, world_size=world_size)
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and not is_optimizer_state(value)
+        and any(is_tensor(each) or _is_sharded(each) for each in value.values())
+        and all(isinstance(key, str) for key in value)
+    )
+
+
+def _model_key(file: TorchArchive) -> str | None:
+    """Return the key of the model; None if the model has no key."""
+    if not isinstance(file.content, Mapping):
+        raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
+    if _is_state_dict(file.content) or is_optimizer_state(file.content):
+        return None
+    found = [key for key, value in file.content.items() if _is_state_dict(value)]
+    found = [key for key in found if key in _MODELS] or found
+    if len(found) > 1:
+        raise ValueError(f"{file} has several state dicts, {', '.join(found)}: save the right one as 'model'")
+    return found[0] if found else None
+
+
+def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
+    found = file.content if key is None else file.content.get(key) if isinstance(file.content, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file} has no state dict of the model{'' if key is None else f' under {key!r}'}")
+    return {plain_name(name): value for name, value in found.items()}
+
+
+def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
+    """Return the tensors by name; tensors with the same memory become the same object."""
+    found: dict[str, Any] = {}
+    known: dict[Any, LazyTensor] = {}
+    for name, value in models[0].items() if models else ():
+        missing = [file for model, file in zip(models, files, strict=True) if name not in model]
+        if missing:
+            raise ValueError(f"{missing[0]} has no {name}, and {files[0]} has: they are of different models")
+        found[name] = value
+        if is_tensor(value) or _is_sharded(value):
+            each = _merged(name, [model[name] for model in models], [file.path for file in files])
+            found[name] = known.setdefault(memory_of(each), each)
+    return found
+
+
+def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> NamedState:
+    """Return an optimizer's state that goes by names."""
+    first = saved[0]
+    names = names_by_key(str(first), first.content, order, plain_name)
+    state = NamedState(str(first))
+    for number, name in names.items():
+        entries = [each.content["state"].get(number) or {} for each in saved]
+        shape = model[name].shape if is_lazy(model.get(name)) else torch.Size([1])
+        for key, value in entries[0].items():
+            missing = [file for file, entry in zip(saved, entries, strict=True) if key not in entry]
+            if missing:
+                raise ValueError(f"{missing[0]} has no '{key}' of {name}, and {first} has")
+            values = [entry[key] for entry in entries]
+            if not _is_sharded(value) and is_single(key, value, shape):
+                state.add_single([name], key, values)
+            else:
+                each = _merged(f"{name}/{key}", values, [each.file.path for each in saved])
+                if name in model and each.shape != shape:
+                    raise ValueError(state.odd_shape(name, key, each.shape, shape))
+                state.add_elements(name, key, each)
+    state.groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
+    return state
+
+
+def _is_sharded(value: Any) -> bool:
+    """Return whether a value is a rank's shard of a tensor."""
+    return _is_of_torch(value, "ShardedTensor") or _is_of_torch(value, "DTensor")
+
+
+def _is_of_torch(value: Any, name: str) -> bool:
+    if not isinstance(value, Foreign):
+        return False
+    module, _, last = value.origin.rpartition(".")
+    return last == name and f"{module}.".startswith("torch.distributed.")
+
+
+def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTensor:
+    """Return a tensor of which each file has a shard, or all files all of it."""
+    first = values[0]
+    if not _is_sharded(first):
+        return first
+    shape, dtype, _ = _shards_of(name, first, files[0])
+    held: dict[Box, StridedTensor] = {}  # replicas have the same
+    for value, file in zip(values, files, strict=True):
+        other, _, found = _shards_of(name, value, file) if _is_sharded(value) else (None, None, [])
+        if other != shape:
+            raise ValueError(
+                f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
+            )
+        for box, tensor in found:
+            if tuple(tensor.shape) != box.sizes:
+                raise ValueError(f"{name} in {file} has shape {list(tensor.shape)}, not {list(box.sizes)}")
+            held.setdefault(box, tensor)
+    if not are_all_of(shape, held.keys()):
+        raise ValueError(
+            f"{name}: the {len(files)} files given have {sum(box.numel for box in held)} of its {shape.numel()} "
+            "elements, or some twice. A rank's file is missing, or one is of another number of ranks."
+        )
+    dtype = next((tensor.dtype for tensor in held.values()), dtype)
+    return ChunkedTensor(dtype, shape, [Chunk(box, partial(held.__getitem__, box)) for box in held if box.numel])
+
+
+def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, torch.dtype, list[tuple[Box, StridedTensor]]]:
+    """Return the shape and dtype of an unsharded tensor, and its shards in a file."""
+    try:
+        if _is_of_torch(value, "DTensor"):
+            shape = torch.Size(value.args[2])
+            return shape, value.args[1], [(_rows(name, value, shape, file), value.fields["_local_tensor"])]
+        shards, described = value.state[0], value.state[1].fields
+        places = [each.fields["metadata"].fields for each in shards]
+        boxes = [Box(tuple(each["shard_offsets"]), tuple(each["shard_sizes"])) for each in places]
+        properties = described["tensor_properties"].state
+        dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        tensors = [each.fields["tensor"] for each in shards]
+        return torch.Size(described["size"]), dtype, list(zip(boxes, tensors, strict=True))
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{name} in {file} is a {value.origin} of a form that is not known here ({error!r}): load it with the "
+            "version of torch that has written it, and save FULL_STATE_DICT"
+        ) from None
+
+
+def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Box:
+    """Return the place of the shard in a `DTensor`."""
+    spec = value.fields["_spec"].fields
+    kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
+    sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
+    if not sharded:
+        return Box((0,) * len(shape), tuple(shape))
+    if len(sharded) > 1 or kinds[sharded[0]] != "Shard" or spec["placements"][sharded[0]].fields["dim"] != 0:
+        dims = [each.fields.get("dim", "") for each in spec["placements"]]
+        shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
+        raise ValueError(
+            f"{name} in {file} has placements {shown}, and FSDP1 shards the first dimension over one group of ranks: "
+            "save such a model with torch.distributed.checkpoint"
+        )
+    ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
+    rows = -(-shape[0] // ranks)  # as `torch.chunk`
+    first, last = (min(each * rows, shape[0]) for each in (number, number + 1))
+    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+
+
+def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
+    """Return the size of a dimension of a mesh, and this rank's place in it. Its form changes with torch's version."""
+    if "mesh" in mesh:
+        sizes = mesh["mesh"].shape
+    else:
+        layout = mesh["_layout"].fields
+        sizes = [each.fields["shape"] for each in layout["axes"]] if "axes" in layout else layout["shape"]
+    size = sizes[dim]
+    return size if isinstance(size, int) else math.prod(size), mesh["_coordinate_on_dim"][dim]

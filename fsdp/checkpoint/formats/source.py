@@ -326,7 +326,7 @@ def memory_of(value: Any) -> Any:
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     if isinstance(value, StridedTensor):
         return value.file, value.begin, value.shape, value.strides, value.dtype
-    return value
+    return tuple(memory_of(chunk.tensor) for chunk in value.chunks) if isinstance(value, ChunkedTensor) else value
 
 
 def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:

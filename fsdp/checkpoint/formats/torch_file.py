@@ -383,6 +383,7 @@ def _inside(owner: Any, name: str) -> type[Foreign]:
 
 
 def _data_of(data: Any, *_: Any) -> Any:
+    """Return the values of a parameter."""
     return data
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy, is_tensor, whole
-from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, materialised, shown, values_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.checkpoint.untrusted import short
@@ -59,7 +59,6 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     notes: list[str] = []
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
-    _refuse_shards(path, tree)
     model_path = _model_place(path, tree, choices, notes)
     if model_path is None and not any(is_lazy(value) for value in tree.values()):
         keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
@@ -83,23 +82,13 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 
 
-def _refuse_shards(path: str, tree: Any) -> None:
-    for _, value in _leaves(tree):
-        if isinstance(value, Foreign) and value.origin.rpartition(".")[2] in ("ShardedTensor", "DTensor"):
-            raise ValueError(
-                f"{path} has the shards of one rank in it ({value.origin}): load them with the program that has saved "
-                "them, and save a full state dict, or a folder of torch.distributed.checkpoint"
-            )
-
-
 def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:
     """Return where the model is; None if its tensors are not in a mapping of their own."""
     if choices.model_key is not None:
         return _chosen(path, tree, choices.model_key, "--model-key")
     base = _base(tree)
     below = _at(tree, base)
-    inside = {key: below[key] for key in MODEL_KEYS if isinstance(below.get(key), Mapping)}
-    known = [key for key, tree in inside.items() if any(is_lazy(value) for _, value in _leaves(tree))]
+    known = [key for key in MODEL_KEYS if isinstance(below.get(key), Mapping) and _has_tensors(below[key])]
     if not known:
         return None
     found = (*base, known[0])
@@ -168,6 +157,10 @@ def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
         elif all(below) and (left := _without(value, below)) and not isinstance(value, list):
             found[key] = left
     return found
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(is_lazy(value) for _, value in _leaves(tree))
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

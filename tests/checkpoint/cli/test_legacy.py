@@ -1,8 +1,9 @@
-"""``python -m fsdp`` with files of FairScale: converted, they are loaded at any number of ranks."""
+"""``python -m fsdp`` with files of FairScale and FSDP1: converted, they are loaded at any number of ranks."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
 from fsdp.optim_utils import full_optim_state_dict
+from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth
 from tests.helpers.legacy_sources import NAMES, NAMES_INSIDE, RECORDED, assert_same_values, every_case
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -22,9 +24,9 @@ from tests.tools.record_fairscale_checkpoint import CASES
 from tests.tools.record_fairscale_shards import make_model
 
 
-def loaded(path: Path, whole: Any, values: Any) -> None:
+def loaded(path: Path, make: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], whole: Any, values: Any) -> None:
     """On each rank: a checkpoint of ours, loaded into a wrapped model and its optimizer, is what it should be."""
-    model = make_model(FullyShardedDataParallel)
+    model = make(FullyShardedDataParallel)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     found = fsdp.load(path, model, optimizer)
     assert found.values == values
@@ -36,6 +38,11 @@ def loaded(path: Path, whole: Any, values: Any) -> None:
     if dist.get_rank() == 0:
         assert full is not None
         assert_same_values(full["state"], whole["optimizer"])
+
+
+def make_fsdp1_model(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return wrap(Model(wrap))
 
 
 @parametrize_pairs(name=list(CASES), world_size=[1, 2, 4])
@@ -51,7 +58,19 @@ def test_fairscale_s_checkpoints_are_loaded_at_any_number_of_ranks(
         "extra_state": extra,
         "last_optimizer_state": {"loss_scale": 4.0},
     }
-    ranks(world_size).run(loaded, tmp_path / "ours", whole, values)
+    ranks(world_size).run(loaded, tmp_path / "ours", make_model, whole, values)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fsdp1_s_checkpoints_are_loaded_at_any_number_of_ranks(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    theirs, ours = folders(tmp_path)
+    ranks(3).run(save, theirs, "sharded", {})
+    assert main(["convert", str(theirs), str(ours)]) == FINE
+    whole = truth(theirs)
+    whole["optimizer"] = whole["optimizer"]["state"]
+    ranks(world_size).run(loaded, ours, make_fsdp1_model, whole, {"step": 2})
 
 
 def test_a_plain_model_loads_what_was_converted_to_torch(tmp_path: Path) -> None:
@@ -77,7 +96,24 @@ def test_the_optimizer_s_state_may_be_in_files_of_its_own(tmp_path: Path) -> Non
 def test_options_of_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "plain.pt")
     assert main(["inspect", str(tmp_path / "plain.pt"), "--optimizer-files", "anything"]) == WRONG
-    assert "is of the format torch, and --optimizer-files is for fairscale" in capsys.readouterr().err
+    assert "is of the format torch, and --optimizer-files is for fairscale and fsdp1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--like", "names.pt"], "--like: local state dicts of FSDP1 are not read: load them with FSDP1"),
+        (["--template", "old"], "--template: FairScale's shards are read and not written: convert to torch"),
+        (["--to", "fairscale"], "--to: FairScale's shards are read and not written: convert to torch"),
+    ],
+)
+def test_options_that_were_removed_say_what_to_do(
+    capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["convert", str(RECORDED / "flat-2"), "new", *options])
+    assert left.value.code == MISUSED
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "code"), [("fairseq-flat-3", MISUSED), ("fairseq-unflattened-3", FINE)])

@@ -26,6 +26,7 @@ from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, unpickled
 from fsdp.checkpoint.safetensors import SafetensorsFiles
+from tests.checkpoint.formats.test_fsdp1 import save as save_fsdp1
 from tests.helpers.convert_formats import converted, saved
 from tests.helpers.damaged_files import (
     Draw,
@@ -43,6 +44,7 @@ from tests.helpers.damaged_files import (
     zipped_with,
 )
 from tests.helpers.legacy_sources import RECORDED
+from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save as save_safetensors
 from tests.helpers.strange_states import load_something, state_dicts
 
@@ -62,19 +64,21 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def others(ours: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return of_all_formats(ours, tmp_path_factory.mktemp("others"))
+def others(ours: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return of_all_formats(ours, ranks, tmp_path_factory.mktemp("others"))
 
 
-def of_all_formats(ours: Path, folder: Path) -> dict[str, Path]:
+def of_all_formats(ours: Path, ranks: RankPool, folder: Path) -> dict[str, Path]:
     """Make checkpoints of all formats, each by itself in a folder."""
-    for word in ("safetensors", "dcp", "torch", "fairscale"):
+    for word in ("safetensors", "dcp", "torch", "fairscale", "fsdp1"):
         (folder / word).mkdir()
     shutil.copytree(ours, folder / "fsdp" / "run")
     converted(ours, folder / "safetensors" / "run", "--to", "safetensors", "--max-file-bytes", "300")
     converted(ours, folder / "dcp" / "run", "--to", "dcp")
     converted(ours, folder / "torch" / "run.pt", "--to", "torch")
     shutil.copytree(RECORDED / "optim-flat-2", folder / "fairscale" / "run")
+    (folder / "fsdp1" / "run").mkdir()
+    ranks(2).run(save_fsdp1, folder / "fsdp1" / "run", "sharded", {})
     for other in [*folder.rglob("whole.pt"), *folder.rglob("full*.pt"), *folder.rglob("truth*.pt")]:
         other.unlink()
     return {each.name: each for each in folder.iterdir()}
@@ -93,8 +97,8 @@ def test_a_damaged_checkpoint_of_ours_gives_what_was_saved_or_an_error(
 
 
 DAMAGES = [
-    *((word, damage) for word in ("safetensors", "dcp", "torch", "fairscale")),
-    *((word, damage_pickle) for word in ("torch", "fairscale")),
+    *((word, damage) for word in ("safetensors", "dcp", "torch", "fairscale", "fsdp1")),
+    *((word, damage_pickle) for word in ("torch", "fairscale", "fsdp1")),
     ("fsdp", damage_manifest),
     ("safetensors", damage_index),
     ("safetensors", damage_header),
