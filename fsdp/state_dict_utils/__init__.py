@@ -33,6 +33,8 @@ from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
 from fsdp.state_dict_utils.host_memory import require_pinning
 from fsdp.state_dict_utils.stager import PendingCopy as PendingCopy
 from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
+from fsdp.state_dict_utils.stager import origins as origins
+from fsdp.state_dict_utils.stager import restore as restore
 from fsdp.state_dict_utils.tree import CompanionMismatch as CompanionMismatch
 from fsdp.state_dict_utils.tree import (
     Comparison,

@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -184,8 +184,8 @@ class StateDictStager:
             if original.device.type == _META:
                 return UntypedStorage(nbytes, device=_META)
             if nbytes == 0:
-                return UntypedStorage(0, device=HOST)
-            host = self._memory.take(original, wanted_bytes)
+                return _from(original.device, UntypedStorage(0, device=HOST))
+            host = _from(original.device, self._memory.take(original, wanted_bytes))
             pairs.append((original, host))
             return host
 
@@ -213,6 +213,66 @@ class StateDictStager:
         return arrivals
 
 
+def origins(copied: Any) -> list[str]:
+    """Return the original device of each storage of a copy, in the order of the tree, to be saved with the copy.
+
+    A file does not preserve the original devices of a copy, but any file can contain a list of strings.
+
+    Args:
+        copied: the result of `StateDictStager.stage`.
+    """
+    found: list[str] = []
+
+    def note(storage: UntypedStorage) -> UntypedStorage:
+        found.append(str(_origin(storage)))
+        return storage
+
+    with torch.inference_mode(False), torch.no_grad():
+        TreeCopy(note, lambda: None, to_host=False).copy(copied)
+    return found
+
+
+def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -> Tree:
+    """Return a copy of a staged tree with its tensors on their original devices.
+
+    Like `stage`, it preserves sharing, views and classes. Tensors that belong on the CPU are not copied again.
+
+    Args:
+        copied: the result of `StateDictStager.stage`, or, with `devices`, this result after saving and loading.
+        devices: the result of `origins`, or other devices.
+
+    Raises:
+        ValueError: if there are more or fewer `devices` than storages.
+    """
+    targets = None if devices is None else [torch.device(device) for device in devices]
+    count = 0
+
+    def place(storage: UntypedStorage) -> UntypedStorage:
+        nonlocal count
+        count += 1
+        if targets is not None and count > len(targets):
+            return storage
+        device = _origin(storage) if targets is None else targets[count - 1]
+        if storage.device == device:
+            return storage
+        return UntypedStorage(storage.nbytes(), device=device).copy_(storage, False)
+
+    with torch.inference_mode(False), torch.no_grad():
+        restored: Tree = TreeCopy(place, lambda: None, to_host=False).copy(copied)
+    if targets is not None and count != len(targets):
+        raise ValueError(f"the tree has {count} storages and there are {len(targets)} devices: it is another tree")
+    return restored
+
+
+def _from(device: torch.device, storage: UntypedStorage) -> UntypedStorage:
+    storage.staged_from = device  # type: ignore[attr-defined]  # lives as long as torch's storage does
+    return storage
+
+
+def _origin(storage: UntypedStorage) -> torch.device:
+    return getattr(storage, "staged_from", storage.device)
+
+
 class TreeCopy:
     """A copy of a tree of objects, with the aliases and cycles of the original.
 
@@ -221,10 +281,13 @@ class TreeCopy:
             for each tensor without memory.
         fill: a function that copies the original values into all storages that `place` has returned so far. Called
             before user-defined code runs. The caller must fill the storages that were placed since the last such call.
+        to_host: all tensors of the copy must be on the CPU.
     """
 
-    def __init__(self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None]) -> None:
-        self._place, self._fill = place, fill
+    def __init__(
+        self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None], *, to_host: bool = True
+    ) -> None:
+        self._place, self._fill, self._is_to_host = place, fill, to_host
         # The second memo is torch's, by the address of a storage; it serves tensors that exist only during the copy.
         self._storages: dict[int, UntypedStorage] = {}
         self._memo: dict[Any, Any] = {"torch": self._storages}
@@ -242,7 +305,7 @@ class TreeCopy:
                 object.__setattr__(replacement, name, copy.deepcopy(value, self._memo))
         copied = copy.deepcopy(tree, self._memo)
         with torch._C.DisableTorchFunctionSubclass():
-            for path, found in _objects_in(copied, (), {}) if self._runs_code else ():
+            for path, found in _objects_in(copied, (), {}) if self._runs_code and self._is_to_host else ():
                 if isinstance(found, Tensor) and found.device.type not in ("cpu", _META):
                     raise TypeError(
                         f"{_spelled(path)}: the copy of an object makes a tensor on {found.device}, which is in no "
@@ -359,7 +422,7 @@ class _Rebuilt:
 
 
 def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield the objects in containers and attributes with their paths, each once; not those inside of tensors."""
+    """Yield the objects in containers and attributes with their paths, in order, each once; not those inside of tensors."""
     pending = [(path, tree)]
     while pending:
         path, found = pending.pop()
@@ -367,7 +430,7 @@ def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[
             continue
         if not isinstance(found, (Tensor, UntypedStorage)):
             seen[id(found)] = found
-            pending += [((path, key), part) for key, part in _parts(found)]
+            pending += [((path, key), part) for key, part in _parts(found)][::-1]
         yield path, found
 
 

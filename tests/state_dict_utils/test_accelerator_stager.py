@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp import StateDictStager
+from fsdp.state_dict_utils import origins, restore
 from tests.helpers.accelerator import ACCELERATOR, device_module, page_locking
 from tests.helpers.pairs import parametrize_pairs
 
@@ -108,6 +109,17 @@ def test_originals_that_are_dropped_meanwhile_are_copied_right() -> None:
     overwritten = torch.zeros(1 << 24, device=ACCELERATOR)
     assert bool((pending.wait()[0] == 1).all())
     del overwritten
+
+
+def test_a_copy_goes_back_to_its_devices() -> None:
+    weight = torch.arange(4.0, device=ACCELERATOR)
+    copied = StateDictStager().stage({"w": weight, "view": weight[2:], "cpu": torch.ones(2)})
+    assert origins(copied) == [f"{ACCELERATOR}:0", "cpu"]
+    restored = restore(copied)
+    assert restored["view"].tolist() == [2, 3]
+    assert restored["view"].device == weight.device
+    assert restored["view"].untyped_storage().data_ptr() == restored["w"].untyped_storage().data_ptr()
+    assert restored["cpu"].device.type == "cpu"
 
 
 class Hides:

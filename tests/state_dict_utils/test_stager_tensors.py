@@ -1,8 +1,10 @@
-"""Staging tensors of special kinds: subclasses, wrappers, sparse and quantised ones."""
+"""Staging tensors of special kinds: subclasses, wrappers, sparse and quantised ones; and putting copies back."""
 
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp import StateDictStager
+from fsdp.state_dict_utils import origins, restore
 from tests.helpers.on_ranks import on_ranks
 
 
@@ -270,6 +273,59 @@ def test_a_default_device_does_not_matter() -> None:
         torch.set_default_device(None)
     assert torch.equal(copied[0], large)
     assert copied[1].tolist() == [1, 1]
+
+
+# Back to where they came from
+
+
+@pytest.fixture
+def elsewhere() -> Callable[..., None]:
+    """Copies of these tensors say that they came from the meta device, where restoring them can be seen."""
+
+    def claim(*copies: Tensor) -> None:
+        for copied in copies:
+            copied.untyped_storage().staged_from = torch.device("meta")  # type: ignore[attr-defined]
+
+    return claim
+
+
+def test_a_copy_knows_the_devices_it_came_from(elsewhere: Any) -> None:
+    weight = torch.ones(2)
+    copied = staged({"a": weight, "view": weight[1:], "b": torch.ones(3), "empty": torch.empty(0)})
+    elsewhere(copied["b"])
+    assert origins(copied) == ["cpu", "meta", "cpu"]
+
+
+def test_a_copy_is_restored_with_its_views_and_classes(elsewhere: Any) -> None:
+    weight = torch.ones(4)
+    copied = staged({"w": nn.Parameter(weight), "view": weight[1:3], "stays": torch.zeros(2)})
+    elsewhere(copied["w"])
+    restored = restore(copied)
+    assert type(restored["w"]) is nn.Parameter
+    assert restored["w"].is_meta
+    assert restored["view"].untyped_storage() is restored["w"].untyped_storage()
+    assert share(restored["stays"], copied["stays"])  # it is where it belongs
+
+
+def test_devices_can_be_saved_with_a_copy_and_restored_after_loading(elsewhere: Any) -> None:
+    weight = torch.ones(4)
+    empty = torch.empty(0)
+    copied = staged({"w": weight, "view": weight[1:3], "e": [empty, empty[:]], "x": torch.zeros(2)})
+    elsewhere(copied["x"])
+    file = io.BytesIO()
+    torch.save({"state": copied, "devices": origins(copied)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    restored = restore(loaded["state"], loaded["devices"])
+    assert restored["x"].is_meta
+    assert restored["w"].device.type == "cpu"
+    assert share(restored["w"], restored["view"])
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3])
+def test_devices_of_another_tree_are_an_error(devices: list[str]) -> None:
+    with pytest.raises(ValueError, match=rf"2 storages and there are {len(devices)} devices"):
+        restore(staged([torch.ones(1), torch.ones(1)]), devices)
 
 
 def test_deepcopy_of_a_copy_is_a_copy_in_memory_of_its_own() -> None:
