@@ -422,7 +422,7 @@ class _Rebuilt:
 
 
 def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[_Path, Any]]:
-    """Yield the objects in containers and attributes with their paths, in order; each once, and none inside of tensors."""
+    """Yield the objects in containers and attributes with their paths, in order and once; none inside of tensors."""
     pending = [(path, tree)]
     while pending:
         path, found = pending.pop()
