@@ -40,6 +40,7 @@ from fsdp.wrap import (
 if TYPE_CHECKING:
     from fsdp import checkpoint, optim_utils, state_dict_utils
     from fsdp.checkpoint.loader import load, load_safetensors
+    from fsdp.checkpoint.parking import park, parked, unpark
     from fsdp.checkpoint.writer import save
     from fsdp.distributed.comm_hooks import bf16_compress_hook
     from fsdp.distributed.start import init_distributed
@@ -79,6 +80,7 @@ _LAYERS = {
     "fsdp.optim_utils": "",
     "fsdp.state_dict_utils": "",
     "fsdp.checkpoint.loader": "load load_safetensors",
+    "fsdp.checkpoint.parking": "park parked unpark",
     "fsdp.checkpoint.writer": "save",
     "fsdp.distributed.comm_hooks": "bf16_compress_hook",
     "fsdp.distributed.start": "init_distributed",
@@ -166,6 +168,8 @@ __all__ = [
     "module_wrap_policy",
     "no_pre_load_state_dict_hook",
     "optim_utils",
+    "park",
+    "parked",
     "patch_batchnorm",
     "plan",
     "plan_wrapping",
@@ -179,6 +183,7 @@ __all__ = [
     "share_comm_ctx",
     "state_dict_utils",
     "trace",
+    "unpark",
     "use_torch_collectives",
     "wrap",
 ]

@@ -1,0 +1,570 @@
+"""Parking: a model in training, or its optimizer, gives its memory to other programs for a while.
+
+Only storages are parked: the bytes of a storage are copied to the host or to a file, and the storage's memory is freed.
+All tensors stay the same objects, with the same aliases, so optimizers, local shards and `DTensor`s need no change.
+Meanwhile an operation on such a tensor would read freed memory, which ends the process on a CPU. The class of each
+tensor is therefore replaced by a subclass that raises an error, as torch replaces the class of an
+`UninitializedParameter`. The storages of flat parameters (`ParkedStorage`) and an observer of steps raise the same
+error earlier, before a rank communicates or writes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, Part, SafetensorsFiles, plan, write_at
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.consensus import done_by_all
+from fsdp.distributed.devices import finish_queued, has_streams, is_host, return_cached_memory
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.names import clean_name
+from fsdp.engine.observers import attached
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.runtime import runtime_of_root
+from fsdp.engine.storage import ShardStorage
+from fsdp.engine.unit import Unit, units_in
+from fsdp.layers.offload import DiskStorage
+from fsdp.layers.state_requests import require_shards
+from fsdp.layers.verify import require_sharded
+from fsdp.optim_utils.owned import OwnedOptimizer
+from fsdp.state_dict_utils.host_memory import allocate
+from fsdp.state_dict_utils.stager import tensors_in
+
+PARTS = ("parameters", "gradients", "optimizer")
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Named = tuple[str, Any]  # a tensor, or None, and its name in files and errors
+
+
+def park(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    to: str | os.PathLike[str] = "host",
+    parts: Iterable[str] | None = None,
+) -> int:
+    """Collective. Free the memory of a sharded model and its optimizer, until `unpark` restores the same bits.
+
+    Call it between steps, on every rank. Parameters, gradients and tensors of optimizers stay the same objects.
+    Unsharded parameters that are kept between passes are freed, and gathered again when they are needed. While the
+    parameters are parked, a forward, a backward, an optimizer step, a state dict, `fsdp.save` and every operation on a
+    parked tensor raise a RuntimeError that names `unpark`. While only the optimizer is parked, the model can be used.
+    Tensors that are parked already are skipped.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        optimizer: an optimizer of the model, or several optimizers; torch's own, `OwnedOptimizer`, or any other.
+        to: ``"host"`` copies tensors on an accelerator to (pinned) host memory; tensors on the host stay there. A
+            folder frees tensors on the host as well: each rank writes a safetensors file, which it removes when all of
+            its bytes are back in memory. Tensors that are on disk already (``offload="disk"``) stay there.
+        parts: some of ``"parameters"`` (all parameters and buffers of the model's modules), ``"gradients"`` (gradients,
+            and accumulated gradients that are not reduced) and ``"optimizer"`` (the tensors in the optimizers' state
+            and options). By default all, without ``"optimizer"`` if `optimizer` is None.
+
+    Returns:
+        The number of bytes that this rank has freed, without unsharded parameters.
+
+    Raises:
+        TypeError: for a model that is not sharded.
+        ValueError: for unknown parts; on every rank, if memory on any rank is shared with NumPy or another process and
+            cannot be freed.
+        RuntimeError: inside of a forward, a backward or `summon_full_params`; for an inner unit.
+        OSError: if the folder cannot be written. Then, and after any other error, nothing is parked on any rank.
+    """
+    return sum(one.nbytes for one in _park(model, optimizer, to, parts))
+
+
+def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
+    """Collective. Bring back the memory of a model and of its optimizers, with the same bits; addresses may differ.
+
+    Call it on every rank. Without parked parts, it does nothing.
+
+    Args:
+        model: as for `park`.
+        parts: the parts to bring back; None stands for all.
+
+    Raises:
+        TypeError: for a model that is not sharded.
+        ValueError: for unknown parts.
+        RuntimeError, OSError: on every rank, if any rank has not enough memory or cannot read its file. All of these
+            parts are still parked then, on all ranks, and `unpark` may be called again.
+    """
+    root = require_sharded(model, "fsdp.unpark")
+    wanted = _checked(PARTS if parts is None else parts)
+    _unpark([one for one in _parked.get(root, ()) if one.part in wanted])
+
+
+@contextmanager
+def parked(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    to: str | os.PathLike[str] = "host",
+    parts: Iterable[str] | None = None,
+) -> Iterator[int]:
+    """Collective. Park a model and its optimizer inside the context, see `park` and `unpark`.
+
+    The context may be nested: it brings back what it has parked itself. After an exception inside, this rank brings its
+    memory back without the other ranks, which may not have failed.
+
+    Yields:
+        The number of bytes that this rank has freed.
+    """
+    ours = _park(model, optimizer, to, parts)
+    try:
+        yield sum(one.nbytes for one in ours)
+    except BaseException:
+        _unpark([one for one in ours if one.is_parked], alone=True)
+        raise
+    _unpark([one for one in ours if one.is_parked])
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+class _Place(Protocol):
+    """Keeps the bytes of storages while these have no memory."""
+
+    def keep(self, named: Sequence[tuple[str, torch.dtype, UntypedStorage]]) -> None:
+        """Copy storages; the names are unique, and each storage has some elements of its dtype."""
+
+    def bring(self, storages: Sequence[UntypedStorage]) -> None:
+        """Fill the same storages, which have memory again."""
+
+    def close(self) -> None:
+        """Free all copies."""
+
+
+class _Host:
+    """Copies in host memory, pinned for accelerators with streams."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+
+    def keep(self, named: Sequence[tuple[str, torch.dtype, UntypedStorage]]) -> None:
+        for _, _, storage in named:
+            pinned = has_streams(storage.device.type)
+            copied = _elements(allocate(storage.nbytes(), pinned, share=False))
+            self._copies.append(copied.copy_(_elements(storage), non_blocking=True))
+
+    def bring(self, storages: Sequence[UntypedStorage]) -> None:
+        for storage, copied in zip(storages, self._copies, strict=True):
+            _elements(storage).copy_(copied, non_blocking=True)
+
+    def close(self) -> None:
+        self._copies = []
+
+
+class _File:
+    """A safetensors file in a folder. It has a name of its own, so that no file of another process is overwritten."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder, self._path, self._names = os.fspath(folder), "", [""]
+
+    def keep(self, named: Sequence[tuple[str, torch.dtype, UntypedStorage]]) -> None:
+        entries = []
+        for name, dtype, storage in named:
+            values = _elements(storage, dtype)
+            entries.append(Entry(name, dtype, values.shape, Part.whole(values)))
+        os.makedirs(self._folder, exist_ok=True)
+        fd, self._path = tempfile.mkstemp(SUFFIX, f"parked-rank-{own_rank()}-", self._folder)
+        (file,) = plan(entries, "parked")
+        try:
+            write_at(fd, memoryview(file.head), 0)
+            for entry in entries:
+                for begin, memory in entry.chunks():
+                    write_at(fd, memory, file.begins[entry.name] + begin)
+        except OSError as error:
+            error.filename = error.filename or self._path
+            raise
+        finally:
+            os.close(fd)
+        self._names = [entry.name for entry in entries]
+
+    def bring(self, storages: Sequence[UntypedStorage]) -> None:
+        with SafetensorsFiles(self._path) as file:
+            for name, storage in zip(self._names, storages, strict=True):
+                file.read(name, _elements(storage, file.tensors[name].dtype))
+
+    def close(self) -> None:
+        if self._path:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return all elements of a storage as a vector, with a version counter of its own."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+# --- parked tensors ---------------------------------------------------------------------------------------------------
+
+# Attributes that return values or aliases; all others are metadata, which parked tensors still have.
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_base"})
+_METADATA = frozenset(
+    (
+        *("numel", "nelement", "dim", "ndimension", "size", "stride", "storage_offset", "data_ptr", "untyped_storage"),
+        *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_inference"),
+        *("get_device", "_is_view", "__hash__"),
+    )
+)
+
+
+class _Guard:
+    """A mixin for the class of a parked tensor: an operation on its values raises an error."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":
+            is_harmless = func.__self__.__name__ not in _VALUES
+        elif func.__name__ in ("__set__", "__delete__"):
+            is_harmless = func.__self__.__name__ in ("grad", "requires_grad")
+        else:
+            is_harmless = func.__name__ in _METADATA
+        if not is_harmless:
+            found = next(one for one in tensors_in((args, kwargs)) if isinstance(one, _Guard))
+            raise RuntimeError(found.__dict__["__parked__"])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<{self.__dict__['__parked__']}>"
+
+
+@cache
+def _guarded(kind: Any) -> Any:
+    return type(f"Parked{kind.__name__}", (_Guard, kind), {"__module__": __name__})
+
+
+@contextmanager
+def _guard(tensor: Any, message: str) -> Iterator[None]:
+    """Make operations on a tensor raise an error inside the context."""
+    kind: Any = type(tensor)
+    tensor.__dict__["__parked__"] = message
+    with suppress(TypeError):  # a class whose objects keep it
+        tensor.__class__ = _guarded(kind)
+    try:
+        yield
+    finally:
+        tensor.__class__ = kind
+        del tensor.__dict__["__parked__"]
+
+
+class ParkedStorage(ShardStorage):
+    """The storage of a flat parameter that is parked: its values can neither be read nor written."""
+
+    is_resident = False
+    keeps_shards = True
+
+    def __init__(self, storage: ShardStorage, message: str) -> None:
+        super().__init__(storage.device)
+        self._message = message
+
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        raise RuntimeError(f"{what}: {self._message}")
+
+    def adopt(self, flat_param: Any) -> None:
+        raise RuntimeError(self._message)
+
+
+@contextmanager
+def _stored_as(handle: FlatParamHandle, storage: ShardStorage) -> Iterator[None]:
+    """Use another storage for a flat parameter inside the context."""
+    before, handle.storage = handle.storage, storage
+    try:
+        yield
+    finally:
+        handle.storage = before
+
+
+class _Parked:
+    """Storages of a part that were parked by one call.
+
+    Args:
+        root: the outermost unit.
+        part: one of `PARTS`.
+        named: the tensors of the part.
+        stay: the storages to leave alone, by their addresses.
+        optimizers: the optimizers whose step uses the part.
+        to: see `park`.
+    """
+
+    def __init__(
+        self,
+        root: Unit,
+        part: str,
+        named: Iterable[Named],
+        stay: set[int],
+        optimizers: Sequence[torch.optim.Optimizer],
+        to: str | os.PathLike[str],
+    ) -> None:
+        self.root, self.part, self.optimizers = root, part, optimizers
+        self._records = _parked.setdefault(root, [])
+        verb = "is" if part == "optimizer" else "are"
+        self._message = (
+            f"the {part} of {root.name} {verb} parked: call fsdp.unpark(model) before, on every rank, or leave "
+            "`with fsdp.parked(...)`"
+        )
+        self._place: _Place = _Host() if to == "host" else _File(to)
+        self._tensors: dict[int, Tensor] = {}  # by their ids
+        self._storages: dict[int, tuple[str, torch.dtype, UntypedStorage]] = {}  # by their addresses
+        self._names: set[str] = set()
+        for name, value in named:
+            for tensor in _plain_tensors(value):
+                storage = _storage_of(tensor)
+                is_here = storage is None or not storage.nbytes() or (to == "host" and is_host(storage.device))
+                if storage is not None and not is_here and storage.data_ptr() not in stay:
+                    self._tensors |= {id(each): each for each in (tensor, value)}
+                    if storage.data_ptr() not in self._storages:
+                        self._take(f"{part}.{name}", tensor.dtype, storage)
+        self.sizes = [storage.nbytes() for storage in self.storages]
+        self._undo = ExitStack()
+
+    def _take(self, name: str, dtype: torch.dtype, storage: UntypedStorage) -> None:
+        if not storage.resizable():
+            raise ValueError(
+                f"{name} cannot be parked, because NumPy or another process shares its memory, or has shared it: use "
+                "tensor.detach().clone().numpy(), or leave out this part"
+            )
+        if dtype not in KINDS or storage.nbytes() % dtype.itemsize:
+            dtype = torch.uint8
+        if name in self._names:
+            name = f"{name}.{len(self._names)}"
+        self._names.add(name)
+        self._storages[storage.data_ptr()] = name, dtype, storage
+
+    @property
+    def is_parked(self) -> bool:
+        return self in self._records
+
+    @property
+    def storages(self) -> list[UntypedStorage]:
+        return [storage for _, _, storage in self._storages.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are freed."""
+        return sum(self.sizes)
+
+    def copy(self) -> None:
+        """Copy all storages to their place; their memory is still there."""
+        if self._storages:
+            self._place.keep(list(self._storages.values()))
+        self._finish()
+
+    def free(self) -> None:
+        """Free the memory, and make operations on the tensors raise errors."""
+        for storage in self.storages:
+            storage.resize_(0)
+        enter: list[AbstractContextManager[None]] = [_guard(each, self._message) for each in self._tensors.values()]
+        if self.part == "parameters":
+            handles = [handle for _, unit in units_in(self.root) for handle in unit.handles]
+            handles = [one for one in handles if not isinstance(one.storage, ParkedStorage)]
+            enter += [_stored_as(one, ParkedStorage(one.storage, self._message)) for one in handles]
+        self._records.append(self)
+        for each in (*enter, attached(self, [self.root])):
+            self._undo.enter_context(each)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError for the step of an optimizer that uses the part; see `Observers`."""
+        if self.part != "optimizer" or any(optimizer is one for one in self.optimizers):
+            raise RuntimeError(f"{type(optimizer).__name__}.step(): {self._message}")
+
+    def fill(self) -> None:
+        """Fill the memory again."""
+        for storage, nbytes in zip(self.storages, self.sizes, strict=True):
+            storage.resize_(nbytes)
+        if self._storages:
+            self._place.bring(self.storages)
+        self._finish()
+
+    def give_up(self) -> None:
+        """Free what `fill` has filled."""
+        for storage in self.storages:
+            storage.resize_(0)
+
+    def end(self) -> None:
+        """Allow all operations again, and free the copies."""
+        self._records.remove(self)
+        self._undo.close()
+        if self.part == "parameters":
+            for handle in (handle for _, unit in units_in(self.root) for handle in unit.handles):
+                _follow(handle)
+        self.discard()
+
+    def discard(self) -> None:
+        """Free the copies."""
+        self._place.close()
+
+    def _finish(self) -> None:
+        for device in {storage.device for storage in self.storages if has_streams(storage.device.type)}:
+            finish_queued(device)
+
+
+def _follow(handle: FlatParamHandle) -> None:
+    """Note the new address of a shard. All views of it have moved along, so nothing else has changed."""
+    *_, handle._built_for = handle.shard_state
+    if handle.orig_params is not None:
+        handle.orig_params.note_places()
+
+
+_parked: weakref.WeakKeyDictionary[Unit, list[_Parked]] = weakref.WeakKeyDictionary()  # by the outermost unit
+
+
+def _park(
+    model: nn.Module, optimizer: Optimizers, to: str | os.PathLike[str], parts: Iterable[str] | None
+) -> list[_Parked]:
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    wanted = _checked(PARTS[: 3 if optimizers else 2] if parts is None else parts)
+    if "optimizer" in wanted and not optimizers:
+        raise ValueError("fsdp.park: the part 'optimizer' needs the argument `optimizer`")
+    root = require_sharded(model, "fsdp.park")
+    require_shards([root], "park the model")
+    runtime = runtime_of_root(root, "fsdp.park")
+    parked_before = {one.part for one in _parked.get(root, ())}
+    ours: list[_Parked] = []
+
+    def copy() -> None:
+        if "parameters" not in parked_before:
+            for handle in runtime.handles:
+                handle.absorb()
+            runtime.release()
+        stay: set[int] = set()
+        named = {"parameters": _parameters(root), "gradients": _gradients(root), "optimizer": _states(optimizers)}
+        for part, found in named.items():
+            tensors = list(found)
+            if part in wanted:
+                ours.append(_Parked(root, part, tensors, stay | _mapped(root, tensors), optimizers, to))
+            stay |= {_address(inner) for _, value in tensors for inner in _plain_tensors(value)}
+        for one in ours:
+            one.copy()
+
+    try:
+        done_by_all([root.everyone], "park the model", copy)
+    except BaseException:
+        for one in ours:
+            one.discard()
+        raise
+    ours = [one for one in ours if one.nbytes or one.part not in parked_before]
+    for one in ours:
+        one.free()
+    _return_memory(ours)
+    return ours
+
+
+def _unpark(ours: Sequence[_Parked], *, alone: bool = False) -> None:
+    def fill() -> None:
+        for one in ours:
+            one.fill()
+
+    try:
+        done_by_all([] if alone or not ours else [ours[0].root.everyone], "unpark the model", fill)
+    except BaseException:
+        for one in ours:
+            one.give_up()
+        raise
+    for one in ours:
+        one.end()
+    _return_memory(ours)
+
+
+def _return_memory(ours: Iterable[_Parked]) -> None:
+    for device in {torch.device("cpu"), *(storage.device for one in ours for storage in one.storages)}:
+        return_cached_memory(device)
+
+
+def _checked(parts: Iterable[str]) -> frozenset[str]:
+    found = frozenset([parts] if isinstance(parts, str) else parts)
+    if not found <= set(PARTS):
+        raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {', '.join(sorted(map(str, found)))}")
+    return found
+
+
+# --- the tensors of each part -----------------------------------------------------------------------------------------
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, and the tensors inside of it; a `DTensor` has one, other subclasses may have several."""
+    if not isinstance(value, Tensor) or isinstance(value, (Placeholder, _Guard)):
+        return
+    inner = getattr(value, "__tensor_flatten__", None)
+    if inner is None:
+        yield value
+    else:
+        for name in inner()[0]:
+            yield from _plain_tensors(getattr(value, name))
+
+
+def _storage_of(tensor: Tensor) -> UntypedStorage | None:
+    has_none = tensor.is_meta or tensor.layout is not torch.strided
+    return None if has_none else tensor.untyped_storage()
+
+
+def _address(tensor: Tensor) -> int:
+    storage = _storage_of(tensor)
+    return 0 if storage is None else storage.data_ptr()
+
+
+def _parameters(root: Unit) -> Iterator[Named]:
+    for _, unit in units_in(root):
+        for handle in unit.handles:
+            tensors = [handle.flat_param, handle.flat_param._vector, *handle.listed_params]
+            for form in handle.forms.values():
+                tensors += [form.full, *form.leaves]
+            yield from ((handle.name, tensor) for tensor in tensors)
+    for name, tensor in chain(root.module.named_parameters(), root.module.named_buffers()):
+        yield clean_name(name), tensor
+
+
+def _gradients(root: Unit) -> Iterator[Named]:
+    for _, unit in units_in(root):
+        for handle in unit.handles:
+            shown = (
+                None if handle.orig_params is None or handle.orig_params._grad is None else handle.orig_params._grad()
+            )
+            buffer = handle.gradients
+            held = [handle.flat_param.held_gradient, shown, buffer._flat, *buffer._scattered, *chain(*buffer._places)]
+            for tensor in (*held, *(param.grad for param in handle.listed_params)):
+                yield handle.name, tensor
+    for name, param in root.module.named_parameters():
+        yield clean_name(name), param.grad
+
+
+def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Named]:
+    for number, optimizer in enumerate(optimizers):
+        start = f"{number}." if len(optimizers) > 1 else ""
+        groups = optimizer.stepped_groups if isinstance(optimizer, OwnedOptimizer) else optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        numbers = {id(param): place for place, param in enumerate(params)}
+        if isinstance(optimizer, OwnedOptimizer):  # owners have copies of parameters
+            yield from ((f"{start}{place}.param", param) for place, param in enumerate(params))
+        for param, state in optimizer.state.items():
+            fields = state.items() if isinstance(state, dict) else [("state", state)]
+            for key, value in fields:
+                yield from ((f"{start}{numbers.get(id(param), 'x')}.{key}", each) for each in tensors_in(value))
+        for place, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            for key, value in options.items():
+                yield from ((f"{start}group {place}.{key}", each) for each in tensors_in(value))
+
+
+def _mapped(root: Unit, named: Iterable[Named]) -> set[int]:
+    """Return the addresses of storages that are files already, which the system reads and writes by itself."""
+    storages = {handle.storage for _, unit in units_in(root) for handle in unit.handles}
+    files = {storage.files for storage in storages if isinstance(storage, DiskStorage)}
+    for each in files:
+        each.release()
+    tensors = [inner for _, value in named for inner in _plain_tensors(value)] if files else []
+    return {_address(one) for one in tensors if any(each.holds(one) for each in files)}
