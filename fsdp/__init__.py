@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp.layers.grad_clipping import reduce_gradients
     from fsdp.layers.nonfinite import detect_nonfinite
     from fsdp.layers.recovery import recover
+    from fsdp.layers.resident import resident
     from fsdp.layers.same_bits import SameBits
     from fsdp.layers.standalone_handle import StandaloneHandle, flat_param_handles
     from fsdp.layers.state_dict.full import no_pre_load_state_dict_hook
@@ -88,6 +89,7 @@ _LAYERS = {
     "fsdp.layers.grad_clipping": "reduce_gradients",
     "fsdp.layers.nonfinite": "detect_nonfinite",
     "fsdp.layers.recovery": "recover",
+    "fsdp.layers.resident": "resident",
     "fsdp.layers.same_bits": "SameBits",
     "fsdp.engine.shard_metadata": "FlatParamShardMetadata",
     "fsdp.layers.standalone_handle": "StandaloneHandle flat_param_handles",
@@ -177,6 +179,7 @@ __all__ = [
     "recover",
     "reduce_gradients",
     "register_fsdp_forward_method",
+    "resident",
     "save",
     "set_watchdog",
     "shard",
