@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -25,7 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, Part, SafetensorsFiles, plan, write_at
 from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import done_by_all
-from fsdp.distributed.devices import finish_queued, has_streams, is_host, return_cached_memory
+from fsdp.distributed.devices import HOST, finish_queued, has_streams, is_host, return_cached_memory
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.observers import attached
@@ -101,7 +100,7 @@ def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
     """
     root = require_sharded(model, "fsdp.unpark")
     wanted = _checked(PARTS if parts is None else parts)
-    _unpark([one for one in _parked.get(root, ()) if one.part in wanted])
+    _unpark([one for one in _records(root) if one.part in wanted])
 
 
 @contextmanager
@@ -129,53 +128,43 @@ def parked(
     _unpark([one for one in ours if one.is_parked])
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+# A storage with the name and dtype of its elements.
+NamedStorage = tuple[str, torch.dtype, UntypedStorage]
 
 
-class _Place(Protocol):
-    """Keeps the bytes of storages while these have no memory."""
-
-    def keep(self, named: Sequence[tuple[str, torch.dtype, UntypedStorage]]) -> None:
-        """Copy storages; the names are unique, and each storage has some elements of its dtype."""
-
-    def bring(self, storages: Sequence[UntypedStorage]) -> None:
-        """Fill the same storages, which have memory again."""
-
-    def close(self) -> None:
-        """Free all copies."""
-
-
-class _Host:
-    """Copies in host memory, pinned for accelerators with streams."""
+class _HostCopies:
+    """Copies of storages in host memory, pinned for accelerators with streams."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
 
-    def keep(self, named: Sequence[tuple[str, torch.dtype, UntypedStorage]]) -> None:
+    def keep(self, named: Sequence[NamedStorage]) -> None:
+        """Copy storages, whose names are unique."""
         for _, _, storage in named:
-            pinned = has_streams(storage.device.type)
-            copied = _elements(allocate(storage.nbytes(), pinned, share=False))
+            copied = _elements(allocate(storage.nbytes(), has_streams(storage.device.type), share=False))
             self._copies.append(copied.copy_(_elements(storage), non_blocking=True))
 
-    def bring(self, storages: Sequence[UntypedStorage]) -> None:
-        for storage, copied in zip(storages, self._copies, strict=True):
+    def restore(self, named: Sequence[NamedStorage]) -> None:
+        """Fill the same storages, which have memory again."""
+        for (_, _, storage), copied in zip(named, self._copies, strict=True):
             _elements(storage).copy_(copied, non_blocking=True)
 
     def close(self) -> None:
+        """Free all copies."""
         self._copies = []
 
 
-class _File:
-    """A safetensors file in a folder. It has a name of its own, so that no file of another process is overwritten."""
+class _FileCopies:
+    """Copies in a safetensors file; its name is new, so that no file of a killed process is overwritten."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder, self._path, self._names = os.fspath(folder), "", [""]
+        self._folder, self._path = os.fspath(folder), ""
 
-    def keep(self, named: Sequence[tuple[str, torch.dtype, UntypedStorage]]) -> None:
-        entries = []
-        for name, dtype, storage in named:
-            values = _elements(storage, dtype)
-            entries.append(Entry(name, dtype, values.shape, Part.whole(values)))
+    def keep(self, named: Sequence[NamedStorage]) -> None:
+        values = [(name, _elements(storage, dtype)) for name, dtype, storage in named]
+        entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values]
         os.makedirs(self._folder, exist_ok=True)
         fd, self._path = tempfile.mkstemp(SUFFIX, f"parked-rank-{own_rank()}-", self._folder)
         (file,) = plan(entries, "parked")
@@ -189,12 +178,12 @@ class _File:
             raise
         finally:
             os.close(fd)
-        self._names = [entry.name for entry in entries]
 
-    def bring(self, storages: Sequence[UntypedStorage]) -> None:
-        with SafetensorsFiles(self._path) as file:
-            for name, storage in zip(self._names, storages, strict=True):
-                file.read(name, _elements(storage, file.tensors[name].dtype))
+    def restore(self, named: Sequence[NamedStorage]) -> None:
+        if named:
+            with SafetensorsFiles(self._path) as file:
+                for name, dtype, storage in named:
+                    file.read(name, _elements(storage, dtype))
 
     def close(self) -> None:
         if self._path:
@@ -211,12 +200,10 @@ def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tens
 
 # Attributes that return values or aliases; all others are metadata, which parked tensors still have.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_base"})
-_METADATA = frozenset(
-    (
-        *("numel", "nelement", "dim", "ndimension", "size", "stride", "storage_offset", "data_ptr", "untyped_storage"),
-        *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_inference"),
-        *("get_device", "_is_view", "__hash__"),
-    )
+_METADATA = (
+    *("numel", "nelement", "dim", "ndimension", "size", "stride", "storage_offset", "data_ptr", "untyped_storage"),
+    *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_inference"),
+    *("get_device", "_is_view", "__hash__"),
 )
 
 
@@ -224,6 +211,7 @@ class _Guard:
     """A mixin for the class of a parked tensor: an operation on its values raises an error."""
 
     __slots__ = ()
+    message: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,32 +222,17 @@ class _Guard:
         else:
             is_harmless = func.__name__ in _METADATA
         if not is_harmless:
-            found = next(one for one in tensors_in((args, kwargs)) if isinstance(one, _Guard))
-            raise RuntimeError(found.__dict__["__parked__"])
+            raise RuntimeError(cls.message)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:
-        return f"<{self.__dict__['__parked__']}>"
+        return f"<{self.message}>"
 
 
 @cache
-def _guarded(kind: Any) -> Any:
-    return type(f"Parked{kind.__name__}", (_Guard, kind), {"__module__": __name__})
-
-
-@contextmanager
-def _guard(tensor: Any, message: str) -> Iterator[None]:
-    """Make operations on a tensor raise an error inside the context."""
-    kind: Any = type(tensor)
-    tensor.__dict__["__parked__"] = message
-    with suppress(TypeError):  # a class whose objects keep it
-        tensor.__class__ = _guarded(kind)
-    try:
-        yield
-    finally:
-        tensor.__class__ = kind
-        del tensor.__dict__["__parked__"]
+def _guarded(kind: Any, message: str) -> Any:
+    return type(f"Parked{kind.__name__}", (_Guard, kind), {"__module__": __name__, "message": message})
 
 
 class ParkedStorage(ShardStorage):
@@ -279,25 +252,15 @@ class ParkedStorage(ShardStorage):
         raise RuntimeError(self._message)
 
 
-@contextmanager
-def _stored_as(handle: FlatParamHandle, storage: ShardStorage) -> Iterator[None]:
-    """Use another storage for a flat parameter inside the context."""
-    before, handle.storage = handle.storage, storage
-    try:
-        yield
-    finally:
-        handle.storage = before
-
-
 class _Parked:
-    """Storages of a part that were parked by one call.
+    """The storages of a part that are parked by a single call.
 
     Args:
         root: the outermost unit.
         part: one of `PARTS`.
         named: the tensors of the part.
-        stay: the storages to leave alone, by their addresses.
-        optimizers: the optimizers whose step uses the part.
+        stay: the addresses of storages that are not parked.
+        optimizers: the optimizers whose steps use the part.
         to: see `park`.
     """
 
@@ -311,116 +274,105 @@ class _Parked:
         to: str | os.PathLike[str],
     ) -> None:
         self.root, self.part, self.optimizers = root, part, optimizers
-        self._records = _parked.setdefault(root, [])
-        verb = "is" if part == "optimizer" else "are"
-        self._message = (
-            f"the {part} of {root.name} {verb} parked: call fsdp.unpark(model) before, on every rank, or leave "
-            "`with fsdp.parked(...)`"
+        self.copies = _HostCopies() if to == "host" else _FileCopies(to)
+        self.message = (
+            f"the {part} of {root.name} {'is' if part == 'optimizer' else 'are'} parked: call fsdp.unpark(model) "
+            "before, on every rank, or leave `with fsdp.parked(...)`"
         )
-        self._place: _Place = _Host() if to == "host" else _File(to)
-        self._tensors: dict[int, Tensor] = {}  # by their ids
-        self._storages: dict[int, tuple[str, torch.dtype, UntypedStorage]] = {}  # by their addresses
-        self._names: set[str] = set()
+        self._tensors: dict[int, Any] = {}  # by their ids
+        found: dict[int, NamedStorage] = {}  # by their addresses
+        names: set[str] = set()
         for name, value in named:
             for tensor in _plain_tensors(value):
-                storage = _storage_of(tensor)
-                is_here = storage is None or not storage.nbytes() or (to == "host" and is_host(storage.device))
-                if storage is not None and not is_here and storage.data_ptr() not in stay:
-                    self._tensors |= {id(each): each for each in (tensor, value)}
-                    if storage.data_ptr() not in self._storages:
-                        self._take(f"{part}.{name}", tensor.dtype, storage)
-        self.sizes = [storage.nbytes() for storage in self.storages]
+                storage, address = tensor.untyped_storage(), tensor.untyped_storage().data_ptr()
+                if not storage.nbytes() or address in stay or (to == "host" and is_host(storage.device)):
+                    continue
+                self._tensors |= {id(each): each for each in (tensor, value)}
+                if address not in found:
+                    found[address] = _named(f"{part}.{name}", tensor.dtype, storage, names)
+        self.storages = list(found.values())
+        self.sizes = [storage.nbytes() for _, _, storage in self.storages]
         self._undo = ExitStack()
-
-    def _take(self, name: str, dtype: torch.dtype, storage: UntypedStorage) -> None:
-        if not storage.resizable():
-            raise ValueError(
-                f"{name} cannot be parked, because NumPy or another process shares its memory, or has shared it: use "
-                "tensor.detach().clone().numpy(), or leave out this part"
-            )
-        if dtype not in KINDS or storage.nbytes() % dtype.itemsize:
-            dtype = torch.uint8
-        if name in self._names:
-            name = f"{name}.{len(self._names)}"
-        self._names.add(name)
-        self._storages[storage.data_ptr()] = name, dtype, storage
-
-    @property
-    def is_parked(self) -> bool:
-        return self in self._records
-
-    @property
-    def storages(self) -> list[UntypedStorage]:
-        return [storage for _, _, storage in self._storages.values()]
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are freed."""
+        """The number of bytes that are freed."""
         return sum(self.sizes)
 
+    @property
+    def is_parked(self) -> bool:
+        return self in _records(self.root)
+
     def copy(self) -> None:
-        """Copy all storages to their place; their memory is still there."""
-        if self._storages:
-            self._place.keep(list(self._storages.values()))
+        """Copy all storages; their memory is still there."""
+        if self.storages:
+            self.copies.keep(self.storages)
         self._finish()
 
     def free(self) -> None:
         """Free the memory, and make operations on the tensors raise errors."""
-        for storage in self.storages:
-            storage.resize_(0)
-        enter: list[AbstractContextManager[None]] = [_guard(each, self._message) for each in self._tensors.values()]
-        if self.part == "parameters":
-            handles = [handle for _, unit in units_in(self.root) for handle in unit.handles]
-            handles = [one for one in handles if not isinstance(one.storage, ParkedStorage)]
-            enter += [_stored_as(one, ParkedStorage(one.storage, self._message)) for one in handles]
-        self._records.append(self)
-        for each in (*enter, attached(self, [self.root])):
-            self._undo.enter_context(each)
+        _records(self.root).append(self)
+        self.drop()
+        for tensor in self._tensors.values():
+            kind: Any = type(tensor)
+            with suppress(TypeError):  # a class whose objects keep it
+                tensor.__class__ = _guarded(kind, self.message)
+                self._undo.callback(setattr, tensor, "__class__", kind)
+        for handle in _handles(self.root) if self.part == "parameters" else ():
+            if not isinstance(handle.storage, ParkedStorage):
+                self._undo.callback(setattr, handle, "storage", handle.storage)
+                handle.storage = ParkedStorage(handle.storage, self.message)
+        self._undo.enter_context(attached(self, [self.root]))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError for the step of an optimizer that uses the part; see `Observers`."""
         if self.part != "optimizer" or any(optimizer is one for one in self.optimizers):
-            raise RuntimeError(f"{type(optimizer).__name__}.step(): {self._message}")
+            raise RuntimeError(f"{type(optimizer).__name__}.step(): {self.message}")
 
     def fill(self) -> None:
-        """Fill the memory again."""
-        for storage, nbytes in zip(self.storages, self.sizes, strict=True):
+        """Allocate the memory again, and fill it."""
+        for (_, _, storage), nbytes in zip(self.storages, self.sizes, strict=True):
             storage.resize_(nbytes)
-        if self._storages:
-            self._place.bring(self.storages)
+        self.copies.restore(self.storages)
         self._finish()
 
-    def give_up(self) -> None:
-        """Free what `fill` has filled."""
-        for storage in self.storages:
+    def drop(self) -> None:
+        """Free the memory, also if it is filled again."""
+        for _, _, storage in self.storages:
             storage.resize_(0)
 
     def end(self) -> None:
         """Allow all operations again, and free the copies."""
-        self._records.remove(self)
+        _records(self.root).remove(self)
         self._undo.close()
-        if self.part == "parameters":
-            for handle in (handle for _, unit in units_in(self.root) for handle in unit.handles):
-                _follow(handle)
-        self.discard()
-
-    def discard(self) -> None:
-        """Free the copies."""
-        self._place.close()
+        for handle in _handles(self.root) if self.part == "parameters" else ():
+            # The shard has a new address. All views of it have moved along, so nothing else has changed.
+            *_, handle._built_for = handle.shard_state
+            if handle.orig_params is not None:
+                handle.orig_params.note_places()
+        self.copies.close()
 
     def _finish(self) -> None:
-        for device in {storage.device for storage in self.storages if has_streams(storage.device.type)}:
+        for device in {storage.device for _, _, storage in self.storages if has_streams(storage.device.type)}:
             finish_queued(device)
 
 
-def _follow(handle: FlatParamHandle) -> None:
-    """Note the new address of a shard. All views of it have moved along, so nothing else has changed."""
-    *_, handle._built_for = handle.shard_state
-    if handle.orig_params is not None:
-        handle.orig_params.note_places()
+def _named(name: str, dtype: torch.dtype, storage: UntypedStorage, names: set[str]) -> NamedStorage:
+    """Return a storage with a new name; ValueError if torch cannot free it."""
+    if not storage.resizable():
+        raise ValueError(
+            f"{name} cannot be parked, because NumPy or another process shares its memory, or has shared it: use "
+            "tensor.detach().clone().numpy(), or leave out this part"
+        )
+    name = f"{name}.{len(names)}" if name in names else name
+    names.add(name)
+    return name, dtype if dtype in KINDS and storage.nbytes() % dtype.itemsize == 0 else torch.uint8, storage
 
 
-_parked: weakref.WeakKeyDictionary[Unit, list[_Parked]] = weakref.WeakKeyDictionary()  # by the outermost unit
+def _records(root: Unit) -> list[_Parked]:
+    """Return everything of a model that is parked."""
+    found: list[_Parked] = root.requests.setdefault(_Parked, [])
+    return found
 
 
 def _park(
@@ -433,21 +385,21 @@ def _park(
     root = require_sharded(model, "fsdp.park")
     require_shards([root], "park the model")
     runtime = runtime_of_root(root, "fsdp.park")
-    parked_before = {one.part for one in _parked.get(root, ())}
+    before = {one.part for one in _records(root)}
     ours: list[_Parked] = []
 
     def copy() -> None:
-        if "parameters" not in parked_before:
+        if "parameters" not in before:
             for handle in runtime.handles:
                 handle.absorb()
             runtime.release()
-        stay: set[int] = set()
+        stay = _mapped(root)
         named = {"parameters": _parameters(root), "gradients": _gradients(root), "optimizer": _states(optimizers)}
         for part, found in named.items():
             tensors = list(found)
             if part in wanted:
-                ours.append(_Parked(root, part, tensors, stay | _mapped(root, tensors), optimizers, to))
-            stay |= {_address(inner) for _, value in tensors for inner in _plain_tensors(value)}
+                ours.append(_Parked(root, part, tensors, stay, optimizers, to))
+            stay = stay | {one.untyped_storage().data_ptr() for _, value in tensors for one in _plain_tensors(value)}
         for one in ours:
             one.copy()
 
@@ -455,9 +407,9 @@ def _park(
         done_by_all([root.everyone], "park the model", copy)
     except BaseException:
         for one in ours:
-            one.discard()
+            one.copies.close()
         raise
-    ours = [one for one in ours if one.nbytes or one.part not in parked_before]
+    ours = [one for one in ours if one.nbytes or one.part not in before]
     for one in ours:
         one.free()
     _return_memory(ours)
@@ -473,7 +425,7 @@ def _unpark(ours: Sequence[_Parked], *, alone: bool = False) -> None:
         done_by_all([] if alone or not ours else [ours[0].root.everyone], "unpark the model", fill)
     except BaseException:
         for one in ours:
-            one.give_up()
+            one.drop()
         raise
     for one in ours:
         one.end()
@@ -481,7 +433,7 @@ def _unpark(ours: Sequence[_Parked], *, alone: bool = False) -> None:
 
 
 def _return_memory(ours: Iterable[_Parked]) -> None:
-    for device in {torch.device("cpu"), *(storage.device for one in ours for storage in one.storages)}:
+    for device in {HOST, *(storage.device for one in ours for _, _, storage in one.storages)}:
         return_cached_memory(device)
 
 
@@ -495,49 +447,38 @@ def _checked(parts: Iterable[str]) -> frozenset[str]:
 # --- the tensors of each part -----------------------------------------------------------------------------------------
 
 
+def _handles(root: Unit) -> list[FlatParamHandle]:
+    return [handle for _, unit in units_in(root) for handle in unit.handles]
+
+
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, and the tensors inside of it; a `DTensor` has one, other subclasses may have several."""
+    """Yield a tensor with memory, or the tensors inside of it: a `DTensor` has one, other subclasses may have more."""
     if not isinstance(value, Tensor) or isinstance(value, (Placeholder, _Guard)):
         return
     inner = getattr(value, "__tensor_flatten__", None)
-    if inner is None:
+    for name in inner()[0] if inner is not None else ():
+        yield from _plain_tensors(getattr(value, name))
+    if inner is None and not value.is_meta and value.layout is torch.strided:
         yield value
-    else:
-        for name in inner()[0]:
-            yield from _plain_tensors(getattr(value, name))
-
-
-def _storage_of(tensor: Tensor) -> UntypedStorage | None:
-    has_none = tensor.is_meta or tensor.layout is not torch.strided
-    return None if has_none else tensor.untyped_storage()
-
-
-def _address(tensor: Tensor) -> int:
-    storage = _storage_of(tensor)
-    return 0 if storage is None else storage.data_ptr()
+        if value._base is not None:  # gradients are often views
+            yield from _plain_tensors(value._base)
 
 
 def _parameters(root: Unit) -> Iterator[Named]:
-    for _, unit in units_in(root):
-        for handle in unit.handles:
-            tensors = [handle.flat_param, handle.flat_param._vector, *handle.listed_params]
-            for form in handle.forms.values():
-                tensors += [form.full, *form.leaves]
-            yield from ((handle.name, tensor) for tensor in tensors)
+    for handle in _handles(root):
+        forms = [tensor for form in handle.forms.values() for tensor in (form.full, *form.leaves)]
+        for tensor in (handle.flat_param, handle.flat_param._vector, *handle.listed_params, *forms):
+            yield handle.name, tensor
     for name, tensor in chain(root.module.named_parameters(), root.module.named_buffers()):
         yield clean_name(name), tensor
 
 
 def _gradients(root: Unit) -> Iterator[Named]:
-    for _, unit in units_in(root):
-        for handle in unit.handles:
-            shown = (
-                None if handle.orig_params is None or handle.orig_params._grad is None else handle.orig_params._grad()
-            )
-            buffer = handle.gradients
-            held = [handle.flat_param.held_gradient, shown, buffer._flat, *buffer._scattered, *chain(*buffer._places)]
-            for tensor in (*held, *(param.grad for param in handle.listed_params)):
-                yield handle.name, tensor
+    for handle in _handles(root):
+        buffer, shown = handle.gradients, (param.grad for param in handle.listed_params)
+        unreduced = (buffer._flat, *buffer._scattered, *chain(*buffer._places))
+        for tensor in (handle.flat_param.held_gradient, *unreduced, *shown):
+            yield handle.name, tensor
     for name, param in root.module.named_parameters():
         yield clean_name(name), param.grad
 
@@ -547,24 +488,20 @@ def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Named]:
         start = f"{number}." if len(optimizers) > 1 else ""
         groups = optimizer.stepped_groups if isinstance(optimizer, OwnedOptimizer) else optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
-        numbers = {id(param): place for place, param in enumerate(params)}
         if isinstance(optimizer, OwnedOptimizer):  # owners have copies of parameters
             yield from ((f"{start}{place}.param", param) for place, param in enumerate(params))
-        for param, state in optimizer.state.items():
-            fields = state.items() if isinstance(state, dict) else [("state", state)]
-            for key, value in fields:
-                yield from ((f"{start}{numbers.get(id(param), 'x')}.{key}", each) for each in tensors_in(value))
+        numbers = {id(param): str(place) for place, param in enumerate(params)}
+        fields = [(numbers.get(id(param), "other"), state) for param, state in optimizer.state.items()]
         for place, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            for key, value in options.items():
-                yield from ((f"{start}group {place}.{key}", each) for each in tensors_in(value))
+            fields.append((f"group {place}", {key: value for key, value in group.items() if key != "params"}))
+        for name, held in fields:
+            for key, value in held.items():
+                yield from ((f"{start}{name}.{key}", tensor) for tensor in tensors_in(value))
 
 
-def _mapped(root: Unit, named: Iterable[Named]) -> set[int]:
-    """Return the addresses of storages that are files already, which the system reads and writes by itself."""
-    storages = {handle.storage for _, unit in units_in(root) for handle in unit.handles}
-    files = {storage.files for storage in storages if isinstance(storage, DiskStorage)}
+def _mapped(root: Unit) -> set[int]:
+    """Return the addresses of tensors in files, which the system reads and writes by itself; free their pages."""
+    files = {handle.storage.files for handle in _handles(root) if isinstance(handle.storage, DiskStorage)}
     for each in files:
         each.release()
-    tensors = [inner for _, value in named for inner in _plain_tensors(value)] if files else []
-    return {_address(one) for one in tensors if any(each.holds(one) for each in files)}
+    return {address for each in files for address in each.addresses}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer, ShardingStrategy, fully_shard
 from fsdp.engine.placeholder import Placeholder
+from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep, nested_mlp
@@ -186,6 +187,10 @@ def test_parts_are_parked_alone(tmp_path: Path) -> None:
         model.state_dict()
         with pytest.raises(RuntimeError, match=r"AdamW.step\(\): the optimizer of .* is parked: call fsdp.unpark"):
             optimizer.step()
+        with pytest.raises(RuntimeError, match=r"the optimizer of .* is parked: call fsdp.unpark"):
+            fsdp.save(tmp_path / "saved", model, optimizer)
+        with pytest.raises(RuntimeError, match=r"the optimizer of .* is parked: call fsdp.unpark"):
+            full_optim_state_dict(model, optimizer)
         other = torch.optim.SGD(model.parameters(), lr=0.0)
         other.step()  # whose state is not parked
     optimizer.step()
