@@ -19,6 +19,8 @@ from torch import nn
 from fsdp.distributed.communicator import during
 from fsdp.distributed.consensus import agree_on, from_everyone, peers_answer
 from fsdp.distributed.paths import path
+from fsdp.engine.checks import Checks
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.observers import attached
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.schedule import ExecutionOrder
@@ -64,7 +66,7 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
     runtime = runtime_of_root(root, "fsdp.resident")
     runtime.ensure_idle("enter fsdp.resident()")
     chosen: Sequence[Unit] = ()
-    order = runtime._forward_order
+    orders = _Orders(runtime)
     try:
         with during("fsdp.resident()"):
             agree_on(root.everyone, "budgets in fsdp.resident", str(budget_bytes))
@@ -72,12 +74,11 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
             every = _chosen(runtime, budget_bytes)
             chosen = [unit for unit in every if not unit.policy.keeps_for_inference]
             _unshard(chosen)
-        runtime._forward_order = ExecutionOrder()
+        runtime.checks = orders
         with attached(_Runs(), runtime.units):
             yield tuple(unit.name for unit in every)
     finally:
-        # Ranks may have run different forwards: orders and paths begin anew, equal on all ranks.
-        runtime._forward_order = order
+        orders.restore()
         path.forget(root.ranks)
         for unit in chosen:
             unit.policy.keeps_for_inference = False
@@ -96,6 +97,40 @@ class _Runs:
     def forward(self, unit: Unit, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             _runs[unit] = _runs.get(unit, 0) + 1
+
+
+class _Orders(Checks):
+    """Checks that also give forwards without gradients a recorded order of their own.
+
+    Ranks may run different numbers of them. The order of forwards with gradients, by which units are prefetched and
+    kept for the backward, is the same on all ranks.
+
+    Args:
+        runtime: of the root.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._checks = runtime, runtime.checks
+        self._before = runtime._forward_order
+        around = runtime.checks
+        self._training: ExecutionOrder[Unit] = around._training if isinstance(around, _Orders) else self._before
+        self._inference: ExecutionOrder[Unit] = ExecutionOrder()
+
+    def before_forward(self, unit: Unit) -> None:
+        self._checks.before_forward(unit)
+        if torch.is_grad_enabled() and self._runtime._forward_order is self._inference:
+            path.forget(self._runtime.root.ranks)  # it counts passes
+        self._runtime._forward_order = self._training if torch.is_grad_enabled() else self._inference
+
+    def trust_values(self, unit: Unit) -> None:
+        self._checks.trust_values(unit)
+
+    def merge_written(self, handle: FlatParamHandle) -> None:
+        self._checks.merge_written(handle)
+
+    def restore(self) -> None:
+        """Use the checks and the order of before."""
+        self._runtime.checks, self._runtime._forward_order = self._checks, self._before
 
 
 def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
@@ -119,7 +154,7 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
     return found
 
 
-def _nbytes(handle: Any) -> int:
+def _nbytes(handle: FlatParamHandle) -> int:
     """Return the memory that an unsharded handle needs beside its shard."""
     return 0 if handle.unsharded.is_shard else handle.unsharded.full.numel() * handle.unsharded.full.element_size()
 

@@ -205,3 +205,20 @@ def test_wrong_uses_are_errors_on_every_rank() -> None:
         pass
     with torch.no_grad():
         model(torch.randn(2, 3))
+
+
+@every_form
+@on_ranks(2, timeout=60, grace=1)
+def test_training_inside_goes_on_after_ranks_have_run_different_numbers_of_forwards(form: str) -> None:
+    model, plain = looping(form)
+    inputs = torch.randn(2, 3)
+    with fsdp.resident(model):
+        for _ in range(2):
+            with torch.no_grad():
+                for _ in range(1 + dist.get_rank()):
+                    model(inputs)
+            for each in (model, plain):
+                each(inputs).square().sum().backward()
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    torch.testing.assert_close(full_state(model), dict(plain.state_dict()))
