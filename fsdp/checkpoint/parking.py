@@ -495,13 +495,14 @@ def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Named]:
         for place, group in enumerate(optimizer.param_groups):
             fields.append((f"group {place}", {key: value for key, value in group.items() if key != "params"}))
         for name, held in fields:
-            for key, value in held.items():
+            for key, value in held.items() if isinstance(held, dict) else [("state", held)]:
                 yield from ((f"{start}{name}.{key}", tensor) for tensor in tensors_in(value))
 
 
 def _mapped(root: Unit) -> set[int]:
     """Return the addresses of tensors in files, which the system reads and writes by itself; free their pages."""
-    files = {handle.storage.files for handle in _handles(root) if isinstance(handle.storage, DiskStorage)}
+    storages = (handle.flat_param.shard_storage for handle in _handles(root))
+    files = {storage.files for storage in storages if isinstance(storage, DiskStorage)}
     for each in files:
         each.release()
     return {address for each in files for address in each.addresses}

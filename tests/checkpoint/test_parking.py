@@ -24,6 +24,7 @@ from fsdp.engine.placeholder import Placeholder
 from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.forms import full_state
+from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import backward, is_matrix, talk, under_fully_shard
@@ -77,7 +78,19 @@ def local(tensor: Any) -> Tensor:
 @pytest.mark.parametrize("kind", list(KINDS))
 @on_ranks(2)
 def test_training_with_rounds_of_parking_has_the_bits_of_training_without(kind: str, tmp_path: Path) -> None:
-    wrap, make_optimizer = KINDS[kind]
+    _train_with_rounds_of_parking(*KINDS[kind], tmp_path)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_OPTIM])
+@on_ranks(4)
+def test_replicas_of_shards_are_parked(strategy: ShardingStrategy, tmp_path: Path) -> None:
+    wrap = partial(flat, process_group=mesh_of(2, 2), sharding_strategy=strategy)
+    _train_with_rounds_of_parking(wrap, stepped, tmp_path)
+
+
+def _train_with_rounds_of_parking(
+    wrap: Wrap, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], folder: Path
+) -> None:
     torch.set_default_dtype(torch.float64)
 
     def train(round_trip: Callable[[nn.Module, torch.optim.Optimizer], None]) -> tuple[dict[str, Tensor], Any]:
@@ -97,7 +110,7 @@ def test_training_with_rounds_of_parking_has_the_bits_of_training_without(kind: 
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params]
         shown = [grad for grad in grads if not isinstance(grad, Placeholder)]
-        with fsdp.parked(model, optimizer, to=tmp_path) as nbytes:
+        with fsdp.parked(model, optimizer, to=folder) as nbytes:
             assert nbytes > 0
             states = [value for state in optimizer.state.values() for value in state.values()]
             left = nbytes_of(map(local, (*params, *shown, *states)))
@@ -108,7 +121,7 @@ def test_training_with_rounds_of_parking_has_the_bits_of_training_without(kind: 
     found, expected = train(parked), train(lambda model, optimizer: None)
     assert_same_state(found[0], expected[0])
     assert_same(found[1], expected[1])
-    assert not list(tmp_path.glob(f"parked-rank-{dist.get_rank()}-*"))
+    assert not list(folder.glob(f"parked-rank-{dist.get_rank()}-*"))
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
@@ -416,4 +429,16 @@ def test_shards_on_disk_stay_there(tmp_path: Path) -> None:
         assert nbytes < sum(param.nbytes for param in model.parameters())
         with pytest.raises(RuntimeError, match="unpark"):
             model(torch.ones(2, 5))
+        fsdp.park(model, optimizer, to=tmp_path / "parked")
     assert_same_state(full_state(model), before)
+
+
+@on_ranks(2)
+def test_a_model_is_parked_between_forwards_of_resident_units(tmp_path: Path) -> None:
+    model = talk(flat)
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    with torch.no_grad(), fsdp.resident(model):
+        expected = model(tokens)
+        with fsdp.parked(model, to=tmp_path):
+            assert nbytes_of(handle.unsharded.full for handle in fsdp.flat_param_handles(model)) == 0
+        assert torch.equal(model(tokens), expected)
