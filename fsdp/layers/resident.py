@@ -33,7 +33,8 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
     """Collective at its beginning. Keep units unsharded between forwards without gradients, as far as memory allows. ::
 
         with fsdp.resident(model, budget_bytes=8 << 30), torch.no_grad():
-            tokens = model.generate(prompt, max_new_tokens=100)
+            for batch in batches:
+                output = model(batch)
 
     The units are all-gathered when the context begins, and resharded when it ends. Inside, their forwards without
     gradients communicate nothing. A forward with gradients uses the unsharded parameters that are there, and reshards
