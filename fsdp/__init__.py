@@ -38,7 +38,7 @@ from fsdp.wrap import (
 )
 
 if TYPE_CHECKING:
-    from fsdp import checkpoint, optim_utils, state_dict_utils
+    from fsdp import checkpoint, optim_utils, state_dict_utils, weights
     from fsdp.checkpoint.loader import load, load_safetensors
     from fsdp.checkpoint.parking import park, parked, unpark
     from fsdp.checkpoint.writer import save
@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from fsdp.state_dict_utils.stager import StateDictStager
     from fsdp.uneven.join import join
     from fsdp.uneven.regions import cond
+    from fsdp.weights.loading import load_stream
+    from fsdp.weights.serving import serve_weights
+    from fsdp.weights.stream import stream_weights
     from fsdp.wrap.batch_norm import auto_wrap_bn
     from fsdp.wrap.checkpoint_wrapper import (
         checkpoint_wrapper,
@@ -80,6 +83,7 @@ _LAYERS = {
     "fsdp.checkpoint": "",
     "fsdp.optim_utils": "",
     "fsdp.state_dict_utils": "",
+    "fsdp.weights": "",
     "fsdp.checkpoint.loader": "load load_safetensors",
     "fsdp.checkpoint.parking": "park parked unpark",
     "fsdp.checkpoint.writer": "save",
@@ -104,6 +108,9 @@ _LAYERS = {
     "fsdp.state_dict_utils.stager": "StateDictStager",
     "fsdp.uneven.join": "join",
     "fsdp.uneven.regions": "cond",
+    "fsdp.weights.loading": "load_stream",
+    "fsdp.weights.serving": "serve_weights",
+    "fsdp.weights.stream": "stream_weights",
     "fsdp.wrap.batch_norm": "auto_wrap_bn",
     "fsdp.wrap.checkpoint_wrapper": "checkpoint_wrapper disable_checkpointing is_checkpointing is_recomputing "
     "patch_batchnorm",
@@ -166,6 +173,7 @@ __all__ = [
     "lambda_wrap_policy",
     "load",
     "load_safetensors",
+    "load_stream",
     "materialize",
     "module_wrap_policy",
     "no_pre_load_state_dict_hook",
@@ -181,12 +189,15 @@ __all__ = [
     "register_fsdp_forward_method",
     "resident",
     "save",
+    "serve_weights",
     "set_watchdog",
     "shard",
     "share_comm_ctx",
     "state_dict_utils",
+    "stream_weights",
     "trace",
     "unpark",
     "use_torch_collectives",
+    "weights",
     "wrap",
 ]

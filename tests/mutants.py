@@ -169,6 +169,7 @@ CONCERNS = {
         "checkpoint/formats/fairscale checkpoint/formats/fsdp1 checkpoint/cli/legacy checkpoint/cli/verify "
         "checkpoint/formats/hostile_files"
     ),
+    "weights/*": "weights/*",
     "state_dict_utils/stager state_dict_utils/host_memory": "state_dict_utils/stager* state_dict_utils/host",
     "state_dict_utils/*": (
         "state_dict_utils/public_functions state_dict_utils/flat state_dict_utils/gather state_dict_utils/broadcast "
@@ -210,6 +211,7 @@ ORDERED = {
     ),
     "state_dict_utils/stager": "state_dict_utils/accelerator_stager",
     "uneven/messages": "uneven/join",
+    "weights/*": "weights/stream",
     "wrap/checkpoint_wrapper": "wrap/checkpoint_wrapper_memory",
 }
 # The package under the checker of stream order, which needs no luck.

@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": {"testing"},
     "integrations": {"compat", "accelerate", "transformers", "lightning"},
     "uneven ranks": {"uneven"},
+    "weights for other processes": {"weights"},
     "wrapping": {"wrap"},
     "front doors": {"fully_sharded_data_parallel", "fully_shard"},
     "layers that the front doors use": {"layers.on_demand"},
@@ -37,15 +38,15 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"engine"},
     "communication": {"distributed"},
 }
-MAX_ENTRIES = 17
+MAX_ENTRIES = 18
 MAX_LOADED = 60  # modules, by `import fsdp`
 # Packages that say what they are for, and whose modules are imported from where they are.
 INDEXES = {"distributed", "engine", "layers", "layers.state_dict", "uneven", "compat"}
 # Of the integrations, those that are written as a user's own code would be.
 CLIENTS = {"accelerate", "transformers", "lightning"}
 # Modules with names that are loaded at their first use, in a table beside the same imports for type checkers.
-LAZY = ("__init__", "layers.on_demand", "checkpoint.__init__", "optim_utils.__init__")
-PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
+LAZY = ("__init__", "layers.on_demand", "checkpoint.__init__", "optim_utils.__init__", "weights.__init__")
+PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "weights", "wrap"}
 # The files that one reads to know how the library works, listed in docs/architecture.md.
 CENTRAL = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
 MAX_CENTRAL_FILES = 12  # what a step enters beyond them is measured by tests/engine/test_walk.py

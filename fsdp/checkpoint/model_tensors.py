@@ -291,11 +291,11 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
             )
 
 
-def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
+def all_ranks(everyone: Sequence[Ranks], what: str = "save a checkpoint") -> Ranks:
     """Return the ranks that save a checkpoint together; of a model without units, all ranks."""
     if len(everyone) > 1:
         raise RuntimeError(
-            "cannot save a checkpoint: the outermost units of this model are spread over different ranks. "
+            f"cannot {what}: the outermost units of this model are spread over different ranks. "
             "Wrap the outermost module, with a process_group of all these ranks."
         )
     if everyone:
@@ -317,7 +317,7 @@ def named_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Target]:
     return {plain_name(name): target for name, target in sorted(named, key=lambda pair: place(pair[0]))}
 
 
-def require_one_model(model: nn.Module, units: Sequence[Unit]) -> None:
+def require_one_model(model: nn.Module, units: Sequence[Unit], what: str = "save a checkpoint") -> None:
     """Raise RuntimeError if other ranks have other parameters under the same names."""
     most = max((size_of(unit.everyone) for unit in outermost_units(model)), default=1)
     for unit in units:
@@ -325,12 +325,12 @@ def require_one_model(model: nn.Module, units: Sequence[Unit]) -> None:
         is_spread = all(is_on_many_ranks(handle.flat_param.parts) for handle in unit.owned_handles)
         if is_apart(unit, most) and not is_spread:
             raise RuntimeError(
-                f"cannot save a checkpoint: {unit.name} has a separate process group, so that ranks outside of it "
+                f"cannot {what}: {unit.name} has a separate process group, so that ranks outside of it "
                 "have other values under the same names. Save it separately for each group, each to a separate folder."
             )
 
 
-def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
+def written_here(tensors: Mapping[str, Target], ranks: Ranks, what: str = "save a checkpoint") -> set[str]:
     """Collective. Return the names of the tensors that this rank writes: of replicas, the first rank writes."""
 
     def digests() -> dict[str, bytes]:
@@ -345,7 +345,7 @@ def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
     if len(set(reached)) < len(reached) or any(other != reached for other, _ in told):
         names = next((names for _, names in told if names), "its parameters are")
         raise NotImplementedError(
-            f"cannot save a checkpoint: {names} spread over meshes that overlap in part, of which neither contains the "
+            f"cannot {what}: {names} spread over meshes that overlap in part, of which neither contains the "
             "other. Create all meshes with a single init_device_mesh, or save the model's state_dict() with "
             "torch.distributed.checkpoint."
         )

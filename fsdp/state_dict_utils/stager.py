@@ -421,6 +421,11 @@ class _Rebuilt:
         return self._rebuilt
 
 
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers and attributes of objects; not those inside of tensors."""
+    return (found for _, found in _objects_in(tree, (), {}) if isinstance(found, Tensor))
+
+
 def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[_Path, Any]]:
     """Yield the objects in containers and attributes with their paths, in order and once; none inside of tensors."""
     pending = [(path, tree)]

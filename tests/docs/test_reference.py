@@ -19,7 +19,7 @@ ENTRIES = re.findall(
     re.MULTILINE,
 )
 # Modules to import from. Names of `fsdp.wrap` are those of the package.
-MODULES = ["fsdp.checkpoint", "fsdp.optim_utils", "fsdp.state_dict_utils", "fsdp.testing"]
+MODULES = ["fsdp.checkpoint", "fsdp.optim_utils", "fsdp.state_dict_utils", "fsdp.testing", "fsdp.weights"]
 # Modules that only some programs import; each has few names, and much that is its own affair.
 INTEGRATIONS = {
     "fsdp.accelerate": {"Accelerator", "outermost"},

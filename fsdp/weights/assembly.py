@@ -1,0 +1,153 @@
+"""`Assembly` collects each bucket from the ranks that hold parts of it, with one exchange for each bucket.
+
+[Note: two buckets] While a sink consumes bucket n, the parts of bucket n + 1 arrive, packed. After the sink returns,
+they are copied to the memory of bucket n. A rank therefore holds at most two buckets: the assembled bucket, and the
+parts of the next bucket that it receives or sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.communicator import Communicator, Pending
+from fsdp.weights.plan import ALIGN, Holding, Run, WeightPlan
+
+
+class Shards:
+    """This rank's values of the tensors of a plan.
+
+    Args:
+        plan: the plan.
+        vectors: by the number of a tensor, the flat vector that contains its elements, of any dtype and device.
+        device: of the memory in which parts are packed.
+    """
+
+    def __init__(self, plan: WeightPlan, vectors: Mapping[int, Tensor], device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self._vectors = vectors
+
+    def memory(self, holding: Holding) -> Tensor:
+        """Return memory for the largest part of a bucket. It is used for all buckets, because new memory is slower."""
+        parts = (self.plan.packed_nbytes(self.plan.runs(each, holding)) for each in range(len(self.plan.buckets)))
+        return torch.empty(max(parts, default=0), dtype=torch.uint8, device=self.device)
+
+    def packed(self, runs: Sequence[Run], memory: Tensor) -> Tensor:
+        """Copy some runs to memory, cast to the dtypes of the plan, and return their bytes."""
+        end = 0
+        for run in runs:
+            memory[end : run.packed].zero_()  # bytes that align dtypes, so that equal weights have equal bytes
+            view = self.plan.packed_view(run, memory)
+            view.copy_(self._values(run))
+            end = run.packed + view.nbytes
+        return memory[:end]
+
+    def copy_to(self, bucket: Tensor, runs: Sequence[Run]) -> None:
+        """Copy some runs to their positions in a bucket."""
+        for run in runs:
+            self.plan.run_view(run, bucket).copy_(self._values(run))
+
+    def _values(self, run: Run) -> Tensor:
+        values = self._vectors[run.piece.tensor][run.start : run.start + run.box.numel]
+        return values.detach().reshape(run.box.sizes)
+
+
+class Assembly:
+    """The exchange of a stream among the ranks. All ranks create it, and iterate over `buckets`.
+
+    Args:
+        shards: this rank's values.
+        own: the elements that this rank holds, in its vectors.
+        holdings: by rank, the elements that it holds, of which replicas hold the same.
+        alike: the numbers of the tensors with equal values on all ranks that hold the same elements.
+        consumers: the ranks that receive complete buckets.
+        comm: the communicator of the exchange.
+        places: by rank, its number in `comm`.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        own: Holding,
+        holdings: Sequence[Holding],
+        alike: Collection[int],
+        consumers: Collection[int],
+        comm: Communicator,
+        places: Sequence[int],
+    ) -> None:
+        self._shards, self._plan, self._comm = shards, shards.plan, comm
+        self._known: dict[tuple[int, int], list[Run]] = {}
+        rank = self._plan.rank
+        self._consumes = rank in consumers
+
+        def sent(source: int, target: int) -> frozenset[int]:
+            """Return the tensors of which a rank sends its part to another rank, which does not hold the same."""
+            theirs = holdings[target]
+            part = self._plan.parts[source].items()
+            return frozenset(number for number, held in part if number not in alike or theirs.get(number) != held)
+
+        outgoing: dict[frozenset[int], list[int]] = {}
+        for target in consumers:
+            if target != rank:
+                outgoing.setdefault(sent(rank, target), []).append(places[target])
+        sources = [each for each in range(len(places)) if each != rank] if self._consumes else []
+        self._incoming = {
+            places[source]: self._only(self._plan.parts[source], sent(source, rank)) for source in sources
+        }
+        self._part = {number: own[number] for number in self._plan.parts[rank]}
+        self._outgoing = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
+        sizes = [sum(self._sizes(number)) for number in range(len(self._plan.buckets))]
+        self._staging = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=shards.device)
+        most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
+        self._bucket = torch.empty(most, dtype=torch.uint8, device=shards.device)
+        self._own = {number: held for number, held in own.items() if number in alike or number in self._part}
+
+    def _sizes(self, number: int) -> list[int]:
+        """Return the bytes of the parts of a bucket that this rank sends and receives, aligned for all dtypes."""
+        parts = [*(part for part, _ in self._outgoing), *self._incoming.values()]
+        return [-(-self._plan.packed_nbytes(self._runs(number, part)) // ALIGN) * ALIGN for part in parts]
+
+    def _runs(self, number: int, part: Holding) -> list[Run]:
+        """Return the runs of a part of a bucket, which are computed once."""
+        key = (number, id(part))
+        if key not in self._known:
+            self._known[key] = self._plan.runs(number, part)
+        return self._known[key]
+
+    @staticmethod
+    def _only(holding: Holding, numbers: Collection[int]) -> Holding:
+        return {number: held for number, held in holding.items() if number in numbers}
+
+    def buckets(self, consume: Callable[[int, Tensor], None]) -> None:
+        """Collective. Assemble all buckets and call a function with each, on the ranks that receive them."""
+        arriving, received = self._start(0)
+        for number, nbytes in enumerate(self._plan.bucket_nbytes):
+            arriving.wait()
+            if self._consumes:
+                self._shards.copy_to(self._bucket, self._runs(number, self._own))
+                for source, packed in received.items():
+                    self._plan.unpack(self._runs(number, self._incoming[source]), packed, self._bucket)
+            self._comm.settle()  # before the memory of sent parts is used again
+            arriving, received = self._start(number + 1)
+            if self._consumes:
+                consume(number, self._bucket[:nbytes])
+
+    def _start(self, number: int) -> tuple[Pending, dict[int, Tensor]]:
+        """Start the exchange of a bucket, and return the memory of the parts of other ranks."""
+        if number >= len(self._plan.buckets):
+            return Pending("", (), lambda: torch.empty(0)), {}
+        sizes = self._sizes(number)
+        memory = iter(self._staging[: sum(sizes)].split(sizes))
+        sent: dict[int, list[Tensor]] = {}
+        for part, targets in self._outgoing:
+            packed = self._shards.packed(self._runs(number, part), next(memory))
+            sent |= {target: [packed] for target in targets if len(packed)}
+        received = {}
+        for source, part in self._incoming.items():
+            nbytes = self._plan.packed_nbytes(self._runs(number, part))
+            received[source] = next(memory)[:nbytes]
+        incoming = {source: [packed] for source, packed in received.items() if len(packed)}
+        what = f"the exchange of bucket {number} of a stream of weights"
+        return self._comm.exchange(incoming, sent, what, ("weights", number)), received

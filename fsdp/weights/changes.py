@@ -1,0 +1,139 @@
+"""Changes of weights since they were last sent: positions and values of elements, runs, or all, whichever is shortest.
+
+A rank compares the bytes of its part of a bucket, in the dtype in which they are sent, with a copy on the host. Equal
+bytes are not sent, and the result is bitwise equal to complete weights. The rank also sends a checksum of the changed
+part, which the receiver compares.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from enum import IntEnum, auto
+
+import torch
+from torch import Tensor
+
+_HEAD = struct.Struct("<BBBxIQQ")  # the form, the widths of elements and distances, the checksum, two counts
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Form(IntEnum):
+    NOTHING = auto()
+    ELEMENTS = auto()
+    RUNS = auto()
+    ALL = auto()
+
+
+class Snapshot:
+    """The weights of a model that were sent last, for ``stream_weights(..., since=snapshot)``. Every rank creates one.
+
+    A rank keeps a copy of the bytes that it sends on the host: in total, the bytes of the weights once, in the dtype in
+    which they are sent. An empty snapshot, and a snapshot of other settings, sends all weights. If a stream fails, the
+    snapshot is cleared, so that the next stream sends all weights.
+
+    Attributes:
+        sent_nbytes: the number of bytes that this rank sent in the last stream.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Delete the copy."""
+        self._key = self._stream = ""
+        self._parts: list[Tensor] = []
+        self.sent_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of this rank's copy."""
+        return sum(map(len, self._parts))
+
+    def base(self, key: str) -> str:
+        """Return the identifier of the stream that was sent last with the same plan; empty without one."""
+        return self._stream if self._key == key else ""
+
+    def begin(self, is_complete: bool) -> None:
+        """Prepare for a stream, which is complete weights or changes."""
+        parts = self._parts
+        self.clear()
+        self._parts = [] if is_complete else parts
+
+    def encoded(self, number: int, part: Tensor, width: int, is_complete: bool) -> Tensor:
+        """Return the bytes to send for a part of a bucket, and keep a copy of the part."""
+        if is_complete:
+            self._parts.append(part.clone())
+            found = part
+        else:
+            found = changes(self._parts[number], part, width)
+            self._parts[number].copy_(part)
+        self.sent_nbytes += len(found)
+        return found
+
+    def complete(self, key: str, stream: str) -> None:
+        """Record that a stream has succeeded."""
+        self._key, self._stream = key, stream
+
+
+def changes(before: Tensor, after: Tensor, width: int) -> Tensor:
+    """Return the encoded changes between two tensors of bytes ``[n]``, compared in elements of `width` bytes."""
+    words = after.view(_WORDS[width])
+    places = (before.view(_WORDS[width]) != words).nonzero().view(-1)
+    values = words[places].view(torch.uint8)
+    steps = _narrow(_distances(places))
+    is_first = torch.ones(len(places), dtype=torch.bool)
+    is_first[1:] = places[1:] != places[:-1] + 1
+    starts = is_first.nonzero().view(-1)
+    counts = _distances(torch.cat([starts, starts.new_tensor([len(places)])]))[1:]
+    runs = _narrow(torch.cat([_distances(places[starts]), counts]))
+    forms = {
+        _Form.ALL: [after],
+        _Form.ELEMENTS: [steps.view(torch.uint8), values],
+        _Form.RUNS: [runs.view(torch.uint8), values],
+    }
+    form = min(forms, key=lambda each: sum(map(len, forms[each]))) if len(places) else _Form.NOTHING
+    wide = {_Form.ELEMENTS: steps, _Form.RUNS: runs}.get(form, after).itemsize
+    head = _HEAD.pack(form, width, wide, _checksum(after), len(places), len(starts))
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *forms.get(form, ())])
+
+
+def apply_changes(encoded: Tensor, part: Tensor, what: str) -> None:
+    """Apply encoded changes to a tensor of bytes in place; ValueError if the result is not the sender's."""
+    try:
+        form, width, wide, checksum, count, runs = _HEAD.unpack(bytes(encoded[: _HEAD.size].numpy()))
+        body = encoded[_HEAD.size :]
+        if form == _Form.ALL:
+            part.copy_(body)
+        elif form != _Form.NOTHING:
+            numbers = count if form == _Form.ELEMENTS else 2 * runs
+            distances = body[: numbers * wide].clone().view(_UNSIGNED[wide]).long()
+            places = distances[: len(distances) if form == _Form.ELEMENTS else runs].cumsum(0)
+            if form == _Form.RUNS:
+                lengths = distances[runs:]
+                ends = lengths.cumsum(0)
+                places = (places - ends + lengths).repeat_interleave(lengths) + torch.arange(count)
+            part.view(_WORDS[width])[places] = body[numbers * wide :].clone().view(_WORDS[width])
+    except (KeyError, IndexError, RuntimeError, struct.error) as error:
+        raise ValueError(f"the changes of {what} are not valid: {error}") from None
+    if _checksum(part) != checksum:
+        raise ValueError(f"after its changes, {what} differs from the sender's weights. Send all weights again")
+
+
+# Distances are not negative; torch has few operations on unsigned numbers of more than 8 bits.
+_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _distances(places: Tensor) -> Tensor:
+    """Return the first number of an ascending sequence, and the differences of the following numbers."""
+    return places.diff(prepend=places.new_zeros(1))
+
+
+def _narrow(numbers: Tensor) -> Tensor:
+    """Return numbers in the smallest dtype that contains all of them."""
+    largest = int(numbers.max()) if len(numbers) else 0
+    return numbers.to(next(dtype for dtype in _UNSIGNED.values() if largest <= torch.iinfo(dtype).max))
+
+
+def _checksum(part: Tensor) -> int:
+    return zlib.crc32(part.numpy().data)

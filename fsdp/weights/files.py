@@ -1,0 +1,107 @@
+"""`SafetensorsSink` writes Hugging Face's layout, ``save_pretrained``, of which every rank writes its own ranges."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from glob import escape, glob
+
+import torch
+from torch import Tensor
+
+from fsdp.checkpoint.folder import sync
+from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, write_at
+from fsdp.checkpoint.safetensors import plan as planned_files
+from fsdp.weights.plan import WeightPlan
+from fsdp.weights.sinks import Sink
+
+_PART = ".streaming-"  # begins the name of the folder that contains the files of an incomplete stream
+_MODEL = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|model{re.escape(INDEX_SUFFIX)}")
+
+
+class SafetensorsSink(Sink):
+    """Writes safetensors files, with an index if there are multiple files, in which ``from_pretrained`` finds weights.
+
+    Every rank creates this sink, and writes its own ranges of each bucket. All ranks need access to the folder. The
+    files are written to a temporary folder inside it. After all ranks have written and synced them, they replace the
+    model's files in the folder, the index last; other files, such as a configuration, are kept. If the stream fails,
+    the previous files are kept.
+
+    Tied parameters are stored under the first of their names.
+
+    Args:
+        folder: the folder, which is created if necessary.
+        max_file_bytes: the maximum number of bytes of tensors in a file; None creates a single file.
+
+    Raises:
+        OSError: if this rank cannot write. The other ranks raise a RuntimeError that names the rank.
+        TypeError, ValueError: for tensors that safetensors files cannot contain.
+    """
+
+    receives = "parts"
+
+    def __init__(self, folder: str | os.PathLike[str], *, max_file_bytes: int | None = None) -> None:
+        if max_file_bytes is not None and (type(max_file_bytes) is not int or max_file_bytes < 1):
+            raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes!r}")
+        self._folder, self._most = os.path.realpath(folder), max_file_bytes
+        self._fds: dict[str, int] = {}
+
+    def open(self, plan: WeightPlan) -> None:
+        self._plan, self._place = plan, os.path.join(self._folder, _PART + plan.stream)
+        entries = [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors]
+        self._files = planned_files(entries, "model", self._most)
+        self._file_of: dict[str, PlannedFile] = {name: file for file in self._files for name in file.begins}
+        if plan.rank == 0:
+            os.makedirs(self._folder, exist_ok=True)
+            for left in glob(os.path.join(escape(self._folder), f"{_PART}*")):
+                shutil.rmtree(left)  # of a stream that was killed
+            os.mkdir(self._place)
+            for file in self._files:
+                create(self._place, file)
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        packed = tensor.cpu()
+        for run in self._plan.runs(number, self._plan.parts[self._plan.rank]):
+            planned = self._plan.tensors[run.piece.tensor]
+            file, size = self._file_of[planned.name], planned.dtype.itemsize
+            memory = self._plan.packed_view(run, packed).view(-1).view(torch.uint8).numpy().data
+            box = run.box.moved((run.piece.first, *(0 for _ in planned.sizes[1:])))
+            for start, stop in box.ranges(planned.sizes, 0, box.numel):
+                count = (stop - start) * size
+                write_at(self._fd(file.name), memory[:count], file.begins[planned.name] + start * size)
+                memory = memory[count:]
+        if number == len(self._plan.buckets) - 1:
+            for fd in self._fds.values():
+                os.fsync(fd)
+
+    def _fd(self, name: str) -> int:
+        if name not in self._fds:
+            path = os.path.join(self._place, name)
+            try:
+                self._fds[name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+            except FileNotFoundError as error:
+                error.strerror = "rank 0 has created this file, and this rank does not see it: use a shared file system"
+                raise
+        return self._fds[name]
+
+    def close(self, error: BaseException | None) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+        if self._plan.rank:
+            return
+        try:
+            if error is None:
+                self._replace()
+        finally:
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    def _replace(self) -> None:
+        """Move the new files to the folder, and remove the files of the previous weights that have other names."""
+        names = [file.name for file in self._files]
+        for name in names:
+            os.replace(os.path.join(self._place, name), os.path.join(self._folder, name))
+        for name in os.listdir(self._folder):
+            if _MODEL.fullmatch(name) and name not in names:
+                os.unlink(os.path.join(self._folder, name))
+        sync(self._folder)

@@ -1,0 +1,426 @@
+"""Links between ranks that send weights and another process: sockets, and shared memory on the same host.
+
+[Note: protocol] Each rank connects to the receiving process, which listens. A message is a header (magic number, kind,
+CRC-32 and length of the content) and its content. Both sides prove with a challenge that they have the same secret,
+which is never sent. Then rank 0 sends the plan of the stream, and the other ranks their numbers. After the receiver has
+accepted the stream of all ranks, each rank sends its part of each bucket. In the end the receiver confirms that it has
+consumed all buckets. Contents are JSON or bytes of tensors; no code is loaded. Links are not encrypted.
+
+For shared memory, the messages use a local socket, and the parts are in anonymous memory of the sending rank, whose
+descriptor is sent with a message. The system frees the memory when both processes have closed it or have ended,
+for any reason.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+import zlib
+from contextlib import suppress
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.weights.plan import WeightPlan
+from fsdp.weights.sinks import Sink
+
+_VERSION = 1  # of the protocol
+_MAGIC = b"fsdw"
+_HEAD = struct.Struct("<4sBIQ")
+_PEER = struct.Struct("3i")  # of a local socket: the process, the user and the group at its other end
+_NONCE_BYTES = 16
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+_SHORT = 1 << 12  # bytes of a content that is sent together with its header
+_MAX_TEXT = 1 << 28  # bytes of a message that is no part of a bucket
+
+
+class Kind(IntEnum):
+    """The kinds of messages."""
+
+    CHALLENGE = auto()
+    ANSWER = auto()
+    WELCOME = auto()
+    STREAM = auto()
+    MEMORY = auto()
+    ACCEPTED = auto()
+    PART = auto()
+    TAKEN = auto()
+    END = auto()
+    DONE = auto()
+    ERROR = auto()
+    PLAN = auto()
+    REQUEST = auto()
+
+
+class PeerError(ConnectionError):
+    """The process at the other end has reported an error before it closed the connection."""
+
+
+class Link:
+    """A connection, with messages that are checked. `peer` describes its other end in errors."""
+
+    def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
+        self._socket, self.peer, self._timeout = connection, peer, timeout
+        connection.settimeout(timeout)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._memory: mmap.mmap | None = None  # shared with the process at the other end
+        self._part = _EMPTY  # that was received last
+        self._is_full = False  # the receiver has not yet taken the last part from this memory
+
+    def set_peer(self, peer: str, timeout: float) -> None:
+        """Change the description of the other end, and the number of seconds to wait for it."""
+        self.peer, self._timeout = peer, timeout
+        self._socket.settimeout(timeout)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, kind: Kind, content: bytes | memoryview = b"", fd: int | None = None) -> None:
+        """Send a message; an open file can be sent with it to a process on the same host."""
+        head = _HEAD.pack(_MAGIC, kind, zlib.crc32(content), len(content))
+        try:
+            if fd is not None:
+                socket.send_fds(self._socket, [head], [fd])
+            else:
+                self._socket.sendall(head if len(content) > _SHORT else head + bytes(content))
+            if len(content) > _SHORT:
+                self._socket.sendall(content)
+        except OSError as error:
+            self._explain(error)
+
+    def send_json(self, kind: Kind, value: Any) -> None:
+        self.send(kind, json.dumps(value, separators=(",", ":")).encode())
+
+    def receive(self, *kinds: Kind, most: int = _MAX_TEXT, into: Tensor | None = None) -> Tensor:
+        """Return the content of the next message as a tensor of bytes, in new memory or in `into`.
+
+        Raises:
+            ConnectionError: if the message is of another kind, has more than `most` bytes, or has changed on the way.
+        """
+        return self._content(*self._head(*kinds, most=most), into)
+
+    def receive_json(self, kind: Kind) -> Any:
+        try:
+            return json.loads(bytes(self.receive(kind).numpy()))
+        except ValueError as error:
+            raise ConnectionError(f"{self.peer} has sent no valid JSON: {error}") from None
+
+    def _head(self, *kinds: Kind, most: int) -> tuple[int, int]:
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head))
+        magic, kind, checksum, length = _HEAD.unpack(head)
+        if magic != _MAGIC:
+            raise ConnectionError(f"{self.peer} does not use the protocol of fsdp.weights")
+        if kind == Kind.ERROR and length <= _MAX_TEXT:
+            text = bytes(self._content(checksum, length).numpy()).decode(errors="replace")
+            raise PeerError(f"{self.peer} reports an error: {text}")
+        if kind not in kinds or length > most:
+            raise ConnectionError(f"{self.peer} has sent {length} bytes of kind {kind}, expected {kinds} of {most}")
+        return checksum, length
+
+    def _content(self, checksum: int, length: int, into: Tensor | None = None) -> Tensor:
+        content = torch.empty(length, dtype=torch.uint8, device="cpu") if into is None else into[:length]
+        memory = content.numpy().data
+        self._fill(memory)
+        if zlib.crc32(memory) != checksum:
+            raise ConnectionError(f"bytes of {self.peer} have changed on the way: their checksum is different")
+        return content
+
+    def _fill(self, memory: memoryview) -> None:
+        while memory:
+            try:
+                count = self._socket.recv_into(memory)
+            except TimeoutError:
+                raise TimeoutError(f"{self.peer} has sent nothing for {self._timeout:g} s") from None
+            except OSError as error:
+                raise ConnectionError(f"the connection to {self.peer} has failed: {error}") from None
+            if not count:
+                raise ConnectionError(f"{self.peer} has closed its connection, or its process has ended")
+            memory = memory[count:]
+
+    def _explain(self, error: OSError) -> None:
+        """Raise the error that the other end has sent before it closed the connection, or the error of the socket."""
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(f"{self.peer} has taken nothing for {self._timeout:g} s") from None
+        try:
+            self._socket.settimeout(1.0)
+            while True:
+                self.receive(*Kind)  # messages before the error
+        except PeerError:
+            raise
+        except OSError:
+            raise ConnectionError(f"the connection to {self.peer} has failed: {error}") from None
+
+    def share(self, nbytes: int) -> None:
+        """Create memory of this process that the other end can read."""
+        fd = os.memfd_create("fsdp.weights")
+        try:
+            os.ftruncate(fd, max(nbytes, 1))
+            self._memory = mmap.mmap(fd, max(nbytes, 1))
+            self.send(Kind.MEMORY, fd=fd)
+        finally:
+            os.close(fd)
+
+    def map_shared(self) -> None:
+        """Map the memory that the other end shares."""
+        head, fds, *_ = socket.recv_fds(self._socket, _HEAD.size, 1)
+        if len(head) != _HEAD.size or _HEAD.unpack(head)[1] != Kind.MEMORY or len(fds) != 1:
+            raise ConnectionError(f"{self.peer} has sent no shared memory")
+        try:
+            self._memory = mmap.mmap(fds[0], 0)
+        finally:
+            os.close(fds[0])
+
+    def send_part(self, part: Tensor) -> None:
+        """Send a part of a bucket, after the receiver has taken the previous part from shared memory."""
+        memory = part.numpy().data
+        if self._memory is None:
+            self.send(Kind.PART, memory)
+        else:
+            self.settle()
+            self._memory[: len(memory)] = memory
+            self.send_json(Kind.PART, len(memory))
+            self._is_full = True
+
+    def settle(self) -> None:
+        """Wait until the receiver has taken the last part from shared memory."""
+        if self._is_full:
+            self.receive(Kind.TAKEN)
+            self._is_full = False
+
+    def receive_part(self, most: int) -> Tensor:
+        """Return a part of a bucket, in memory that is used for the next part after `taken` was called."""
+        if self._memory is None:
+            if len(self._part) < most:
+                self._part = torch.empty(most, dtype=torch.uint8)
+            return self.receive(Kind.PART, most=most, into=self._part)
+        nbytes = self.receive_json(Kind.PART)
+        if type(nbytes) is not int or not 0 <= nbytes <= min(len(self._memory), most):
+            raise ConnectionError(f"{self.peer} has sent a part of {nbytes!r} bytes")
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes) if nbytes else _EMPTY
+
+    def taken(self) -> None:
+        if self._memory is not None:
+            self.send(Kind.TAKEN)
+
+    def end(self, text: str = "") -> None:
+        """Close the connection; the other end raises an error with the text, if there is one."""
+        with suppress(OSError):
+            if text:
+                self._socket.settimeout(1.0)
+                self.send(Kind.ERROR, text.encode())
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which also ends waits of other threads
+        self._socket.close()
+        self._memory = None
+
+
+def is_shared_memory(address: str) -> bool:
+    """Return whether an address is the name of a process on this host, and no ``host:port``."""
+    return ":" not in address
+
+
+def local_address(name: str) -> str:
+    """Return the address of a local socket without a file, which the system frees with the process."""
+    if not hasattr(os, "memfd_create"):
+        raise RuntimeError("shared memory without files requires Linux. Use a socket: SocketSink(address, secret)")
+    return f"\0fsdp.weights {os.getuid()} {name}"
+
+
+def require_own_user(connection: socket.socket) -> None:
+    """Raise PermissionError if the process at the other end of a local socket belongs to another user."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    process, user, _ = _PEER.unpack(found)
+    if user != os.getuid():
+        raise PermissionError(f"process {process} of user {user} has another user than this process, {os.getuid()}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of an address; ValueError if it has another form."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ValueError(f"an address has the form host:port, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def key_of(secret: str | bytes | None, address: str) -> bytes:
+    """Return the secret as bytes; sockets require one."""
+    key = secret.encode() if isinstance(secret, str) else secret or b""
+    if not isinstance(key, bytes):
+        raise TypeError(f"secret must be a str or bytes, got {type(secret).__name__}")
+    if not key and not is_shared_memory(address):
+        raise ValueError("a socket requires a secret, with which both processes know each other")
+    return key
+
+
+def connect(address: str, key: bytes, timeout: float) -> Link:
+    """Connect to a process that listens, for which this waits up to `timeout` seconds."""
+    is_local, until = is_shared_memory(address), time.monotonic() + timeout
+    peer = f"the process at {address}"
+    while True:
+        try:
+            if is_local:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(timeout)
+                connection.connect(local_address(address))
+                require_own_user(connection)
+            else:
+                connection = socket.create_connection(split_address(address), timeout)
+            break
+        except (ConnectionRefusedError, BlockingIOError) as error:  # it does not listen yet
+            if time.monotonic() > until:
+                raise ConnectionError(f"no process listens at {address} for {timeout:g} s: {error}") from None
+            time.sleep(0.05)
+    link = Link(connection, peer, timeout)
+    try:
+        hello = bytes(link.receive(Kind.CHALLENGE).numpy())
+        if hello[0] != _VERSION:
+            raise ConnectionError(f"{peer} uses version {hello[0]} of the protocol, and this process {_VERSION}")
+        own = secrets.token_bytes(_NONCE_BYTES)
+        link.send(Kind.ANSWER, own + _proof(key, b"client", hello + own))
+        if not hmac.compare_digest(bytes(link.receive(Kind.WELCOME).numpy()), _proof(key, b"server", own + hello)):
+            raise PermissionError(f"{peer} does not know the secret")
+    except BaseException:
+        link.end()
+        raise
+    return link
+
+
+def accept(link: Link, key: bytes) -> None:
+    """Require that the process at the other end of a new connection knows the secret."""
+    hello = bytes([_VERSION]) + secrets.token_bytes(_NONCE_BYTES)
+    link.send(Kind.CHALLENGE, hello)
+    answer = bytes(link.receive(Kind.ANSWER, most=1024).numpy())
+    own, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(key, b"client", hello + own)):
+        raise PermissionError("the secret is wrong")
+    link.send(Kind.WELCOME, _proof(key, b"server", own + hello))
+
+
+def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key or b"\0", role + nonces, "sha256")
+
+
+class SocketSink(Sink):
+    """Sends weights to a process that listens at a TCP address, see `receive`. Every rank creates this sink.
+
+    Each rank connects for itself, and sends its own parts with checksums. The links are not encrypted: use a
+    trusted network.
+
+    Args:
+        address: ``host:port``.
+        secret: the secret of the receiving process, which is not sent.
+        timeout: the number of seconds to wait for the receiver: until it listens, and until it
+            has taken a part or has consumed the last bucket.
+
+    Raises:
+        ConnectionError: if the receiver does not listen, ends, or reports an error.
+        PermissionError, TimeoutError: if the receiver has another secret, or is too slow.
+    """
+
+    receives = "parts"
+    takes_changes = True
+
+    def __init__(self, address: str, secret: str | bytes, *, timeout: float = 300.0) -> None:
+        split_address(address)
+        self._start(address, key_of(secret, address), timeout)
+
+    def _start(self, address: str, key: bytes, timeout: float) -> None:
+        self._address, self._key, self._timeout = address, key, timeout
+        self._link: Link | None = None
+
+    def open(self, plan: WeightPlan) -> None:
+        self._is_accepted = False
+        self._link = link = connect(self._address, self._key, self._timeout)
+        content = plan.to_json() if plan.rank == 0 else None
+        numbers = {"stream": plan.stream, "rank": plan.rank, "ranks": len(plan.parts)}
+        link.send_json(Kind.STREAM, {**numbers, "plan": content})
+        if is_shared_memory(self._address):
+            own = plan.parts[plan.rank]
+            parts = (plan.packed_nbytes(plan.runs(number, own)) for number in range(len(plan.buckets)))
+            link.share(max(parts, default=0) + CHANGES_BYTES)
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        self._accepted().send_part(tensor.cpu())
+
+    def _accepted(self) -> Link:
+        """Return the link; the first time, after the receiver has accepted the streams of all ranks."""
+        if self._link is None:
+            raise ConnectionError(f"this rank has no connection to {self._address}")
+        if not self._is_accepted:
+            self._link.receive(Kind.ACCEPTED)
+            self._is_accepted = True
+        return self._link
+
+    def close(self, error: BaseException | None) -> None:
+        link, text = self._link, "" if error is None else text_of(error)
+        if link is None:
+            return
+        try:
+            if error is None:
+                self._accepted().settle()
+                link.send(Kind.END)
+                link.receive(Kind.DONE)
+        finally:
+            self._link = None
+            link.end(text)
+
+
+CHANGES_BYTES = 64  # that an encoded part can have more than the part itself
+
+
+class SharedMemorySink(SocketSink):
+    """Sends weights through shared memory to a process of the same user on the same host. Every rank creates this sink.
+
+    Each rank has shared memory for its largest part of a bucket. The memory has no name, and
+    is freed when both processes have closed it or ended. Linux only.
+
+    Args:
+        name: the name under which the process receives, see `receive`; without ``:``.
+        timeout: as for `SocketSink`.
+
+    Raises:
+        ConnectionError: if the receiver does not listen, ends, or reports an error.
+        RuntimeError: on another system than Linux.
+    """
+
+    def __init__(self, name: str, *, timeout: float = 300.0) -> None:
+        if not name or not is_shared_memory(name):
+            raise ValueError(f"the name of a receiver in shared memory is not empty and has no colon, got {name!r}")
+        local_address(name)
+        self._start(name, b"", timeout)
+
+
+def listening(address: str) -> tuple[socket.socket, str]:
+    """Return a socket that listens at an address, and the address with the port that was chosen."""
+    if is_shared_memory(address):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        place: Any = local_address(address)
+    else:
+        host, port = split_address(address)
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from None
+    if is_shared_memory(address):
+        return listener, address
+    return listener, f"{split_address(address)[0]}:{listener.getsockname()[1]}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception as the other end shows it."""
+    return f"{type(error).__name__}: {error}"

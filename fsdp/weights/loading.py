@@ -1,0 +1,187 @@
+"""Loading a stream of weights into a sharded model: each rank copies its own ranges of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp.checkpoint.formats.source import TensorReader
+from fsdp.checkpoint.loader import does_not_fit, misfits
+from fsdp.checkpoint.model_tensors import Target, UnshardedTensor, all_ranks, keys_of, prepared, tensors_in
+from fsdp.checkpoint.writer import release
+from fsdp.distributed.collectives import during
+from fsdp.distributed.consensus import done_by_all, from_everyone, sent_by_first
+from fsdp.distributed.dtensor import local_part
+from fsdp.layers.state_dict.full import stored_buffers
+from fsdp.weights.plan import Run, WeightPlan, box_view
+from fsdp.weights.receiver import Receiver
+from fsdp.weights.sinks import Sink
+
+_WHAT = "load a stream of weights"
+
+
+class Source(Protocol):
+    """Weights that arrive in buckets, such as an `Update`."""
+
+    plan: WeightPlan
+
+    def buckets(self) -> Iterator[tuple[int, Tensor]]: ...
+
+
+class ModelSink(Sink):
+    """Loads a stream into another model on the same ranks, which may be sharded differently.
+
+    The constructor is collective. Every rank creates this sink, and passes it to `stream_weights`. Each rank receives
+    complete buckets, and copies its ranges of them, cast as by `Tensor.copy_`.
+
+    Args:
+        model: the model to load into, with units or without.
+        strict: if True, raise for parameters of the model that the stream does not contain.
+
+    Raises:
+        RuntimeError: for all differences of names and shapes together, before any tensor is changed; in a forward or
+            backward, or inside `summon_full_params`.
+    """
+
+    def __init__(self, model: nn.Module, *, strict: bool = True) -> None:
+        self._model, self._strict = model, strict
+        self.units, self.everyone = prepared(model, _WHAT)
+        self.found: Any = _IncompatibleKeys([], [])
+        self._open = ExitStack()
+
+    def open(self, plan: WeightPlan) -> None:
+        self._plan = plan
+        stream = TensorReader("the stream", {tensor.name: tensor for tensor in plan.tensors})  # type: ignore[misc]
+        names = set(stream.tensors)
+        found = tensors_in(self._model, self.units)
+        # Buffers are sent on request.
+        targets = [
+            each for each in found if isinstance(each.param, nn.Parameter) or not names.isdisjoint(keys_of(each))
+        ]
+        missing, unexpected, problems = misfits(targets, stream, self._strict)
+        if unexpected and not self._strict:
+            problems.append(f"unexpected: {', '.join(unexpected)}")
+        if problems:
+            raise RuntimeError(does_not_fit("the stream", self._model, problems))
+        self.found = _IncompatibleKeys(missing, unexpected)
+        by_name = {key: target for target in targets for key in keys_of(target)}
+        self._targets = [by_name[tensor.name] for tensor in plan.tensors]
+        self._open.enter_context(torch.no_grad())
+        self._open.enter_context(stored_buffers(self.units))
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        for piece in self._plan.buckets[number]:
+            target = self._targets[piece.tensor]
+            held = target.held
+            one = replace(self._plan, buckets=((piece,),))
+            runs = [] if held is None else one.runs(0, {piece.tensor: replace(held, offset=0)})
+            self._fill(target, [(run, one.run_view(run, tensor)) for run in runs])
+
+    def _fill(self, target: Target, values: list[tuple[Run, Tensor]]) -> None:
+        """Copy values to a tensor of the model. A shard counts as changed on all ranks."""
+        if not isinstance(target, UnshardedTensor):
+            handle = target.handle
+
+            def read(shard: Tensor, _: int) -> None:
+                for run, value in values:
+                    shard[run.start : run.start + run.box.numel].view(run.box.sizes).copy_(value)
+
+            handle.storage.check(handle.name)
+            handle.values.fill(target.slot, read)
+            return
+        if target.tensor.is_meta:
+            target.fill(_Nothing("", {}), "")  # which allocates it
+        held, local = target.held, local_part(target.tensor.detach())
+        local = local if local.dim() else local.view(1)
+        for run, value in values:
+            begin = (run.piece.first, *(0 for _ in run.box.sizes[1:]))
+            offsets = (0,) if held is None or not held.box.offsets else held.box.offsets
+            box_view(local, run.box.moved(begin).moved([-offset for offset in offsets])).copy_(value)
+
+    def close(self, error: BaseException | None) -> None:
+        self._open.close()
+        release(self.units)
+
+
+class _Nothing(TensorReader):
+    """Reads nothing into new memory, which a stream fills."""
+
+    def read(self, name: str, target: Tensor, start: int = 0) -> None:
+        return
+
+
+@during("fsdp.load_stream()")
+def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: bool = True) -> Any:
+    """Collective. Load weights that another process sends, such as a training at another number of ranks.
+
+    Each rank copies its ranges of each bucket to its shards; units are not unsharded, and values are cast as by
+    `Tensor.copy_`. A rank holds at most two buckets.
+
+    Args:
+        model: a wrapped model, a model with units inside, or a plain model.
+        source: an `Update`, or a `Receiver` whose next update is loaded. Either the first rank has a source and the
+            other ranks pass None, so that the first rank broadcasts each bucket; or every rank has its own source of
+            the same weights.
+        strict: if True, raise for parameters of the model that the stream does not contain. Names that the
+            model does not have always raise.
+
+    Returns:
+        torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
+
+    Raises:
+        RuntimeError: for all differences of names and shapes together, before any tensor is changed; in a forward or
+            backward, or inside `summon_full_params`; on every rank, with the reason, if another rank fails. Parameters
+            may then be partly loaded.
+        ConnectionError, ValueError: on the rank with the source, if its sender fails.
+    """
+    sink = ModelSink(model, strict=strict)
+    ranks = all_ranks(sink.everyone, _WHAT)
+
+    def begin() -> Source | None:
+        found = source.next() if isinstance(source, Receiver) else source
+        if found is not None and not (hasattr(found, "plan") and callable(getattr(found, "buckets", None))):
+            raise TypeError(f"source must be an fsdp.weights.Update, a Receiver or None, got {found!r}")
+        return found
+
+    own = done_by_all([ranks], "begin to receive weights", begin)
+    plans = from_everyone(ranks, None if own is None else replace(own.plan, rank=0))
+    plan, count = plans[0], sum(each is not None for each in plans)
+    if plan is None or count not in (1, len(plans)):
+        raise ValueError("source must be passed on the first rank only, or on every rank")
+    if any(each is not None and (each.tensors, each.buckets) != (plan.tensors, plan.buckets) for each in plans):
+        raise RuntimeError("the sources of the ranks have different plans. Every rank must receive the same weights")
+    try:
+        done_by_all([ranks], "load the weights", lambda: sink.open(plan))
+        arriving = iter(()) if own is None else own.buckets()
+        if count == len(plans):
+            done_by_all([ranks], "receive the weights", lambda: _consume(arriving, sink))
+        else:
+            device = ranks[0].talk_device
+            for number, nbytes in enumerate(plan.bucket_nbytes):
+                bucket = done_by_all([ranks], f"receive bucket {number}", lambda: next(arriving, (0, None))[1])
+                bucket = torch.empty(nbytes, dtype=torch.uint8) if bucket is None else bucket
+                sent = sent_by_first(ranks, bucket.to(device))
+                done_by_all([ranks], f"load bucket {number}", _loads(sink, number, sent))
+            done_by_all([ranks], "complete the stream", lambda: next(arriving, None))
+    except BaseException:
+        if own is not None and callable(stop := getattr(own, "stop", None)):
+            stop()
+        raise
+    finally:
+        sink.close(None)
+    return sink.found
+
+
+def _consume(arriving: Iterator[tuple[int, Tensor]], sink: Sink) -> None:
+    for number, bucket in arriving:
+        sink.bucket(number, bucket)
+
+
+def _loads(sink: Sink, number: int, bucket: Tensor) -> Callable[[], None]:
+    return lambda: sink.bucket(number, bucket)

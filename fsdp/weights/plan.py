@@ -1,0 +1,365 @@
+"""A plan of a stream: which rows of which tensors each bucket contains, and which bytes of a bucket each rank sends.
+
+A plan is pure arithmetic over names, dtypes, shapes and the ranges that ranks hold. It requires no process group, so a
+process that receives weights computes the same positions from the same plan.
+
+[Note: buckets] A bucket is a flat tensor of bytes. Each tensor is completely in a single bucket; only a tensor that is
+larger than a bucket is divided, by rows. Tensors are placed from the largest to the smallest, each into the first
+bucket with enough space, so that the number of buckets is close to the number of bytes divided by `bucket_bytes`.
+
+[Note: parts of a bucket] A rank's part of a bucket consists of boxes of tensors (`Run`), because a shard is a range of
+a row-major tensor, or a box of it. Packed, the runs follow each other in the order of the bucket.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp.checkpoint.model_tensors import Held
+from fsdp.checkpoint.safetensors import DTYPES, KINDS
+from fsdp.engine.boxes import Box, boxes_of, overlap
+
+ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor of a stream.
+
+    Attributes:
+        names: the names under which it is sent; multiple names if parameters are tied.
+        dtype: the dtype in which it is sent.
+        shape: the unsharded shape.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape, in which a number has a dimension of one row."""
+        return tuple(self.shape) or (1,)
+
+    @property
+    def row_nbytes(self) -> int:
+        """The number of bytes of one index of the first dimension."""
+        return math.prod(self.sizes[1:]) * self.dtype.itemsize
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor in a bucket: `rows` rows from row `first` on, at byte `offset` of the bucket."""
+
+    tensor: int
+    first: int
+    rows: int
+    offset: int
+
+
+class Run(NamedTuple):
+    """A box of a piece that a rank holds.
+
+    Its elements are consecutive in the rank's vector, from element `start` on. In the rank's packed part of the bucket,
+    they begin at byte `packed`.
+    """
+
+    piece: Piece
+    box: Box  # in the piece
+    start: int
+    packed: int
+
+
+# By the number of a tensor, the elements that a rank holds of it.
+Holding = Mapping[int, Held]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """The content of a stream, equal on all ranks and in the receiving process.
+
+    Attributes:
+        tensors: all tensors, in the order of the model.
+        buckets: for each bucket, the pieces that it contains.
+        parts: for each rank, the elements that the rank sends. No element is sent by two ranks.
+        rank: this rank's number among the parts.
+        stream: an identifier of the stream, equal on all ranks and different for each stream.
+        base: the identifier of the earlier stream to which a stream of changes applies; empty for complete weights.
+    """
+
+    tensors: tuple[PlannedTensor, ...]
+    buckets: tuple[tuple[Piece, ...], ...]
+    parts: tuple[Holding, ...]
+    rank: int = 0
+    stream: str = ""
+    base: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def bucket_nbytes(self) -> tuple[int, ...]:
+        """The number of bytes of each bucket."""
+        return tuple(max((each.offset + self._nbytes(each) for each in pieces), default=0) for pieces in self.buckets)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """True if no tensor is divided among buckets."""
+        return all(each.rows == self.tensors[each.tensor].sizes[0] for pieces in self.buckets for each in pieces)
+
+    def _nbytes(self, piece: Piece) -> int:
+        return piece.rows * self.tensors[piece.tensor].row_nbytes
+
+    def view(self, piece: Piece, bucket: Tensor) -> Tensor:
+        """Return the rows of a piece as a view of its bucket, in the dtype in which the tensor is sent."""
+        tensor = self.tensors[piece.tensor]
+        flat = bucket[piece.offset : piece.offset + self._nbytes(piece)].view(tensor.dtype)
+        return flat.view(piece.rows, *tensor.sizes[1:])
+
+    def named(self, number: int, bucket: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a bucket by name, as views; for plans in which each tensor is in a single bucket."""
+        return {
+            name: self.view(piece, bucket).view(self.tensors[piece.tensor].shape)
+            for piece in self.buckets[number]
+            for name in self.tensors[piece.tensor].names
+        }
+
+    def runs(self, number: int, holding: Holding) -> list[Run]:
+        """Return the boxes of a bucket that are held, in the order in which they are packed."""
+        found, at = [], 0
+        for piece in self.buckets[number]:
+            tensor = self.tensors[piece.tensor]
+            rows = Box((piece.first, *(0 for _ in tensor.sizes[1:])), (piece.rows, *tensor.sizes[1:]))
+            for box, start in _boxes(tensor, holding.get(piece.tensor)):
+                common = overlap(box, rows)
+                if common is not None:
+                    at = _aligned(at, tensor.dtype.itemsize)
+                    start += (common.offsets[0] - box.offsets[0]) * math.prod(box.sizes[1:])
+                    found.append(
+                        Run(piece, Box((common.offsets[0] - piece.first, *common.offsets[1:]), common.sizes), start, at)
+                    )
+                    at += common.numel * tensor.dtype.itemsize
+        return found
+
+    def packed_nbytes(self, runs: Sequence[Run]) -> int:
+        """Return the number of bytes of some packed runs."""
+        return runs[-1].packed + runs[-1].box.numel * self.dtype_of(runs[-1]).itemsize if runs else 0
+
+    def packed_view(self, run: Run, packed: Tensor) -> Tensor:
+        """Return a run in a rank's packed part of a bucket, as a view with the sizes of its box."""
+        dtype = self.dtype_of(run)
+        flat = packed[run.packed : run.packed + run.box.numel * dtype.itemsize].view(dtype)
+        return flat.view(run.box.sizes)
+
+    def run_view(self, run: Run, bucket: Tensor) -> Tensor:
+        """Return a run in its bucket, as a view with the sizes of its box."""
+        return box_view(self.view(run.piece, bucket), run.box)
+
+    def dtype_of(self, run: Run) -> torch.dtype:
+        """Return the dtype in which a run is sent."""
+        return self.tensors[run.piece.tensor].dtype
+
+    def unpack(self, runs: Iterable[Run], packed: Tensor, bucket: Tensor) -> None:
+        """Copy a rank's packed part of a bucket to the bucket."""
+        for run in runs:
+            self.run_view(run, bucket).copy_(self.packed_view(run, packed))
+
+    def pack(self, runs: Iterable[Run], bucket: Tensor, packed: Tensor) -> None:
+        """Copy a rank's part of a bucket from the bucket."""
+        for run in runs:
+            self.packed_view(run, packed).copy_(self.run_view(run, bucket))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a value that JSON can represent."""
+        parts = [
+            [[number, held.box.offsets, held.box.sizes, held.start, held.stop] for number, held in part.items()]
+            for part in self.parts
+        ]
+        tensors = [[each.names, KINDS[each.dtype], list(each.shape)] for each in self.tensors]
+        return {"tensors": tensors, "buckets": self.buckets, "parts": parts, "stream": self.stream, "base": self.base}
+
+    @classmethod
+    def from_json(cls, value: Any) -> WeightPlan:
+        """Return the plan that `to_json` describes; ValueError for any other value."""
+        try:
+            tensors = tuple(
+                PlannedTensor(tuple(map(str, names)), DTYPES[kind], torch.Size(shape))
+                for names, kind, shape in value["tensors"]
+            )
+            buckets = tuple(tuple(Piece(*map(int, piece)) for piece in pieces) for pieces in value["buckets"])
+            parts = tuple(
+                {
+                    int(number): Held(Box(tuple(offsets), tuple(sizes)), int(start), int(stop), 0)
+                    for number, offsets, sizes, start, stop in part
+                }
+                for part in value["parts"]
+            )
+            stream, base = str(value["stream"]), str(value["base"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the sender's plan is not valid: {type(error).__name__}: {error}") from None
+        return cls(tensors, buckets, parts, 0, stream, base)
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """Return a box of a tensor as a view."""
+    return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+class Share(NamedTuple):
+    """The part of a requested box that a rank holds.
+
+    `held` is a box of the tensor whose elements are consecutive in the rank's vector, from element `start` on. The
+    rank sends the elements of `common`, which is in both boxes.
+    """
+
+    held: Box
+    start: int
+    common: Box
+
+    def of_vector(self, vector: Tensor) -> Tensor:
+        """Return the elements in the rank's vector, as a view with the sizes of `common`."""
+        values = vector[self.start : self.start + self.held.numel].reshape(self.held.sizes)
+        return box_view(values, self.common.moved([-at for at in self.held.offsets]))
+
+
+def shares(tensor: PlannedTensor, held: Held | None, wanted: Box) -> list[Share]:
+    """Return the parts of a requested box that a rank holds, in the order in which they are sent."""
+    found = ((box, start, overlap(box, wanted)) for box, start in _boxes(tensor, held))
+    return [Share(box, start, common) for box, start, common in found if common is not None]
+
+
+def _boxes(tensor: PlannedTensor, held: Held | None) -> Iterator[tuple[Box, int]]:
+    """Yield the boxes of a tensor that a rank holds, each with the number of its first element in the vector."""
+    if held is None:
+        return
+    start = held.offset
+    for box in boxes_of(held.box.sizes, held.start, held.stop):
+        moved = box.moved(held.box.offsets)
+        yield moved if tensor.shape else Box((0,), (1,)), start
+        start += box.numel
+
+
+def _aligned(nbytes: int, align: int) -> int:
+    return -(-nbytes // align) * align
+
+
+def in_buckets(
+    tensors: Sequence[PlannedTensor], bucket_bytes: int, groups: Iterable[Sequence[int]]
+) -> tuple[tuple[Piece, ...], ...]:
+    """Divide tensors among buckets; the tensors of a group are in the same bucket, see [Note: buckets].
+
+    Raises:
+        ValueError: if a row or a group is larger than a bucket.
+    """
+    bundles = [list(group) for group in groups if group]
+    grouped = {number for group in bundles for number in group}
+    bundles += [[number] for number in range(len(tensors)) if number not in grouped]
+    items: list[tuple[int, list[tuple[int, int, int]]]] = []
+    for bundle in bundles:
+        nbytes = 0
+        for number in bundle:
+            nbytes = _aligned(nbytes, ALIGN) + tensors[number].nbytes
+        if nbytes <= bucket_bytes:
+            items.append((nbytes, [(number, 0, tensors[number].sizes[0]) for number in bundle]))
+        elif len(bundle) > 1:
+            names = ", ".join(tensors[number].name for number in bundle)
+            raise ValueError(
+                f"bucket_bytes={bucket_bytes} is too small to keep {names} together: they have {nbytes} bytes"
+            )
+        else:
+            items += _by_rows(bundle[0], tensors[bundle[0]], bucket_bytes)
+    items.sort(key=lambda item: -item[0])
+    filled: list[int] = []
+    buckets: list[list[Piece]] = []
+    for nbytes, pieces in items:
+        fits = (number for number, used in enumerate(filled) if _aligned(used, ALIGN) + nbytes <= bucket_bytes)
+        place = next(fits, len(buckets))
+        if place == len(buckets):
+            buckets.append([])
+            filled.append(0)
+        for number, first, rows in pieces:
+            offset = _aligned(filled[place], ALIGN)
+            buckets[place].append(Piece(number, first, rows, offset))
+            filled[place] = offset + rows * tensors[number].row_nbytes
+    # The order of the model, as far as it is possible, so that the first layers are received first.
+    return tuple(sorted((tuple(pieces) for pieces in buckets), key=min))
+
+
+def _by_rows(number: int, tensor: PlannedTensor, bucket_bytes: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    most = bucket_bytes // tensor.row_nbytes
+    if most == 0:
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes} is smaller than a row of {tensor.name}, which has {tensor.row_nbytes} bytes. "
+            "Use larger buckets"
+        )
+    spans = [(first, min(most, tensor.sizes[0] - first)) for first in range(0, tensor.sizes[0], most)]
+    return [(rows * tensor.row_nbytes, [(number, first, rows)]) for first, rows in spans]
+
+
+def chosen(names: Sequence[Collection[str]], only: Iterable[str] | None) -> list[int]:
+    """Return the numbers of the tensors that `only` names: names of tensors or modules, in which * is any text."""
+    if only is None:
+        return list(range(len(names)))
+    found: set[int] = set()
+    for pattern in _texts("only", only):
+        wanted = re.compile(rf"{_regex(pattern)}(?:\..+)?")
+        matching = [number for number, each in enumerate(names) if any(map(wanted.fullmatch, each))]
+        if not matching:
+            raise ValueError(f"only has {pattern!r}, and this model has no tensor or module of such a name")
+        found.update(matching)
+    return sorted(found)
+
+
+def groups_of(names: Sequence[Collection[str]], together: Iterable[Iterable[str]]) -> list[list[int]]:
+    """Return the numbers of the tensors of each group; names match in which * stands for the same text.
+
+    Raises:
+        ValueError: for a name that no tensor has, and a tensor in two groups.
+    """
+    found: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    group_of: dict[int, tuple[int, tuple[str, ...]]] = {}
+    for row, patterns in enumerate(together):
+        for pattern in _texts("together", patterns):
+            wanted, count = re.compile(_regex(pattern)), 0
+            for number, each in enumerate(names):
+                match = next(filter(None, map(wanted.fullmatch, each)), None)
+                if match is not None:
+                    count += 1
+                    key = (row, match.groups())
+                    if group_of.setdefault(number, key) != key:
+                        raise ValueError(f"together has {next(iter(each))} in two groups")
+                    if number not in found.setdefault(key, []):
+                        found[key].append(number)
+            if not count:
+                raise ValueError(f"together has {pattern!r}, and the stream has no tensor of such a name")
+    return list(found.values())
+
+
+def _regex(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*", "(.*)")
+
+
+def _texts(option: str, names: Iterable[str]) -> list[str]:
+    texts = [names] if isinstance(names, str) else list(names)
+    if not all(isinstance(each, str) for each in texts):
+        raise TypeError(f"{option} has names of tensors, got {texts!r}")
+    return texts

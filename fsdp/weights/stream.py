@@ -1,0 +1,433 @@
+"""`stream_weights` sends all weights of a sharded model to a sink, in bounded buckets.
+
+[Note: agreements] Besides the exchange of buckets, the ranks communicate four short messages in each stream: they
+compare their settings, report that their sinks are open, report that all buckets are consumed, and report that their
+sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank waits for it. A rank whose sink
+has failed continues to exchange buckets, because the other ranks do not know of the failure yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.checkpoint.model_tensors import (
+    Held,
+    SlotTensor,
+    Target,
+    UnshardedTensor,
+    all_ranks,
+    handles_of,
+    named_tensors,
+    outermost_units,
+    prepared,
+    require_one_model,
+    written_here,
+)
+from fsdp.checkpoint.writer import release
+from fsdp.distributed.collectives import LONE_RANK, communicator, during
+from fsdp.distributed.communicator import Communicator, OtherRankError, default_group
+from fsdp.distributed.consensus import Ranks, agree_on_outcome, from_everyone, number_among, size_of
+from fsdp.distributed.devices import HOST
+from fsdp.engine.names import plain_name
+from fsdp.engine.unit import Unit
+from fsdp.layers.deferred_init import require_values_everywhere
+from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
+from fsdp.weights.assembly import Assembly, Shards
+from fsdp.weights.changes import Snapshot
+from fsdp.weights.plan import Holding, PlannedTensor, WeightPlan, chosen, groups_of, in_buckets
+from fsdp.weights.sinks import Consumer, Sink, sink_of
+
+_WHAT = "stream weights"
+Rename = Callable[[str], str] | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a stream that determine its plan."""
+
+    bucket_bytes: int
+    dtype: torch.dtype | None
+    rename: Rename | None
+    together: Sequence[Iterable[str]]
+    only: Iterable[str] | None
+    buffers: bool
+
+    def __post_init__(self) -> None:
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be a positive number of bytes, got {self.bucket_bytes!r}")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
+
+    def renamed(self, name: str) -> str:
+        """Return the name under which a tensor is sent."""
+        if self.rename is None:
+            return name
+        new = self.rename.get(name, name) if isinstance(self.rename, Mapping) else self.rename(name)
+        if not isinstance(new, str) or not new:
+            raise TypeError(f"rename must return a name for {name}, got {new!r}")
+        return new
+
+    def dtype_of(self, target: Target) -> torch.dtype:
+        """Return the dtype in which a tensor is sent: `dtype` applies to floating-point parameters."""
+        is_cast = isinstance(target.param, nn.Parameter) and target.dtype.is_floating_point
+        return self.dtype if self.dtype is not None and is_cast else target.dtype
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The tensors that this rank finds for a stream, before the ranks have compared them."""
+
+    targets: dict[str, Target]  # by the first plain name, in the order of the model
+    tensors: tuple[PlannedTensor, ...]
+    groups: list[list[int]]
+    held: dict[int, Held]
+
+    @classmethod
+    def of(cls, model: nn.Module, units: Sequence[Unit], settings: Settings) -> _Content:
+        found = named_tensors(model, units)
+        if not settings.buffers:
+            found = {name: target for name, target in found.items() if isinstance(target.param, nn.Parameter)}
+        names = [list(dict.fromkeys([name, *map(plain_name, target.names)])) for name, target in found.items()]
+        numbers = chosen(names, settings.only)
+        targets = {names[number][0]: found[names[number][0]] for number in numbers}
+        names = [names[number] for number in numbers]
+        groups = groups_of(names, settings.together)
+        tensors = []
+        taken: dict[str, str] = {}
+        for (name, target), every in zip(targets.items(), names, strict=True):
+            if target.param.is_meta:
+                raise RuntimeError(f"cannot {_WHAT}: {name} is on the meta device and has no values")
+            if isinstance(target, SlotTensor) and (packing := target.handle.flat_param.packings[target.slot]):
+                raise NotImplementedError(
+                    f"cannot {_WHAT}: {name} is sharded as bytes, {packing.description}. Send the other parameters "
+                    "(only=), and load the quantised ones in the receiving process from its own copy of the base"
+                )
+            sent = tuple(dict.fromkeys(map(settings.renamed, every)))
+            for each in sent:
+                if taken.setdefault(each, name) != name:
+                    raise ValueError(f"rename gives {taken[each]} and {name} the same name {each}")
+            tensors.append(PlannedTensor(sent, settings.dtype_of(target), target.shape))
+        held = {number: target.held for number, target in enumerate(targets.values())}
+        return cls(targets, tuple(tensors), groups, {number: one for number, one in held.items() if one is not None})
+
+    @property
+    def unplaced(self) -> dict[int, Held]:
+        """The held elements without their positions in this rank's vectors, which other ranks do not know."""
+        return {number: replace(held, offset=0) for number, held in self.held.items()}
+
+    def digest(self, settings: Settings) -> str:
+        """Return a hash of the properties that all ranks have in common."""
+        return hashlib.sha256(repr((settings.bucket_bytes, self.tensors, self.groups)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The plan of a model, with the elements that each rank holds."""
+
+    plan: WeightPlan
+    holdings: list[Holding]
+    alike: frozenset[int]
+
+
+# The plans of each model, by the digest of everything that they depend on.
+_plans: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
+_MOST_PLANS = 8  # of a model
+
+
+@during("fsdp.stream_weights()")
+def stream_weights(
+    model: nn.Module,
+    sink: Sink | Consumer | None,
+    *,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    together: Sequence[Iterable[str]] = (),
+    only: Iterable[str] | None = None,
+    since: Snapshot | None = None,
+    buffers: bool = False,
+) -> WeightPlan:
+    """Collective. Send the weights of a model to a sink, in bounded buckets, by the names of the plain model.
+
+    Units are not unsharded. Each rank copies its ranges of a bucket, and the bucket is assembled by one exchange while
+    the sink consumes the previous bucket. A rank that receives buckets holds at most two of them; other ranks hold
+    their part of a bucket. If the sink receives parts (files, sockets, shared memory), no exchange is needed.
+
+    The first stream of a model creates a plan, which later streams with equal settings use again.
+
+    Args:
+        model: a wrapped model, a model with units inside, or a plain model that is equal on all ranks.
+        sink: a function that is called with the tensors of each bucket, as a dict of tensors by name, whose memory is
+            used again after it returns; or a `fsdp.weights.Sink`. None on ranks that receive no buckets: the
+            buckets are assembled on the ranks with a sink only.
+        bucket_bytes: the maximum number of bytes in a bucket. Tensors that are larger are divided by rows, which a
+            function does not support. The number of exchanges is the number of buckets.
+        dtype: the dtype in which floating-point parameters are sent; None sends them in their own dtype.
+        rename: a function or a mapping from the plain model's names to other names.
+        together: groups of names whose tensors are sent in the same bucket, for example
+            ``[("*.q_proj.*", "*.k_proj.*", "*.v_proj.*")]``, in which * is the same text in all names of a group.
+        only: the names of tensors or modules to send, in which * is any text; None sends all.
+        since: the weights that were sent last, on every rank. Only changes are sent, see `fsdp.weights.Snapshot`;
+            the sink must be a `SocketSink` or a `SharedMemorySink`, or another sink that supports changes.
+        buffers: if True, persistent buffers are sent too: the values of the first rank that holds them.
+
+    Returns:
+        The plan of the stream, with the names, dtypes and shapes of all tensors, and the content of each bucket.
+
+    Raises:
+        ValueError: for names in `together` or `only` that the model does not have; if a row, or a group of `together`,
+            is larger than a bucket; if `rename` returns the same name twice.
+        TypeError: for a sink or an argument of another type.
+        RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
+            if the ranks have different settings; on every rank, with the reason, if the sink or anything else fails on
+            another rank. The model is unchanged then, and training can continue.
+        NotImplementedError: for parameters on meshes that cross; for `Partial` placements.
+    """
+    units, ranks = ready(model, _WHAT)
+    with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
+        make = partial(Settings, bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
+        stream = Stream(model, units, ranks, sink, make, since)
+        try:
+            return stream.run()
+        finally:
+            release(units)
+
+
+def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
+    """Collective. Return the units of a model whose weights can be sent, and the ranks that send them."""
+    units, everyone = prepared(model, what)
+    ranks = all_ranks(everyone, what)
+    require_one_model(model, units, what)
+    for unit in outermost_units(model):
+        require_values_everywhere(unit, what)
+        ensure_same_values(unit)
+    return units, ranks
+
+
+class Stream:
+    """One stream of a model. The constructor and `run` are collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        sink: Any,
+        settings: Callable[[], Settings],
+        since: Snapshot | None,
+    ) -> None:
+        self._units, self._ranks, self._rank, self._since = units, ranks, number_among(ranks), since
+
+        def look() -> None:
+            self._sink, asked = sink_of(sink), settings()
+            if since is not None and not (isinstance(since, Snapshot) and getattr(self._sink, "takes_changes", False)):
+                raise TypeError(
+                    "since must be a fsdp.weights.Snapshot, for a sink that supports changes (SocketSink, "
+                    f"SharedMemorySink), got {since!r} for {type(self._sink).__name__}"
+                )
+            self._content = _Content.of(model, units, asked)
+            self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
+            self._common = self._content.digest(asked)
+
+        error = _attempt(look)
+        known = _plans.setdefault(model, {})
+        key = "" if error else f"{self._common} {hashlib.sha256(repr(self._content.held).encode()).hexdigest()}"
+        kind = "" if error or self._sink is None else self._sink.receives
+        own = f"{type(error).__name__}: {error}" if error else ""
+        comm = _comm_of(ranks)
+        base = "" if since is None or error else since.base(key)
+        told = (own, "" if error else self._common, key in known, kind, secrets.token_hex(8), comm.rank, base)
+        heard = from_everyone(ranks, told)
+        self._require_agreement(error, heard)
+        if not all(has_plan for _, _, has_plan, *_ in heard):
+            known[key] = self._planned()
+            while len(known) > _MOST_PLANS:
+                del known[next(iter(known))]
+        self._known = known[key]
+        self._key, base = key, base if all(each[6] == base for each in heard) else ""
+        self._plan = replace(self._known.plan, rank=self._rank, stream=heard[0][4], base=base)
+        self._kinds = [each[3] for each in heard]
+        self._comm, self._places = comm, [each[5] for each in heard]
+
+    def _require_agreement(self, error: Exception | None, heard: Sequence[Any]) -> None:
+        """Raise the error of this rank, or an error about another rank."""
+        if error is not None:
+            raise error
+        for rank, (text, common, _, kind, *_) in enumerate(heard):
+            if text:
+                raise OtherRankError(f"rank {self._rank}: rank {rank} could not {_WHAT}. {text}")
+            if common != heard[0][1]:
+                raise RuntimeError(
+                    f"rank {self._rank}: rank {rank} has other tensors or settings to stream than rank 0. Every rank "
+                    "must pass the same arguments except for the sink"
+                )
+            if "parts" in (kind, heard[0][3]) and kind != heard[0][3]:
+                raise TypeError(
+                    f"rank {self._rank}: rank {rank} has a different kind of sink than rank 0. A sink that receives "
+                    "parts (files, sockets, shared memory) must be passed on every rank"
+                )
+        if not any(each[3] for each in heard):
+            raise ValueError("sink is None on every rank: pass it on the ranks that are to receive the weights")
+
+    def _planned(self) -> _Known:
+        """Collective. Return the plan of this model, which requires the elements that each rank holds."""
+        content = self._content
+        written = written_here(content.targets, self._ranks, _WHAT)
+        numbers = {number for number, name in enumerate(content.targets) if name in written}
+        heard = from_everyone(self._ranks, (content.unplaced, numbers))
+        parts = tuple({number: held[number] for number in sorted(own)} for held, own in heard)
+        for number, tensor in enumerate(content.tensors):
+            held = sum(part[number].numel for part in parts if number in part)
+            if held != tensor.shape.numel():
+                raise RuntimeError(
+                    f"cannot {_WHAT}: the ranks hold {held} of {tensor.shape.numel()} elements of {tensor.name}"
+                )
+        plan = WeightPlan(content.tensors, self._buckets, parts)
+        return _Known(plan, [held for held, _ in heard], frozenset(self._alike()))
+
+    def _alike(self) -> Iterable[int]:
+        """Return the tensors of which replicas have equal values: no buffers, and no norms that each rank trains."""
+        many = size_of(self._ranks) > 1
+        apart = {
+            handle for unit in self._units if many and size_of(unit.everyone) == 1 for handle in handles_of([unit])
+        }
+        for number, target in enumerate(self._content.targets.values()):
+            if isinstance(target, UnshardedTensor):
+                is_alike = isinstance(target.param, nn.Parameter)
+            else:
+                is_alike = target.handle not in apart
+            if is_alike:
+                yield number
+
+    @property
+    def plan(self) -> WeightPlan:
+        return self._plan
+
+    @property
+    def own(self) -> Holding:
+        """The elements that this rank sends, in its vectors."""
+        return {number: self._content.held[number] for number in self._plan.parts[self._rank]}
+
+    def vectors(self) -> dict[int, Tensor]:
+        """Return this rank's vectors by the number of a tensor, see `Held`."""
+        return {number: target.vector(name) for number, (name, target) in enumerate(self._content.targets.items())}
+
+    def run(self) -> WeightPlan:
+        """Collective. Send all buckets."""
+        job = _Consumption(self._sink)
+        try:
+            # All memory is allocated before the ranks depend on each other.
+            send = job.attempt("prepare its parts", self._prepare)
+            job.call("open its sink", lambda sink: sink.open(self._plan))
+            job.agree(self._ranks)
+            if send is not None:
+                send(job)
+            job.agree(self._ranks)
+            job.close(None)
+            job.agree(self._ranks)
+        except BaseException as error:
+            job.close(error)
+            if self._since is not None:
+                self._since.clear()
+            raise
+        if self._since is not None:
+            self._since.complete(self._key, self._plan.stream)
+        return self._plan
+
+    def _prepare(self) -> Callable[[_Consumption], None]:
+        """Return the function that sends all buckets."""
+        vectors = self.vectors()
+        device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
+        shards = Shards(self._plan, vectors, device)
+        if "parts" in self._kinds:
+            return partial(self._send_parts, shards, shards.memory(self.own))
+        consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
+        known, comm = self._known, self._comm.for_device(device)
+        assembly = Assembly(shards, self._content.held, known.holdings, known.alike, consumers, comm, self._places)
+        return lambda job: assembly.buckets(job.bucket)
+
+    def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:
+        own, is_complete = self.own, not self._plan.base
+        if self._since is not None:
+            self._since.begin(is_complete)
+
+        def part(number: int) -> Tensor:
+            runs = self._plan.runs(number, own)
+            packed = shards.packed(runs, memory)
+            if self._since is None:
+                return packed
+            width = min((self._plan.dtype_of(run).itemsize for run in runs), default=1)
+            return self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
+
+        for number in range(len(self._plan.buckets)):
+            packed = job.attempt(f"pack bucket {number}", partial(part, number))
+            if packed is not None:
+                job.bucket(number, packed)
+
+
+_T = TypeVar("_T")
+
+
+class _Consumption:
+    """The sink of this rank, and its first exception, after which nothing more is attempted."""
+
+    def __init__(self, sink: Sink | None) -> None:
+        self._sink, self._is_open = sink, False
+        self._what = "stream weights"
+        self._error: Exception | None = None
+
+    def attempt(self, what: str, job: Callable[[], _T]) -> _T | None:
+        """Return the result of a function; None if it, or an earlier function, has raised an exception."""
+        if self._error is None:
+            self._what = what
+            try:
+                return job()
+            except Exception as error:  # noqa: BLE001 (it is raised by `agree`)
+                self._error = error
+        return None
+
+    def call(self, what: str, function: Callable[[Sink], object]) -> None:
+        """Call a method of the sink, if this rank has one."""
+        sink = self._sink
+        if sink is not None and self._error is None:
+            self._is_open = True
+            self.attempt(what, lambda: function(sink))
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        self.call(f"consume bucket {number}", lambda sink: sink.bucket(number, tensor))
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the sink once, if it was opened; `agree` reports an exception of the sink."""
+        if self._is_open:
+            self._error = None
+            self.call("close its sink", lambda sink: sink.close(error))
+            self._is_open = False
+
+    def agree(self, ranks: Ranks) -> None:
+        """Collective. Raise the exception of this rank, or report another rank's."""
+        agree_on_outcome([ranks], self._what, self._error)
+
+
+def _attempt(job: Callable[[], None]) -> Exception | None:
+    try:
+        job()
+    except Exception as error:  # noqa: BLE001 (the ranks raise it together)
+        return error
+    return None
+
+
+def _comm_of(ranks: Ranks) -> Communicator:
+    """Return a communicator that connects any two of the ranks."""
+    wide = [comm for comm in ranks if comm.world_size > 1]
+    if len(wide) > 1:
+        return communicator(default_group(None), HOST)
+    return wide[0] if wide else LONE_RANK

@@ -1,0 +1,258 @@
+"""Sockets and shared memory: weights arrive in a process without ranks, and errors arrive on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.weights import SharedMemorySink, Snapshot, SocketSink, receive
+from fsdp.weights.links import Kind, Link
+from tests.helpers.engines import KINDS, address_for, clones, engine, program, sink_to, told_by_first
+from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.weights import MODELS, everything, full, step, tensors_of
+
+BUCKET = 400
+
+
+@on_ranks("world_size")
+@parametrize_pairs(world_size=[2, 3, 1], kind=KINDS, form=["flat", "rows", "last dimension", "mixed", "ignored"])
+def test_a_process_receives_the_plain_models_weights(world_size: int, kind: str, form: str) -> None:
+    model = MODELS[form](1)
+    with engine(kind) as (address, engine_here):
+        for seed in (1, 2):
+            fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, buffers=True)
+            if engine_here is not None:
+                assert_same(engine_here.result(), tensors_of(everything(seed=seed)))
+            model = MODELS[form](2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_are_received_bucket_by_bucket(kind: str) -> None:
+    model = MODELS["flat"](1)
+    with engine(kind, clones) as (address, engine_here):
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=1000)
+        if engine_here is not None:
+            assert_same(engine_here.result(), tensors_of(everything(seed=1), buffers=False))
+        with pytest.raises((RuntimeError, OSError), match="is larger than a bucket"):
+            fsdp.stream_weights(model, sink_to(address), bucket_bytes=64)
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=1000)
+
+
+@on_ranks(2)
+def test_a_wrong_secret_is_an_error_on_every_rank() -> None:
+    model, rank = MODELS["flat"](1), dist.get_rank()
+    with engine("socket") as (address, engine_here):
+        for secret in ("wrong", "wrong" if rank == 1 else None):
+            sink = sink_to(address, secret) if secret else sink_to(address)
+            with pytest.raises((OSError, RuntimeError), match="the secret is wrong"):
+                fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
+        step(model)
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET)
+        if engine_here is not None:
+            assert isinstance(engine_here.result(), dict)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_receiver_that_stops_is_an_error_on_every_rank(kind: str) -> None:
+    def fail(update: Any) -> None:
+        for number, _ in update.buckets():
+            if number == 1:
+                raise ValueError("the engine has no such layer")
+
+    model = MODELS["rows"](1)
+    with engine(kind, fail) as (address, _):
+        for _ in range(2):
+            with pytest.raises((OSError, RuntimeError), match="the receiver has stopped"):
+                fsdp.stream_weights(model, sink_to(address), bucket_bytes=150)
+
+
+class Stopping(SocketSink):
+    """Fails on one rank, in the middle."""
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        if number == 1 and dist.get_rank() == 1:
+            raise KeyError("out of luck")
+        super().bucket(number, tensor)
+
+
+@on_ranks(2)
+def test_an_error_of_a_rank_is_raised_by_the_receiver() -> None:
+    model = MODELS["flat"](1)
+    with engine("socket") as (address, engine_here):
+        with pytest.raises((KeyError, RuntimeError), match="out of luck"):
+            fsdp.stream_weights(model, Stopping(address, "only we know"), bucket_bytes=BUCKET)
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET)
+        if engine_here is not None:
+            assert "KeyError" in str(engine_here.result())
+            assert isinstance(engine_here.result(), dict)
+
+
+@on_ranks(2)
+def test_damaged_bytes_are_an_error_on_every_rank() -> None:
+    def damaged(self: Link, kind: Kind, content: Any = b"", fd: Any = None, do: Any = Link.send) -> None:
+        if kind != Kind.PART or dist.get_rank() == 0:
+            do(self, kind, content, fd)
+            return
+        original = self._socket
+
+        class Flipping:
+            def sendall(self, data: Any) -> None:
+                changed = bytearray(data)
+                if content and len(changed) >= len(content):
+                    changed[-1] ^= 1
+                original.sendall(changed)
+
+        self._socket = Flipping()  # type: ignore[assignment]
+        try:
+            do(self, kind, content, fd)
+        finally:
+            self._socket = original
+
+    model = MODELS["flat"](1)
+    with engine("socket") as (address, _):
+        with (
+            mock.patch.object(Link, "send", damaged),
+            pytest.raises((OSError, RuntimeError), match="checksum is different"),
+        ):
+            fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET)
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_receiver_that_is_killed_is_restarted(kind: str, tmp_path: Path) -> None:
+    model, here = MODELS["flat"](1), dist.get_rank() == 0
+    shared = set(os.listdir("/dev/shm"))
+    wanted = told_by_first(address_for(kind)) if kind == "shared memory" else "127.0.0.1:0"
+    process, address = program(wanted, tmp_path, stop_after=2) if here else (None, None)
+    address = told_by_first(address)
+    with pytest.raises((OSError, RuntimeError), match=r"closed its connection|has failed"):
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=150)
+    step(model)
+    if process is not None:
+        assert process.wait(30) == -9
+        process.stdout.close()
+        process, _ = program(address, tmp_path)
+    fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET)
+    if process is not None:
+        assert process.stdout.readline() == "received\n"
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
+        assert set(os.listdir("/dev/shm")) <= shared
+    with pytest.raises((OSError, RuntimeError), match="no process listens at"):
+        fsdp.stream_weights(model, sink_to(address, timeout=0.2), bucket_bytes=BUCKET)
+
+
+# Changes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["flat", "rows"])
+def test_changes_give_the_receiver_equal_weights(form: str, kind: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(300, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).bfloat16()
+    model = MODELS_OF[form](plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    snapshot, counts = Snapshot(), []
+    with engine(kind, keep=True) as (address, engine_here):
+        before: dict[str, Tensor] = {}
+        for number in range(8):
+            plan = fsdp.stream_weights(model, sink_to(address), bucket_bytes=16_000, since=snapshot)
+            assert bool(plan.base) == (number > 0)
+            state = {name: full(each).clone() for name, each in model.state_dict().items()}
+            if engine_here is not None:
+                assert_same(engine_here.result(), state)
+            sent = torch.tensor(snapshot.sent_nbytes)
+            dist.all_reduce(sent)
+            changed = sum(int((before[name] != state[name]).sum()) for name in before)
+            counts.append((int(sent), changed))
+            before = state
+            model(torch.randint(0, 300, (4, 3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    total = sum(each.nbytes for each in before.values())
+    assert counts[0][0] >= total
+    heads = 24 * 2 * len(plan.buckets)
+    for sent, changed in counts[1:]:
+        assert 0 < changed < 0.9 * total / 2
+        assert sent <= heads + min(changed * (2 + 4) * 1.2, total)
+
+
+def _flat(model: nn.Module) -> Any:
+    return fsdp.FullyShardedDataParallel(model)
+
+
+MODELS_OF: dict[str, Any] = {"flat": _flat, "rows": fsdp.fully_shard}
+
+
+@on_ranks(2)
+def test_a_restarted_receiver_has_no_weights_to_change_and_receives_all_again() -> None:
+    model, snapshot = MODELS["flat"](1), Snapshot()
+    with engine("socket", keep=True) as (address, _):
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot)
+    step(model)
+    with engine("socket", keep=True) as (address, engine_here):
+        with pytest.raises((OSError, RuntimeError), match="for example because it was restarted"):
+            fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot)
+        assert snapshot.nbytes == 0
+        plan = fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot)
+        assert not plan.base
+        if engine_here is not None:
+            assert isinstance(engine_here.result(), dict)
+    with engine("socket") as (address, _), pytest.raises((OSError, RuntimeError), match="keep=True"):
+        fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot)
+
+
+@on_ranks(2)
+def test_a_snapshot_of_other_settings_sends_all_weights() -> None:
+    model, snapshot = MODELS["flat"](1), Snapshot()
+    with engine("socket", keep=True) as (address, engine_here):
+        for dtype in (None, torch.bfloat16, None):
+            plan = fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot, dtype=dtype)
+            assert not plan.base
+            if engine_here is not None:
+                engine_here.result()
+        assert fsdp.stream_weights(model, sink_to(address), bucket_bytes=BUCKET, since=snapshot).base
+        if engine_here is not None:
+            assert_same(engine_here.result(), tensors_of(everything(seed=1), buffers=False))
+
+
+@on_ranks(2)
+def test_changes_need_a_sink_that_supports_them() -> None:
+    with pytest.raises(TypeError, match="for a sink that supports changes"):
+        fsdp.stream_weights(MODELS["flat"](1), lambda tensors: None, bucket_bytes=1000, since=Snapshot())
+
+
+# Bad input
+
+
+def test_bad_addresses_and_secrets_are_errors() -> None:
+    for address in ("host:", ":5", "host:port", "host:70000"):
+        with pytest.raises(ValueError, match="form host:port"):
+            SocketSink(address, "secret")
+    with pytest.raises(ValueError, match="requires a secret"):
+        SocketSink("host:5", "")
+    with pytest.raises(ValueError, match="requires a secret"):
+        receive("127.0.0.1:0")
+    with pytest.raises(TypeError, match="secret must be a str"):
+        receive("127.0.0.1:0", secret=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no colon"):
+        SharedMemorySink("host:5")
+    with receive("taken by a test") as receiver, pytest.raises(OSError, match="cannot listen at taken by a test"):
+        receive(receiver.address)
+    with receive("127.0.0.1:0", secret="x") as receiver, pytest.raises(TimeoutError, match="no sender has connected"):
+        receiver.next(timeout=0.01)
