@@ -1,9 +1,9 @@
 """`Assembly` collects each bucket from the ranks that hold parts of it, with one exchange for each bucket.
 
 [Note: two buckets] While a sink consumes bucket n, bucket n + 1 arrives, and a rank holds at most these two buckets. If
-all parts are contiguous in the bucket, each run is sent from the shard, and received at its position in the memory of
-one of two buckets, without further copies. Otherwise parts are packed: the parts that arrive take the memory of a
-bucket, and are copied to the memory of bucket n after the sink has returned.
+all parts are contiguous in the bucket, each run is sent from the shard. The receiving rank has memory for two buckets,
+and receives the run at its position, without further copies. Otherwise parts are packed: the parts that arrive take
+the memory of a bucket, and are copied to the memory of bucket n after the sink has returned.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Shards:
             self.plan.run_view(run, bucket).copy_(self._values(run))
 
     def bytes_of(self, run: Run) -> Tensor:
-        """Return the bytes of a run: a view of the shard if its dtype and device are those of the bucket."""
+        """Return the bytes of a run: a view of the shard if the shard has the dtype and the device of the bucket."""
         values = self._values(run).to(self.device, self.plan.dtype_of(run))
         return values.reshape(-1).view(torch.uint8)
 
