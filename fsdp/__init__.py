@@ -40,6 +40,7 @@ from fsdp.wrap import (
 if TYPE_CHECKING:
     from fsdp import checkpoint, optim_utils, state_dict_utils, weights
     from fsdp.checkpoint.loader import load, load_safetensors
+    from fsdp.checkpoint.parking import park, parked, unpark
     from fsdp.checkpoint.writer import save
     from fsdp.distributed.comm_hooks import bf16_compress_hook
     from fsdp.distributed.start import init_distributed
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp.layers.grad_clipping import reduce_gradients
     from fsdp.layers.nonfinite import detect_nonfinite
     from fsdp.layers.recovery import recover
+    from fsdp.layers.resident import resident
     from fsdp.layers.same_bits import SameBits
     from fsdp.layers.standalone_handle import StandaloneHandle, flat_param_handles
     from fsdp.layers.state_dict.full import no_pre_load_state_dict_hook
@@ -82,6 +84,7 @@ _LAYERS = {
     "fsdp.state_dict_utils": "",
     "fsdp.weights": "",
     "fsdp.checkpoint.loader": "load load_safetensors",
+    "fsdp.checkpoint.parking": "park parked unpark",
     "fsdp.checkpoint.writer": "save",
     "fsdp.distributed.comm_hooks": "bf16_compress_hook",
     "fsdp.distributed.start": "init_distributed",
@@ -89,6 +92,7 @@ _LAYERS = {
     "fsdp.layers.grad_clipping": "reduce_gradients",
     "fsdp.layers.nonfinite": "detect_nonfinite",
     "fsdp.layers.recovery": "recover",
+    "fsdp.layers.resident": "resident",
     "fsdp.layers.same_bits": "SameBits",
     "fsdp.engine.shard_metadata": "FlatParamShardMetadata",
     "fsdp.layers.standalone_handle": "StandaloneHandle flat_param_handles",
@@ -172,6 +176,8 @@ __all__ = [
     "module_wrap_policy",
     "no_pre_load_state_dict_hook",
     "optim_utils",
+    "park",
+    "parked",
     "patch_batchnorm",
     "plan",
     "plan_wrapping",
@@ -179,6 +185,7 @@ __all__ = [
     "recover",
     "reduce_gradients",
     "register_fsdp_forward_method",
+    "resident",
     "save",
     "set_watchdog",
     "shard",
@@ -186,6 +193,7 @@ __all__ = [
     "state_dict_utils",
     "stream_weights",
     "trace",
+    "unpark",
     "use_torch_collectives",
     "weights",
     "wrap",

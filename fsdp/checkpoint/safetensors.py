@@ -40,7 +40,7 @@ from fsdp.checkpoint.checksums import (
 )
 from fsdp.checkpoint.formats.source import FoundTensor, SeenFile, StridedTensor, TensorReader
 from fsdp.checkpoint.untrusted import beside, content_of, opened, readable, reading, short
-from fsdp.distributed.devices import is_host
+from fsdp.distributed.devices import host_bytes, is_host
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
@@ -324,7 +324,7 @@ class CheckedFiles(SafetensorsFiles):
 
     def _read_fragment(self, found: FoundTensor, into: Tensor, start: int) -> Fragment:
         super()._fill(found, into, start)
-        return fragment(found.name, start * found.dtype.itemsize, into.view(torch.uint8).numpy().data)
+        return fragment(found.name, start * found.dtype.itemsize, host_bytes(into))
 
     def _block(self, one: Fragment) -> tuple[int, int]:
         """Return where the block of a fragment begins and ends."""
@@ -406,7 +406,7 @@ class Part:
             else:
                 chunk = values.detach()[first:last]
                 chunk = chunk if is_ready else buffer[: last - first].copy_(chunk)
-            memory = chunk.view(torch.uint8).numpy().data
+            memory = host_bytes(chunk)
             for start, stop in (one for span in batch for one in spans(*span)):
                 yield start, memory[: stop - start]
                 memory = memory[stop - start :]

@@ -254,7 +254,24 @@ def set_generator_state(kind: str, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-# --- memory of the host ----------------------------------------------------------------------------------------------
+# --- memory of the device, and of the host ---------------------------------------------------------------------------
+
+
+def return_cached_memory(device: torch.device) -> None:
+    """Release freed memory that torch keeps for later tensors, so that other processes can allocate it."""
+    if is_host(device):
+        return_freed_memory()
+    elif has_streams(device.type):
+        torch.get_device_module(device).empty_cache()
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, which must outlive the result.
+
+    By the address: torch never again frees a storage that it has shown to NumPy.
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
 
 # glibc's name for "larger blocks than this are mapped by themselves, and unmapped when they are freed".
 _M_MMAP_THRESHOLD = -3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import socket
 import zlib
@@ -24,7 +23,7 @@ from fsdp.distributed.communicator import (
     finish,
     made_once_for_groups,
 )
-from fsdp.distributed.devices import HOST
+from fsdp.distributed.devices import HOST, host_bytes
 
 _LATE = re.compile("timed? ?out", re.IGNORECASE)  # as gloo says that a peer has not closed its connection
 
@@ -163,9 +162,7 @@ _CHECKSUM_BYTES = 4
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    # By the address: torch never again frees the storage of a buffer that it has shown to numpy.
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return as_tensor(zlib.crc32(memory).to_bytes(_CHECKSUM_BYTES, "big"))
+    return as_tensor(zlib.crc32(host_bytes(tensor)).to_bytes(_CHECKSUM_BYTES, "big"))
 
 
 def give_up(group: Any) -> None:

@@ -157,6 +157,10 @@ class OrigParams:
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
 
+    def note_places(self) -> None:
+        """Note where they lie now: the shard's memory, with all views of it, is at another address."""
+        self._pointers = {slot: _pointer(param) for slot, param in enumerate(self.params)}
+
     def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of local shards.
 

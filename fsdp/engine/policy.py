@@ -20,6 +20,7 @@ class Policy:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
         keeps_without_backward: what is not resharded after a forward stays though no backward will come.
         keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
+        keeps_for_inference: it stays between forwards without gradients, and is not compared with its shards there.
         part_of: a unit that was made in the same call, and is outermost for this one as well.
         unshard_in_backward: whether its backward needs its parameters.
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
@@ -33,6 +34,7 @@ class Policy:
     reshard_after_forward: bool
     keeps_as_root: bool
     keeps_without_backward: bool
+    keeps_for_inference: bool = False
     part_of: Any = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -50,4 +52,4 @@ class Policy:
 
     def of_copy(self) -> Policy:
         """Return the settings of a copied unit, with which other units may not be copied."""
-        return replace(self, part_of=None, forward_prefetch=None, backward_prefetch=None)
+        return replace(self, part_of=None, forward_prefetch=None, backward_prefetch=None, keeps_for_inference=False)

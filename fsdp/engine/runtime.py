@@ -192,10 +192,10 @@ class Runtime:
 
         Only the rank that wrote may notice, and all ranks must take part in the all-gather.
         """
-        left, self._left = self._left, []
+        left, self._left, has_graph = self._left, [], torch.is_grad_enabled()
         by_ranks: dict[Communicator, list[FlatParamHandle]] = {}
         for handle in left:
-            if handle.phase is Phase.UNSHARDED:
+            if handle.phase is Phase.UNSHARDED and (has_graph or not handle.policy.keeps_for_inference):
                 handle.absorb()
                 by_ranks.setdefault(handle.comm, []).append(handle)
         for comm, handles in by_ranks.items():
@@ -272,7 +272,8 @@ class Runtime:
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
         may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
         unit.yet_to_run.discard(module)
-        is_done = unit.frees_after_forward and not unit.yet_to_run
+        is_resident = unit.policy.keeps_for_inference and not torch.is_grad_enabled()
+        is_done = unit.frees_after_forward and not unit.yet_to_run and not is_resident
         if call.order is None or (is_done and not needed_at_once and not may_leave):
             unit.reshard(is_needed=needs_backward and call.order is not None)
         else:
@@ -306,11 +307,13 @@ class Runtime:
             unit.is_spare = not keep
             if not unit.is_in_use:
                 continue
-            stays = keep or unit.policy.keeps_without_backward
+            is_resident = unit.policy.keeps_for_inference and not torch.is_grad_enabled()
+            stays = keep or unit.policy.keeps_without_backward or is_resident
             if stays and unit.was_written:  # by the forward of others
                 self._take_written(unit)
             # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
-            if not stays or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
+            is_left = unit.yet_to_run and unit.frees_after_forward and not is_resident
+            if not stays or unit.is_unsharding or is_left:
                 unit.reshard()
         for unit in self._groups:
             unit.yet_to_run.clear()

@@ -257,6 +257,9 @@ class DTensorParams(OrigParams):
         else:
             become(param, self._parts[slot].dtensor(shown))
 
+    def note_places(self) -> None:
+        pass  # `_replaced` compares local tensors, not addresses
+
     def _replaced(self) -> list[int]:
         held = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]  # `held_part`, asked often
         held = held if self._flat_param.example is None else list(map(values_of, held))

@@ -124,6 +124,11 @@ class MappedFiles:
         region = self._regions.get(tensor.data_ptr())
         return region is not None and region.is_alive
 
+    @property
+    def addresses(self) -> list[int]:
+        """The addresses of the tensors that were allocated here and still exist."""
+        return [address for address, region in self._regions.items() if region.is_alive]
+
     def regions_of(self, tensors: Iterable[Any]) -> list[Region]:
         """Return the regions of the `tensors` that were allocated here."""
         ours = (each for each in tensors if isinstance(each, Tensor) and self.holds(each))

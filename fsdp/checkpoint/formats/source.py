@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, spans
 from fsdp.checkpoint.untrusted import descriptor, readable
-from fsdp.distributed.devices import is_host
+from fsdp.distributed.devices import host_bytes, is_host
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
 _MOST_OPEN = 64  # maximum of open files: thousands of ranks may each have written a file
@@ -241,12 +241,12 @@ class StridedTensor:
     def span(self, files: OpenFiles, first: int, count: int) -> Tensor:
         """Return elements as they lie in the file."""
         flat = torch.empty(count, dtype=self.dtype)
-        files.read(self.file, _bytes_of(flat), self.begin + first * self.dtype.itemsize)
+        files.read(self.file, host_bytes(flat), self.begin + first * self.dtype.itemsize)
         return flat
 
     def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
         if self.is_contiguous and into.numel():
-            files.read(self.file, _bytes_of(into), self.begin + start * self.dtype.itemsize)
+            files.read(self.file, host_bytes(into), self.begin + start * self.dtype.itemsize)
             return
         for box, values in _boxes(self.shape, into, start):
             self.fill_box(files, values, box)
@@ -255,7 +255,7 @@ class StridedTensor:
         """Read a box; `into` has its sizes, and any strides."""
         first, count = _place(self.strides, box.offsets), 1 + _place(self.strides, [size - 1 for size in box.sizes])
         if _is_dense(box.sizes, self.strides) and into.is_contiguous():
-            files.read(self.file, _bytes_of(into.view(-1)), self.begin + first * self.dtype.itemsize)
+            files.read(self.file, host_bytes(into.view(-1)), self.begin + first * self.dtype.itemsize)
         elif self.is_contiguous:
             into.copy_(self.span(files, first, count).as_strided(box.sizes, self.strides))
         else:  # a small box may be spread over all of it
@@ -359,10 +359,6 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
-
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data
 
 
 class Piece(NamedTuple):

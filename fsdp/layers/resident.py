@@ -1,0 +1,170 @@
+"""Units that stay unsharded between forwards without gradients, for generation: `resident`.
+
+A generated token is a forward, and most of its time passes in all-gathers of parameters that do not change. The units
+to keep are chosen as in the relaxed knapsack problem (Dantzig, "Discrete-variable extremum problems", 1957): by saved
+bytes for each byte of memory. A resident unit saves its own size in each of its runs, so this ratio is the number of
+its runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.distributed.communicator import during
+from fsdp.distributed.consensus import agree_on, from_everyone, peers_answer
+from fsdp.distributed.paths import path
+from fsdp.engine.checks import Checks
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.observers import attached
+from fsdp.engine.runtime import Runtime, runtime_of_root
+from fsdp.engine.schedule import ExecutionOrder
+from fsdp.engine.unit import Unit, units_in
+from fsdp.layers.verify import require_sharded
+
+
+@contextmanager
+def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tuple[str, ...]]:
+    """Collective at its beginning. Keep units unsharded between forwards without gradients, as far as memory allows. ::
+
+        with fsdp.resident(model, budget_bytes=8 << 30), torch.no_grad():
+            tokens = model.generate(prompt, max_new_tokens=100)
+
+    The units are all-gathered when the context begins, and resharded when it ends. Inside, their forwards without
+    gradients communicate nothing. A forward with gradients uses the unsharded parameters that are there, and reshards
+    each unit as usual. After a step of an optimizer, the next forward all-gathers the new values.
+
+    If all units are resident, ranks may run different numbers of forwards, so ``generate`` needs no ``synced_gpus``.
+    Otherwise, all ranks run the same forwards.
+
+    Units with the most runs in earlier contexts of this model are chosen first; among units with equally many runs,
+    the innermost ones, and then the smallest. A unit that does not fit is skipped. Change parameters on all ranks or
+    on none inside: they are not compared between ranks.
+
+    Args:
+        model: the outermost wrapper, or module under `fully_shard`.
+        budget_bytes: the size of all resident units, in bytes of unsharded parameters in the dtype of the computation;
+            None stands for all units. Units that are not resident need memory in addition, while they compute.
+
+    Yields:
+        The names of the resident units.
+
+    Raises:
+        TypeError: for a model that is not sharded.
+        ValueError: for a negative budget.
+        RuntimeError: inside of a forward, a backward or `fsdp.join`; for an inner unit; on every rank, if budgets
+            differ between ranks.
+    """
+    root = require_sharded(model, "fsdp.resident")
+    if budget_bytes is not None and budget_bytes < 0:
+        raise ValueError(f"fsdp.resident: budget_bytes must not be negative, got {budget_bytes}")
+    runtime = runtime_of_root(root, "fsdp.resident")
+    runtime.ensure_idle("enter fsdp.resident()")
+    chosen: Sequence[Unit] = ()
+    orders = _Orders(runtime)
+    try:
+        with during("fsdp.resident()"):
+            agree_on(root.everyone, "budgets in fsdp.resident", str(budget_bytes))
+            runtime.checks.trust_values(root)
+            every = _chosen(runtime, budget_bytes)
+            chosen = [unit for unit in every if not unit.policy.keeps_for_inference]
+            _unshard(chosen)
+        runtime.checks = orders
+        with attached(_Runs(), runtime.units):
+            yield tuple(unit.name for unit in every)
+    finally:
+        orders.restore()
+        path.forget(root.ranks)
+        for unit in chosen:
+            unit.policy.keeps_for_inference = False
+        for unit in () if runtime.is_computing else chosen:
+            for handle in unit.handles:
+                handle.absorb()
+            unit.reshard()
+
+
+_runs: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()  # forwards without gradients in contexts
+
+
+class _Runs:
+    """An observer that counts the forwards of units."""
+
+    def forward(self, unit: Unit, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            _runs[unit] = _runs.get(unit, 0) + 1
+
+
+class _Orders(Checks):
+    """Checks that also give forwards without gradients a recorded order of their own.
+
+    Ranks may run different numbers of them. The order of forwards with gradients, by which units are prefetched and
+    kept for the backward, is the same on all ranks.
+
+    Args:
+        runtime: of the root.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._checks = runtime, runtime.checks
+        self._before = runtime._forward_order
+        around = runtime.checks
+        self._training: ExecutionOrder[Unit] = around._training if isinstance(around, _Orders) else self._before
+        self._inference: ExecutionOrder[Unit] = ExecutionOrder()
+
+    def before_forward(self, unit: Unit) -> None:
+        self._checks.before_forward(unit)
+        if torch.is_grad_enabled() and self._runtime._forward_order is self._inference:
+            path.forget(self._runtime.root.ranks)  # it counts passes
+        self._runtime._forward_order = self._training if torch.is_grad_enabled() else self._inference
+
+    def trust_values(self, unit: Unit) -> None:
+        self._checks.trust_values(unit)
+
+    def merge_written(self, handle: FlatParamHandle) -> None:
+        self._checks.merge_written(handle)
+
+    def restore(self) -> None:
+        """Use the checks and the order of before."""
+        self._runtime.checks, self._runtime._forward_order = self._checks, self._before
+
+
+def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
+    """Collective. Return the units to keep, the most useful first."""
+    runs = [_runs.get(unit, 0) for unit in runtime.units]
+    if peers_answer(runtime.root.everyone):
+        runs = list(map(sum, zip(*from_everyone(runtime.root.everyone, runs), strict=True)))
+    depths = dict.fromkeys(runtime.units, 0)
+    for unit in runtime.units:
+        for _, inner in units_in(unit):
+            depths[inner] += 1
+    sizes = [sum(map(_nbytes, unit.handles)) for unit in runtime.units]
+    ranked = sorted(
+        zip(runtime.units, runs, sizes, strict=True), key=lambda each: (-each[1], -depths[each[0]], each[2])
+    )
+    found, left = [], budget_bytes
+    for unit, _, nbytes in ranked:
+        if left is None or nbytes <= left:
+            found.append(unit)
+            left = None if left is None else left - nbytes
+    return found
+
+
+def _nbytes(handle: FlatParamHandle) -> int:
+    """Return the memory that an unsharded handle needs beside its shard."""
+    return 0 if handle.unsharded.is_shard else handle.unsharded.full.numel() * handle.unsharded.full.element_size()
+
+
+def _unshard(units: Sequence[Unit]) -> None:
+    """Collective. Unshard units, with one all-gather in advance."""
+    for place, unit in enumerate(units):
+        unit.policy.keeps_for_inference = True
+        for started in units[place : place + 2]:
+            started.follow_mode()
+            started.unshard()
+        unit.wait_for_unshard()
+        unit.is_spare = True  # no backward will need it

@@ -1,0 +1,135 @@
+"""A parked model has no bytes on the accelerator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, OwnedOptimizer, ShardingStrategy
+from tests.helpers.accelerator import ACCELERATOR, device_module
+from tests.helpers.equality import assert_same_state
+from tests.helpers.forms import full_state
+from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.on_ranks import on_accelerators
+from tests.helpers.owned import under_fully_shard
+from tests.helpers.parity import adamw
+
+pytestmark = pytest.mark.accelerator
+
+flat = FullyShardedDataParallel
+WRAPS: dict[str, Wrap] = {
+    "flat": flat,
+    "orig": partial(flat, use_orig_params=True),
+    "rows": under_fully_shard,
+    "kept": partial(flat, reshard_after_forward=False),
+    "offloaded": partial(flat, move_params_to_cpu=True, move_grads_to_cpu=False),
+    "zero 1": partial(flat, sharding_strategy=ShardingStrategy.SHARD_OPTIM),
+    "replicated": partial(flat, sharding_strategy=ShardingStrategy.NO_SHARD),
+}
+
+
+def allocated() -> int:
+    gc.collect()
+    device_module().synchronize()
+    return int(device_module().memory_allocated())
+
+
+def new_model(wrap: Wrap) -> Any:
+    return nested_mlp(lambda module: wrap(module.to(ACCELERATOR)))
+
+
+def new_optimizer(model: nn.Module, *, is_owned: bool) -> torch.optim.Optimizer:
+    if is_owned:
+        return OwnedOptimizer(model, [{"optimizer": torch.optim.Adafactor, "lr": 0.05}])
+    return adamw(model.parameters())
+
+
+RoundTrip = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def no_round_trip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    pass
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(step)).to(ACCELERATOR)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, between: RoundTrip = no_round_trip) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch_of(step)).square().mean().backward()
+        between(model, optimizer)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("to", ["host", "folder"])
+@pytest.mark.parametrize("wrap", [*WRAPS, "owned"])
+@on_accelerators(2)
+def test_nothing_of_a_parked_model_is_on_the_accelerator_and_training_goes_on_with_the_same_bits(
+    wrap: str, to: str, tmp_path: Path
+) -> None:
+    way = WRAPS.get(wrap, flat)
+
+    def trained(between: RoundTrip) -> dict[str, Tensor]:
+        model = new_model(way)
+        optimizer = new_optimizer(model, is_owned=wrap == "owned")
+        train(model, optimizer, 3, between)
+        return {name: value.cpu() for name, value in full_state(model).items()}
+
+    trained(no_round_trip)  # allocates what a process allocates once
+    before = allocated()
+
+    def parked(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        assert allocated() > before
+        with fsdp.parked(model, optimizer, to="host" if to == "host" else tmp_path) as nbytes:
+            assert nbytes > 0
+            assert allocated() == before
+
+    assert_same_state(trained(parked), trained(no_round_trip))
+    assert allocated() == before
+
+
+@on_accelerators(2)
+def test_nothing_grows_over_a_hundred_rounds() -> None:
+    model: Any = flat(nested_mlp(keep).to(ACCELERATOR))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, 1)
+    expected, before = full_state(model), allocated()
+    for _ in range(100):
+        with fsdp.parked(model, optimizer):
+            pass
+    assert allocated() == before
+    assert_same_state(full_state(model), expected)
+
+
+@on_accelerators(2)
+def test_an_accelerator_without_room_is_an_error_and_the_model_comes_back_later() -> None:
+    model: Any = flat(nn.Linear(512, 512).to(ACCELERATOR))
+    expected = full_state(model)
+    model(torch.ones(1, 512, device=ACCELERATOR)).sum().backward()
+    fsdp.park(model)
+    taken = torch.UntypedStorage.resize_
+    try:
+        torch.UntypedStorage.resize_ = _refuse  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no room"):
+            fsdp.unpark(model)
+    finally:
+        torch.UntypedStorage.resize_ = taken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="are parked"):
+        model.state_dict()
+    fsdp.unpark(model)
+    assert_same_state(full_state(model), expected)
+
+
+def _refuse(storage: Any, nbytes: int) -> None:
+    if nbytes:
+        raise RuntimeError("no room")
