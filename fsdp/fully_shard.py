@@ -340,7 +340,7 @@ def _placements(given: Placements | None, reshard_after_forward: Any, spread: Da
     reshards = True if reshard_after_forward is None else reshard_after_forward
     if given is None:
         strategy = ShardingStrategy.FULL_SHARD if spread.is_sharded else ShardingStrategy.NO_SHARD
-        return replace(Placements.from_strategy(strategy), reshard_after_forward=reshards)
+        return Placements.from_strategy(strategy).resharded(reshards)
     return Placements.resolve(given, None, reshards).in_rows(is_sharded=spread.is_sharded)
 
 

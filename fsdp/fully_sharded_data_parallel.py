@@ -289,7 +289,7 @@ class FullyShardedDataParallel(nn.Module):
             self.__dict__.update(on_demand.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
-        elif any(
+        elif "_unit" in self.__dict__ and any(
             isinstance(one, on_demand.Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)
         ):
             setattr(self._unit.module, name, value)

@@ -67,7 +67,7 @@ def test_there_are_as_many_faults_as_promised() -> None:
 
 # What counts as found
 
-FAULT = Fault("a bad batch", "exceptions", "batch", raises(ValueError()), rank=ENDED, unit="all-gather", by="others")
+FAULT = Fault("a bad batch", "exceptions", raises(ValueError()), "batch", rank=ENDED, unit="all-gather", by="others")
 GOOD = Record(error="CollectiveError: all-gather of root: rank 1 was ended by ValueError", raised_at=11.0)
 VICTIM = Record(error="ValueError: a bad batch", raised_at=10.0)
 

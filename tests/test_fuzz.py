@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fsdp.distributed.gathered_part import LEAST_TORCH
 from tests.fuzzing import MISTAKES, OPTIMIZERS, Case, plain_model, run_seeds, run_seeds_with
 from tests.helpers.ranks import RankError, RankPool
 
@@ -78,6 +79,8 @@ NEEDED: dict[str, Callable[[Case], bool]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(ranks: RankPool, mistake: str) -> None:
+    if mistake == "writes to rows are dropped" and torch.__version__ < LEAST_TORCH:
+        pytest.skip("before, torch does not dispatch to subclasses of DTensor")
     world_size, is_able = 4 if "replicas" in mistake else 2, NEEDED.get(mistake, lambda case: True)
     cases = (Case.of_seed(seed, world_size) for seed in range(world_size - 1, 2000, 4))
     seeds = [case.seed for case in cases if is_able(case) and case.optimizer != "sgd"][:40]

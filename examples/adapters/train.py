@@ -1,6 +1,7 @@
 """Adapters of peft on a frozen transformers model, both sharded, in a plain loop.
 
     torchrun --nproc-per-node 2 examples/adapters/train.py
+    torchrun --nproc-per-node 2 examples/adapters/train.py --quantise
 
 The base is a small Llama with random weights, in bfloat16; yours comes from
 `AutoModelForCausalLM.from_pretrained`. The model learns to continue sequences that
@@ -36,12 +37,18 @@ def configuration() -> LlamaConfig:
     )
 
 
-def build(device: torch.device) -> FullyShardedDataParallel:
-    """Collective. The base is frozen, in bfloat16; the adapters are trained, in
-    float32. Units have some of both.
+def build(device: torch.device, quantise: bool = False) -> FullyShardedDataParallel:
+    """Collective. The base is frozen, in bfloat16, or quantised to 8 bits by torchao;
+    the adapters are trained, in float32. Units have some of both.
     """
     torch.manual_seed(0)  # the same weights on every rank
     base = LlamaForCausalLM(configuration()).bfloat16()
+    if quantise:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        layers = base.model.layers  # the head keeps its dtype
+        quantize_(layers, Int8WeightOnlyConfig())
+        layers.requires_grad_(False)
     adapters = LoraConfig(
         r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -60,9 +67,11 @@ def sequences(step: int, device: torch.device) -> Tensor:
     return ((first + torch.arange(LENGTH)) % VOCABULARY).to(device)
 
 
-def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
+def train(
+    device: torch.device, folder: Path, steps: int = 60, quantise: bool = False
+) -> list[float]:
     """Collective. Train the adapters, save them, and return the losses."""
-    model = build(device)
+    model = build(device, quantise)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
@@ -89,8 +98,10 @@ def train(device: torch.device, folder: Path, steps: int = 60) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60, help="[%(default)s]")
-    steps = parser.parse_args().steps
-    train(fsdp.init_distributed(), Path("runs/adapters"), steps)
+    parser.add_argument("--quantise", action="store_true", help="an 8-bit base (QLoRA)")
+    asked = parser.parse_args()
+    device = fsdp.init_distributed()
+    train(device, Path("runs/adapters"), asked.steps, asked.quantise)
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ import atexit
 import gc
 import itertools
 import os
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -555,7 +556,7 @@ def backend_names(group: Any) -> dict[str, str]:
         config = dist.get_backend_config(behind(group))
     except (ValueError, RuntimeError, AttributeError, TypeError):
         return {}
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    return dict(re.findall(r"([^,:]+):([^,]+)", config))
 
 
 def number_of_groups() -> int:

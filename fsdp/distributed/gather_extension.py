@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import local_part
 
+_PLAIN = Tensor, nn.Parameter
 _METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(tensor: Tensor) -> bool:
     """Return whether a tensor is of a class with either of the two methods."""
-    return any(hasattr(type(tensor), method) for method in _METHODS)
+    kind = type(tensor)
+    return kind not in _PLAIN and any(hasattr(kind, method) for method in _METHODS)
 
 
 def holds_extended(param: Tensor) -> bool:
@@ -28,7 +30,7 @@ def holds_extended(param: Tensor) -> bool:
 
 def values_of(tensor: Tensor) -> Tensor:
     """Return the plain tensor in which a tensor of such a class has its values; another tensor is its own."""
-    if type(tensor) is Tensor or not is_extended(tensor):  # most are, and it is asked of every gradient
+    if type(tensor) in _PLAIN or not is_extended(tensor):  # this is asked for every gradient
         return tensor
     found: Tensor = getattr(tensor, _attribute_of(tensor))
     return found

@@ -52,12 +52,14 @@ class FlatParameter(CountedParameter):
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
+    packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     shard_storage: Any = None  # where a shard and its gradient live
     _layout_type: type[Layout] = ContiguousLayout  # how it is divided into shards
     _dims: tuple[int, ...] | None = None  # along which each is sharded; None: the first
     _align: int = 1  # at a multiple of so many elements each parameter starts
+    _block: int = 1  # elements that are never divided between ranks
     _is_sharded: bool = False  # it holds one rank's shard
     _is_managed: bool = False  # a handle runs it
     is_standalone: bool = False  # a handle without a unit
@@ -89,7 +91,7 @@ class FlatParameter(CountedParameter):
         """Return one around `data`, with what is known of it by the names of its attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
-        self.attributes, self.valueless = tuple({} for _ in shapes), set()
+        self.attributes, self.valueless, self.packings = tuple({} for _ in shapes), set(), self.parts
         self.__dict__.update(known)
         return self
 
@@ -105,6 +107,7 @@ class FlatParameter(CountedParameter):
         layout_type: type[Layout] = ContiguousLayout,
         dims: tuple[int, ...] | None = None,
         keeps_shape: bool = False,
+        block: int = 1,
     ) -> FlatParameter:
         """Make one rank's shard of the flat parameter straight from the parameters: there is no unsharded copy.
 
@@ -116,10 +119,11 @@ class FlatParameter(CountedParameter):
             layout_type: how it is divided into shards.
             dims: the dimension along which each parameter is sharded; None is the first.
             keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
+            block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
         """
         locals_ = [values_of(local_part(param)) for param in params]
         shapes = tuple(local.shape for local in locals_)
-        layout = layout_type.of(zip(names, shapes, strict=True), world_size, align, dims)
+        layout = layout_type.of(zip(names, shapes, strict=True), world_size, align, dims, block)
         shard = storage.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             if not local.is_meta:
@@ -137,7 +141,8 @@ class FlatParameter(CountedParameter):
             shard_storage=storage,
             _layout_type=layout_type,
             _dims=dims,
-            _align=align,
+            _align=layout.align,
+            _block=block,
             _is_sharded=world_size > 1 and layout.numel > 0,
         )
         if len(params) == 1:
@@ -173,6 +178,7 @@ class FlatParameter(CountedParameter):
             some(self._names),
             some(self._shapes),
             parts=some(self.parts),
+            packings=some(self.packings),
             attributes=some(self.attributes),
             valueless={number for number, slot in enumerate(slots) if slot in self.valueless},
             shard_storage=storage,
@@ -181,6 +187,7 @@ class FlatParameter(CountedParameter):
             _layout_type=self._layout_type,
             _dims=self._dims and some(self._dims),
             _align=self._align,
+            _block=self._block,
             **others,
         )
 
@@ -192,7 +199,7 @@ class FlatParameter(CountedParameter):
         slots = range(len(self._names)) if slots is None else slots
         named_shapes = [(self._names[slot], self._shapes[slot]) for slot in slots]
         dims = self._dims and [self._dims[slot] for slot in slots]
-        return self._layout_type.of(named_shapes, world_size, self._align, dims)
+        return self._layout_type.of(named_shapes, world_size, self._align, dims, self._block)
 
     @property
     def vector(self) -> Tensor:
@@ -299,6 +306,7 @@ class FlatParameter(CountedParameter):
             self._layout_type,
             self.attributes,
             attributes_of(self),
+            *((self._block, self.packings) if self._block > 1 or any(self.packings) else ()),  # not known before 0.6
         )
 
 
@@ -328,8 +336,11 @@ def _rebuild_flat_parameter(
     layout_type: type[Layout] = ContiguousLayout,
     attributes: tuple[Attributes, ...] | None = None,
     own_attributes: Attributes | None = None,
+    block: int = 1,
+    packings: tuple[Any, ...] | None = None,
 ) -> FlatParameter:
     known = {"valueless": set(valueless), "group": group, "_layout_type": layout_type, "_align": align}
+    known |= {"_block": block, "packings": packings or (None,) * len(shapes)}
     if attributes is not None:
         known["attributes"] = attributes
     flat = kind._build(data, requires_grad, names, shapes, _is_sharded=sharded, **known)

@@ -13,6 +13,7 @@ these slices as a contiguous local tensor. Gathering concatenates the shards in 
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Slot:
     def numel(self) -> int:
         return self.shape.numel()
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.numel
 
@@ -72,10 +73,12 @@ class Layout(ABC):
     slots: tuple[Slot, ...]
     world_size: int
     align: int = 1
+    block: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        for name in ("world_size", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @classmethod
     def of(
@@ -84,6 +87,7 @@ class Layout(ABC):
         world_size: int,
         align: int = 1,
         dims: Iterable[int] | None = None,
+        block: int = 1,
     ) -> Self:
         """Pack parameters, given as (name, shape), in the given order.
 
@@ -92,12 +96,13 @@ class Layout(ABC):
             world_size: how many ranks share them.
             align: every parameter starts at a multiple of so many elements; the gaps belong to none.
             dims: for each, which dimension lies first; None is the first.
+            block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
         """
         slots, start = [], 0
         for (name, shape), dim in zip(named_shapes, itertools.repeat(0) if dims is None else dims, strict=False):
             slots.append(Slot(name, torch.Size(shape), -(-start // align) * align, dim))
             start = slots[-1].stop
-        return cls(tuple(slots), world_size, align)
+        return cls(tuple(slots), world_size, align, block)
 
     @cached_property
     def numel(self) -> int:
@@ -207,12 +212,26 @@ class ContiguousLayout(Layout):
     """A flat vector that is divided into equal shards; its end is padded by less than `world_size` elements.
 
     The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
-    (the chunks of ``torch.chunk``, each padded to the size of the first).
+    (the chunks of ``torch.chunk``, each padded to the size of the first). A shard has a multiple of `block` elements,
+    and `of` aligns the parameters to the same multiple.
     """
+
+    @classmethod
+    def of(
+        cls,
+        named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]],
+        world_size: int,
+        align: int = 1,
+        dims: Iterable[int] | None = None,
+        block: int = 1,
+    ) -> Self:
+        return super().of(named_shapes, world_size, math.lcm(align, block), dims, block)
 
     @cached_property
     def shard_numel(self) -> int:
-        return -(-self.numel // self.world_size)
+        if self.world_size == 1:
+            return self.numel
+        return -(-self.numel // (self.world_size * self.block)) * self.block
 
     def interval(self, slot: int, rank: int) -> Interval | None:
         begin = rank * self.shard_numel

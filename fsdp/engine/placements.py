@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -97,6 +97,7 @@ class Stage(NamedTuple):
         return _TIMES_SENT[self.collective] * (ranks - 1) * padded // ranks
 
 
+@cache
 def stages(source: Placed, target: Placed) -> tuple[Stage, ...]:
     """Return the collectives that bring a tensor from one placement to another, in order.
 
@@ -182,6 +183,9 @@ class Placements:
         optimizer: of the shard that the optimizer steps, and of its state.
         reshard_after_forward: True frees parameters that are sharded between uses after forward as well; False keeps
             them unsharded until backward. A number shards them until backward over that many neighbouring ranks.
+        block_numel: no rank's shard of a parameter begins or ends inside of a block of this number of its elements, in
+            row-major order. `FullyShardedDataParallel` pads shards for it, and `fully_shard` raises an error for
+            rows that do not fit. Quantised parameters and 8-bit optimizer states have a scale for each block.
 
     Raises:
         TypeError: for a value that is no pair of placements, or no bool or int.
@@ -192,6 +196,7 @@ class Placements:
     gradients: Placed
     optimizer: Placed
     reshard_after_forward: bool | int = True
+    block_numel: int = 1
 
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):
@@ -200,6 +205,8 @@ class Placements:
             raise TypeError(
                 f"reshard_after_forward must be True, False or a number of ranks, got {self.reshard_after_forward!r}"
             )
+        if type(self.block_numel) is not int or self.block_numel < 1:
+            raise ValueError(f"block_numel must be a positive number of elements, got {self.block_numel!r}")
         for axis in Axis:
             _check(axis, *(placed[axis.value] for placed in (self.parameters, self.gradients, self.optimizer)))
         if self.optimizer == Placed(REPLICATED, SHARDED):
@@ -240,7 +247,13 @@ class Placements:
                 f"sharding_strategy={named.name} reshards after forward, and reshard_after_forward=False does not: "
                 f"leave one of the two out, or ask for {_KEPT[named].name}"
             )
-        return replace(value, reshard_after_forward=reshard_after_forward)
+        return value.resharded(reshard_after_forward)
+
+    def resharded(self, after_forward: bool | int) -> Placements:
+        """Return these placements with another `reshard_after_forward`."""
+        if self.reshard_after_forward is after_forward:
+            return self
+        return replace(self, reshard_after_forward=after_forward)
 
     @classmethod
     def resolve(cls, placements: Any, strategy: Any, reshard_after_forward: bool | int) -> Placements:
@@ -270,7 +283,8 @@ class Placements:
         Args:
             is_hybrid: there is a replica axis beside the shard axis.
         """
-        named = (each for each, value in _NAMED.items() if value == self and each.is_hybrid is is_hybrid)
+        plain = replace(self, block_numel=1)
+        named = (each for each, value in _NAMED.items() if value == plain and each.is_hybrid is is_hybrid)
         return next(named, ShardingStrategy.NO_SHARD if self.optimizer == UNSHARDED == self.gradients else None)
 
     # --- the collectives of a step --------------------------------------------------------------------------------
@@ -342,13 +356,12 @@ class Placements:
             )
         return self
 
+    @cached_property
     def on_one_axis(self) -> Placements:
-        """Return the placements along the shard axis alone."""
+        """The placements along the shard axis alone."""
         parts = (self.parameters, self.gradients, self.optimizer)
-        parameters, gradients, optimizer = (
-            Placed(each.shard, PARTIAL if each.shard is PARTIAL else REPLICATED) for each in parts
-        )
-        return replace(self, parameters=parameters, gradients=gradients, optimizer=optimizer)
+        ours = [Placed(each.shard, PARTIAL if each.shard is PARTIAL else REPLICATED) for each in parts]
+        return self if ours == [*parts] else replace(self, parameters=ours[0], gradients=ours[1], optimizer=ours[2])
 
 
 def _pair(name: str, given: Any) -> Placed:

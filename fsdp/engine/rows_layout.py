@@ -28,7 +28,7 @@ class Chunk:
     rows: int  # of the chunk; those of the last ranks may be short, or empty
     offset: int  # where it begins in a shard
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Rows of the parameter."""
         return self.shape[self.dim]
@@ -46,11 +46,11 @@ class Chunk:
         """The shape of all full chunks, with `dim` split into a dimension of ranks and a dimension of rows."""
         return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.rows * self.row_numel
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
 
@@ -88,6 +88,16 @@ class RowsLayout(Layout):
                 chunks[number] = replace(chunks[number], offset=offset)
                 offset = chunks[number].stop
         return tuple(chunks)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for slot, chunk in zip(self.slots, self._chunks, strict=True):
+            if chunk.rows < chunk.total and chunk.numel % self.block:
+                raise ValueError(
+                    f"{slot.name}: {chunk.rows} rows of {chunk.row_numel} elements for each of {self.world_size} ranks "
+                    f"are no whole blocks of {self.block} elements. Shard it along another dimension "
+                    "(shard_placement_fn), or use FullyShardedDataParallel, which pads, or ignored_params"
+                )
 
     @cached_property
     def shard_numel(self) -> int:

@@ -49,8 +49,9 @@ class ShardValues:
 
     def store(self, slot: int, value: Tensor) -> None:
         """Store this rank's shard of an unsharded parameter's new value."""
-        part = self._flat_param.parts[slot]
+        part, packing = self._flat_param.parts[slot], self._flat_param.packings[slot]
         with torch.no_grad():
+            value = value if packing is None else packing.pack(value)
             rows = None if self._orig_params is None else self._orig_params.local_shard_of(slot, value)
             if rows is None:
                 value = values_of(value if part is None else part.to_local(self._layout.slots[slot].name, value))

@@ -386,7 +386,7 @@ class Unit:
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
         """The dtypes for a parameter that is used at these places."""
-        is_kept = any(place.module in self._kept for place in places)
+        is_kept = bool(self._kept) and any(place.module in self._kept for place in places)
         return self.precision.without_casts() if is_kept else self.precision
 
     def places(self) -> Iterator[ParamInfo]:

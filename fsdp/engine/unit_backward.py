@@ -22,7 +22,7 @@ class UnitBackward:
     began, and higher for older ones.
 
     Attributes:
-        oldest: the age of the oldest call of which there is a graph, when backward began; 0 if there was none.
+        oldest: the age of the oldest call that was pending when backward began; 0 if there was none.
         reached: the age of the oldest call that backward has come to; 0 before it comes to any.
         missing: the handles whose gradients are not all there.
         complete: those whose gradients are, and that will be reduced when it is their turn.
@@ -34,32 +34,32 @@ class UnitBackward:
         self.complete: set[FlatParamHandle] = set()
         self._inside: set[int] = set()  # calls: backward has come to their outputs, and not to their inputs
         self._made = self._before_backward = 0
-        self._with_graph: list[tuple[int, weakref.ref[Any]]] = []  # calls made since the last backward began
+        self._pending: dict[int, weakref.ref[Any]] = {}  # calls that no backward has come to, the oldest first
 
     def add(self, call: object) -> int:
         """Register a forward that has ended, and whose backward may run for as long as it lives; return its number."""
         self._made += 1
-        calls = self._with_graph
-        while calls and calls[-1][1]() is None:
-            calls.pop()
-        calls.append((self._made, weakref.ref(call)))
+        while self._pending and next(reversed(self._pending.values()))() is None:
+            self._pending.popitem()
+        self._pending[self._made] = weakref.ref(call)
         return self._made
 
     def begin(self, handles: Iterable[FlatParamHandle]) -> None:
-        """A backward begins, which may bring gradients of these. Older calls that it does not come to are forgotten."""
+        """A backward begins, which may bring gradients of these handles.
+
+        It may leave pending calls for a later backward: a forward that takes gradients inside of it does so, for
+        instance.
+        """
         self._before_backward, self.reached = self._made, 0
-        self.oldest = 0
-        for number, call in self._with_graph:  # the oldest first
-            if call() is not None:
-                self.oldest = self._age(number)
-                break
-        self._with_graph.clear()
+        self._pending = {number: call for number, call in self._pending.items() if call() is not None}
+        self.oldest = max(map(self._age, self._pending), default=0)
         self.complete.clear()
         self.missing = set(handles)
         self._inside.clear()
 
     def reach(self, number: int) -> None:
         """Record that backward has come to a call."""
+        self._pending.pop(number, None)
         self.reached = max(self.reached, self._age(number))
 
     def await_inputs(self, number: int) -> None:

@@ -73,7 +73,7 @@ class UnshardedParameters:
         self._placeholders: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
         self._freed = FreedLeaves(self.leaves)
-        self._version_of = version_of_dtensor if any(parts) else operator.attrgetter("_version")
+        self._version_of: Callable[[Any], int] = version_of_dtensor if any(parts) else operator.attrgetter("_version")
         self._placed = [self._lies_there(view) for view in views]
         self._expected: list[int] | None = None  # the versions of the leaves, while they have the gathered values
         if is_shard:

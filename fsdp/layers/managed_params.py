@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import check_extension, holds_extended, values_of
@@ -26,11 +26,13 @@ def collect(
     *,
     with_values: bool = True,
     takes_all: bool = False,
+    takes_bytes: bool = False,
 ) -> dict[nn.Parameter, Places]:
     """Return the parameters below `module` that belong to no inner unit, each with every place where it is used.
 
     Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
-    if given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather extension are included.
+    if given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather extension are included;
+    with `takes_bytes`, those that have a `Packing`.
 
     Raises:
         TypeError: if a parameter is an integer tensor or has another type that cannot be flattened.
@@ -59,10 +61,32 @@ def collect(
                 kind = tied
             else:
                 _refuse_taken(fqn, param)
-            _check(fqn, param, with_values, takes_all)
+            if takes_bytes and is_packed(param, in_rows=takes_all):
+                from fsdp.layers.packing import Packing  # for quantised and integer parameters
+
+                Packing(fqn, param)  # raises an error for a parameter that has no such form
+            else:
+                _check(fqn, param, with_values, takes_all)
             kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
     _refuse_aliases(found | (tied or {}))
     return found
+
+
+def is_packed(param: Tensor, in_rows: bool = False) -> bool:
+    """Return whether a parameter is sharded as bytes: frozen, and no dense tensor of an ordinary floating dtype.
+
+    Args:
+        param: a parameter.
+        in_rows: `fully_shard` divides the rows of plain tensors of any dtype, and of classes with torch's all-gather
+            extension.
+    """
+    if in_rows and (type(param) is nn.Parameter or holds_extended(param)):
+        return False
+    if param.requires_grad or param.layout is not torch.strided or param.is_quantized or is_dtensor(param):
+        return False
+    if type(param) is nn.Parameter:
+        return not (param.is_complex() or (param.is_floating_point() and param.dtype.itemsize > 1))
+    return hasattr(type(param), "__tensor_flatten__") and hasattr(type(param), "__tensor_unflatten__")
 
 
 def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
@@ -76,6 +100,8 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
 def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
     seen: dict[int, Places] = {}
     for param, places in found.items():
+        if is_packed(param) and type(param) is not nn.Parameter:
+            continue  # its class has the memory, and bytes are copied from there
         local = values_of(local_part(param))
         other = seen.setdefault(local.data_ptr(), places) if local.numel() and not local.is_meta else places
         if other is not places:
@@ -89,8 +115,8 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
 def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:
     if param.is_quantized or not (takes_all or param.is_floating_point() or param.is_complex()):
         raise TypeError(
-            f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
-            "buffer (register_buffer) if it is not trained."
+            f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded here. Register it "
+            "as a buffer (register_buffer) if it is not trained, or pass it in ignored_parameters."
         )
     check_placements(fqn, param)
     is_known = type(param) in _PLAIN or (is_dtensor(param) and not holds_extended(param))
@@ -102,7 +128,8 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
         kind += f" around a {type(local_part(param)).__name__}" if is_dtensor(param) else ""
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
-            "(to_empty() and reset_parameters()) or convert it before sharding."
+            "(to_empty() and reset_parameters()) or convert it before sharding. Frozen tensors of classes with "
+            "__tensor_flatten__ are sharded as bytes: freeze it (requires_grad_(False))."
         )
     if taken_over(param) is None and (param._backward_hooks or param._post_accumulate_grad_hooks):
         raise ValueError(

@@ -235,6 +235,14 @@ class Freezing:
         for handle in self.unit.handles:
             here = [place for places in handle.places for place in places if place.module in inside]
             listed = any(module in inside for module, _, _ in handle.presentation.entries)
+            packed = [
+                places[0].fqn for places, one in zip(handle.places, handle.flat_param.packings, strict=True) if one
+            ]
+            if packed and requires_grad and (here or listed):
+                raise RuntimeError(
+                    f"{self.unit.name}: {packed[0]} is sharded as bytes, which cannot be trained: thaw the parameters "
+                    "of other modules only, for instance of adapters"
+                )
             if here and not listed and handle.requires_grad is not requires_grad:
                 raise RuntimeError(
                     f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "

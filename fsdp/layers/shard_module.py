@@ -28,7 +28,7 @@ from fsdp.engine.originals import take_over
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
-from fsdp.layers.managed_params import GroupKey, Places, collect, device_of, group, key_of, names_of
+from fsdp.layers.managed_params import GroupKey, Places, collect, device_of, group, is_packed, key_of, names_of
 from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.layers.options import Options
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
@@ -132,7 +132,14 @@ def _shard_params(
         claimed_in(module),
         with_values=False,
         takes_all=form.lists_parts,
+        takes_bytes=True,
     )
+    stand_ins = None
+    if packed := [param for param in found if is_packed(param, in_rows=form.lists_parts)]:
+        from fsdp.layers.stand_ins import StandIns  # for quantised and integer parameters
+
+        stand_ins = StandIns(found, packed)
+        found = stand_ins.found
     form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
     device = options.device_for(params_are_on)
@@ -141,11 +148,15 @@ def _shard_params(
         from fsdp.layers.module_states import take_states_of_first  # which nothing but this option needs
 
         found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
+        if stand_ins is not None:
+            stand_ins.follow(found)
     unit = _make_unit(module, options, groups, device, ignored, form)
     unit.wanted = wanted(tied)
     try:
         for param, places in found.items():
             unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+        if stand_ins is not None:
+            stand_ins.check(unit)
             # Of `DTensor`s that stay what they are, `prepare` has checked the mesh.
             for over in () if form.lists_parts else filter(None, (groups.shard, reduce_group, groups.replicate)):
                 check_ranks(places[0].fqn, param, over, device)
@@ -156,12 +167,14 @@ def _shard_params(
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
             comm, copies = unit.everyone
             replicas = how.pop("replicas", copies.world_size)
-            how = {"rank": comm.rank, "world_size": comm.world_size, **how}
+            how = {"rank": comm.rank, "world_size": comm.world_size, "block": unit.placements.block_numel, **how}
             made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
             take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
-            return made
+            return made if stand_ins is None else stand_ins.described(made, params)
 
         shards = form.shard(found, unit, make)
+        if stand_ins is not None:
+            shards = stand_ins.settled(shards)
     except BaseException:
         unit.withdraw()
         raise

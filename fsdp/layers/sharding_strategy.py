@@ -148,7 +148,7 @@ class Groups:
             shard, replicate = pair
             ranks = [*chain(*_rows(*pair)), *ranks_of(replicate)]
         has_one_axis = replicate is None or replicate.size() == 1
-        return cls(shard, replicate, frozenset(ranks), placements.on_one_axis() if has_one_axis else placements)
+        return cls(shard, replicate, frozenset(ranks), placements.on_one_axis if has_one_axis else placements)
 
 
 def _is_mesh(given: Any) -> bool:

@@ -169,6 +169,10 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     kept = handle.kept_shard
     places = [handle.places[slot] for slot in slots]
     shard = Shard(flat_param, places, (), new_orig_params)
+    if any(flat_param.packings):
+        from fsdp.layers.packed_params import in_own_form  # for quantised parameters
+
+        shard = in_own_form(shard)
     comms = handle.comm, handle.reduce_comm, handle.replicas
     alike = None if kept is None else type(kept)(kept.comm, kept.lasts)
     along_replicas = handle.replica_axis, handle.sums_replicas_by

@@ -95,6 +95,7 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
         "placement of parameters": str(unit.placements.parameters),
         "placement of gradients": str(unit.placements.gradients),
         "placement of optimizer state": str(unit.placements.optimizer),
+        "block_numel": str(unit.placements.block_numel),
         "reshard_after_forward": unit.policy.reshard_after_forward,
         "reshard_after_backward": unit.policy.reshard_after_backward,
         "unshard_in_backward": unit.policy.unshard_in_backward,
@@ -119,10 +120,18 @@ def describe_handle(handle: FlatParamHandle) -> str:
     """Return the properties of a flat parameter that must be equal on all ranks, as text."""
     flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
     slots = ", ".join(
-        (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
+        (
+            f"{slot.name} ({part.spread})"
+            if part
+            else f"{slot.name} ({packing.description})"
+            if packing
+            else f"{slot.name}{list(slot.shape)}"
+        )
         + (f" along {slot.dim}" if slot.dim else "")
         + (" frozen" if handle.requires_grad and not needs else "")
-        for slot, part, needs in zip(layout.slots, flat_param.parts, handle.requires_grad_each, strict=True)
+        for slot, part, packing, needs in zip(
+            layout.slots, flat_param.parts, flat_param.packings, handle.requires_grad_each, strict=True
+        )
     )
     kind = f"{own} requires_grad={handle.requires_grad}"
     if handle.is_cast or handle.gradients.dtype != own:

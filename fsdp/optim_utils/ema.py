@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class EMA(AveragedModel):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")
         require_values(model, "make an EMA")
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
+        super().__init__(model, multi_avg_fn=_average_of(decay), use_buffers=use_buffers)
         self.decay = decay
         self.module.requires_grad_(False)
 
@@ -53,7 +53,7 @@ class EMA(AveragedModel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.multi_avg_fn = get_ema_multi_avg_fn(self.decay)
+        self.multi_avg_fn = _average_of(self.decay)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
@@ -83,6 +83,19 @@ class EMA(AveragedModel):
                 f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
             )
         return list(zip(ours, theirs, strict=True))
+
+
+def _average_of(decay: float) -> Callable[..., None]:
+    average = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
+        if averages[0].is_floating_point() or averages[0].is_complex():
+            average(averages, weights, count)
+        else:  # integers and bytes of quantised parameters have no average
+            torch._foreach_copy_(list(averages), list(weights))
+
+    return update
 
 
 @torch.no_grad()

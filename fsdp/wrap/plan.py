@@ -31,7 +31,9 @@ from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers import offload
+from fsdp.layers.managed_params import is_packed
 from fsdp.layers.offload import HostStorage
+from fsdp.layers.packing import Packing
 from fsdp.layers.summary import aligned, size_text
 from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
@@ -244,7 +246,12 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
     """Return a copy of a module on the meta device, and the options that name parts of it, of the copy."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+        if is_packed(param):
+            packing = Packing("", param)
+            made = packing.unpack(torch.empty(packing.nbytes, dtype=torch.uint8, device=META))
+        else:
+            made = torch.empty_like(param, device=META)
+        memo[id(param)] = nn.Parameter(made, requires_grad=param.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     copied = copy.deepcopy(module, memo)

@@ -172,7 +172,7 @@ def test_ranks_with_different_tensors_are_told(tmp_path: Path) -> None:
         fsdp.save(path, model)
 
 
-def test_parameters_without_values_are_not_saved(ranks: RankPool, tmp_path: Path) -> None:
+def test_parameters_without_values_are_not_saved(tmp_path: Path) -> None:
     with torch.device("meta"):
         plain = nested_mlp()
     with pytest.raises(RuntimeError, match="have no values yet"):

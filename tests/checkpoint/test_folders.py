@@ -27,22 +27,20 @@ from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankPool
 
 # Several files
 
 
-@parametrize_pairs(at_most=6, saved_by=[1, 2, 3, 4], loaded_by=[2, 1, 3], max_file_bytes=[200, 1, 10_000])
-def test_large_models_are_divided_as_hugging_face_divides_them(
-    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, max_file_bytes: int
-) -> None:
-    ranks(saved_by).run(_save_divided, tmp_path, max_file_bytes)
+@parametrize_cases(at_most=6, saved_by=[1, 2, 3, 4], loaded_by=[2, 1, 3], max_file_bytes=[200, 1, 10_000])
+def test_large_models_are_divided_as_hugging_face_divides_them(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(case.saved_by).run(_save_divided, tmp_path, case.max_file_bytes)
     names = sorted(each.name for each in (tmp_path / "run").iterdir() if each.suffix == ".safetensors")
     files = [name for name in names if name.startswith("model")]
     total = sum(value.nbytes for value in nested_mlp().state_dict().values())
-    if max_file_bytes > total:
+    if case.max_file_bytes > total:
         assert files == ["model.safetensors"]
     else:
         count = len(files)
@@ -53,8 +51,8 @@ def test_large_models_are_divided_as_hugging_face_divides_them(
         assert_same_state({name: found[name] for name in nested_mlp().state_dict()}, nested_mlp(seed=1).state_dict())
         for name in files:
             sizes = [value.nbytes for key, value in found.items() if index["weight_map"][key] == name]
-            assert sum(sizes) <= max_file_bytes or len(sizes) == 1
-    ranks(loaded_by).run(_load_divided, tmp_path)
+            assert sum(sizes) <= case.max_file_bytes or len(sizes) == 1
+    ranks(case.loaded_by).run(_load_divided, tmp_path)
     checkpoint.verify(tmp_path / "run")
 
 
@@ -173,14 +171,14 @@ def folder_of_its_own(path: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-@parametrize_pairs(world_size=[3, 2], apart=[1, 2], background=[False, True], size=["small", "large"])
+@parametrize_cases(world_size=[3, 2], apart=[1, 2], background=[False, True], size=["small", "large"])
 def test_ranks_that_do_not_share_a_file_system_send_their_parts_to_the_first(
-    ranks: RankPool, tmp_path: Path, world_size: int, apart: int, background: bool, size: str
+    ranks: RankPool, tmp_path: Path, world_size: int, case: Case
 ) -> None:
-    ranks(world_size).run(_save_apart, tmp_path, apart, background, size)
+    ranks(world_size).run(_save_apart, tmp_path, case.apart, case.background, case.size)
     assert [each.name for each in tmp_path.iterdir() if any(each.iterdir())] == ["0"]
     checkpoint.verify(tmp_path / "0" / "run")
-    ranks(2).run(_load_there, tmp_path / "0" / "run", size)
+    ranks(2).run(_load_there, tmp_path / "0" / "run", case.size)
 
 
 def _model(size: str, seed: int) -> Any:

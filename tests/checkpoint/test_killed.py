@@ -25,7 +25,7 @@ from tests.helpers.checkpoint_models import content
 from tests.helpers.equality import assert_same
 from tests.helpers.killed_saves import counted_steps
 from tests.helpers.models import nested_mlp
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankError, RankPool
 
@@ -126,23 +126,23 @@ def _assert_in_order(folder: Path, mode: str) -> None:
         assert entries - folders <= {f"{name}.lock" for name in folders if name.endswith(".saving")}
 
 
-@parametrize_pairs(mode=MODES, world_size=[2, 3], all_die=[True, False], loading=[1, 2])
+@parametrize_cases(mode=MODES, world_size=[2, 3], all_die=[True, False], loading=[1, 2])
 def test_any_rank_or_all_killed_at_any_moment_leave_the_newest_complete_state(
-    ranks: RankPool, tmp_path: Path, mode: str, world_size: int, all_die: bool, loading: int
+    ranks: RankPool, tmp_path: Path, world_size: int, case: Case
 ) -> None:
-    seed = 8 * MODES.index(mode) + 4 * (world_size - 2) + 2 * all_die + loading - 1
+    seed = 8 * MODES.index(case.mode) + 4 * (world_size - 2) + 2 * case.all_die + case.loading - 1
     victims = list(range(world_size))
     random.Random(seed).shuffle(victims)
-    if not all_die:
+    if not case.all_die:
         victims = victims[:1]
     with pytest.raises(RankError, match="SIGKILL"):
-        ranks(world_size).run(_save_until_killed, tmp_path, mode, seed, victims)
+        ranks(world_size).run(_save_until_killed, tmp_path, case.mode, seed, victims)
     complete = max(_versions_in_place(tmp_path), default=0)
-    (version, *others) = ranks(loading).run(_load_and_save, tmp_path, mode)
+    (version, *others) = ranks(case.loading).run(_load_and_save, tmp_path, case.mode)
     assert not others or others == [version]
     assert version in (COMPLETE, COMPLETE + 1)
     assert version >= complete
-    _assert_in_order(tmp_path, mode)
+    _assert_in_order(tmp_path, case.mode)
 
 
 def test_a_first_save_that_is_killed_leaves_nothing_that_can_be_loaded(ranks: RankPool, tmp_path: Path) -> None:

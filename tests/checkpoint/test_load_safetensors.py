@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, other_values, save, shard_bytes
@@ -43,17 +44,12 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {name: folder if value is FOLDER or value == FOLDER else value for name, value in options.items()}
 
 
-@parametrize_pairs(world_size=[3, 1, 2], options=OPTIONS, nested=[True, False], files=[1, 2])
-def test_the_model_has_the_values_of_the_files(
-    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any], nested: bool, files: int
-) -> None:
-    save(tmp_path, other_values(), files)
-    ranks(world_size).run(_load, tmp_path, with_folder(options, tmp_path / "offload"), nested)
-
-
-def _load(path: Path, options: dict[str, Any], nested: bool) -> None:
-    model = nested_mlp(fully_sharded(**options), nested=nested)
-    result = load_safetensors(model, path)
+@parametrize_cases(world_size=[3, 1, 2], options=OPTIONS, nested=[True, False], files=[1, 2])
+@on_ranks("world_size")
+def test_the_model_has_the_values_of_the_files(tmp_path: Path, case: Case) -> None:
+    save(tmp_path, other_values(), case.files)
+    model = nested_mlp(fully_sharded(**with_folder(case.options, tmp_path / "offload")), nested=case.nested)
+    result = load_safetensors(model, tmp_path)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert_same_state(model.state_dict(), other_values())
 
@@ -92,41 +88,30 @@ class _Loaded:
 
 
 @parametrize_pairs(options=OPTIONS[:4], world_size=[3, 4])
-def test_a_loaded_model_trains_like_the_plain_one(
-    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
-) -> None:
+@on_ranks("world_size")
+def test_a_loaded_model_trains_like_the_plain_one(tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path, other_values())
-    ranks(world_size).run(_train, tmp_path, options)
+    assert_parity(_Loaded(nested_mlp, tmp_path, **options), sgd_with_momentum, wrap=fully_sharded())
 
 
-def _train(path: Path, options: dict[str, Any]) -> None:
-    assert_parity(_Loaded(nested_mlp, path, **options), sgd_with_momentum, wrap=fully_sharded())
-
-
-def test_ranks_that_keep_nothing_of_a_parameter_gather_it_again(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_keep_nothing_of_a_parameter_gather_it_again(tmp_path: Path) -> None:
     save(tmp_path, {"scale": torch.tensor(-3.0)})
-    ranks(2).run(_load_one_number, tmp_path)
-
-
-def _load_one_number(path: Path) -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=False))
     inputs = torch.ones(2, 5)
     with model.no_sync():
         before = model(inputs)
-    load_safetensors(model, path, strict=False)
+    load_safetensors(model, tmp_path, strict=False)
     assert not torch.equal(model(inputs), before)
 
 
-def test_what_was_assigned_gives_way(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_was_assigned_gives_way(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_assign_and_load, tmp_path)
-
-
-def _assign_and_load(path: Path) -> None:
     model = nested_mlp(fully_sharded())
     model.entry.bias = nn.Parameter(torch.ones(7))
     with counted_reads() as sizes:
-        load_safetensors(model, path)
+        load_safetensors(model, tmp_path)
     assert sum(sizes) == shard_bytes(model)
     assert_same_state(model.state_dict(), other_values())
 
@@ -135,52 +120,40 @@ def _assign_and_load(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_values_of_another_dtype_are_cast(ranks: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_values_of_another_dtype_are_cast(tmp_path: Path, dtype: torch.dtype) -> None:
     save(tmp_path, {name: value.to(dtype) for name, value in other_values().items()})
-    ranks(2).run(_load_cast, tmp_path, dtype)
-
-
-def _load_cast(path: Path, dtype: torch.dtype) -> None:
     model = nested_mlp(fully_sharded())
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert_same_state(model.state_dict(), {name: v.to(dtype).float() for name, v in other_values().items()})
 
 
-def test_shards_keep_the_precision_of_the_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_shards_keep_the_precision_of_the_optimizer(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_under_policy, tmp_path)
-
-
-def _load_under_policy(path: Path) -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = nested_mlp(fully_sharded(mixed_precision=policy))
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert_same_state(model.state_dict(), other_values())
 
 
 # What is not flat
 
 
-class WithBuffers(nn.Module):
+def with_buffers() -> nn.Module:
     """A batch norm beside a layer, a table that is not in memory in row-major order, and one that is not saved."""
-
-    table: Tensor
-    own: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("table", torch.zeros(4, 3).t())
-        self.register_buffer("own", torch.ones(2), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(self.norm(inputs)) @ self.table
+    return Net(
+        lambda net, x: net.layer(net.norm(x)) @ net.table,
+        norm=nn.BatchNorm1d(3),
+        layer=nn.Linear(3, 3),
+        table=nn.Buffer(torch.zeros(4, 3).t()),
+        own=nn.Buffer(torch.ones(2), persistent=False),
+    )
 
 
 def state_with_buffers() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    state = WithBuffers().state_dict()
+    state = with_buffers().state_dict()
     return {
         name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else torch.tensor(7)
         for name, value in state.items()
@@ -191,23 +164,18 @@ POLICY = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 
 @parametrize_pairs(options=[{}, {"mixed_precision": POLICY}, {"use_orig_params": True}], world_size=[2, 3])
-def test_buffers_are_read_whole_on_every_rank(
-    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
-) -> None:
+@on_ranks("world_size")
+def test_buffers_are_read_whole_on_every_rank(tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path, state_with_buffers())
-    ranks(world_size).run(_load_buffers, tmp_path, options)
-
-
-def _load_buffers(path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = FullyShardedDataParallel(WithBuffers(), **options)
+    model = FullyShardedDataParallel(with_buffers(), **options)
     with counted_reads() as sizes:
-        load_safetensors(model, path)
-    assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in WithBuffers().buffers()) - 2 * 4
+        load_safetensors(model, tmp_path)
+    assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in with_buffers().buffers()) - 2 * 4
     assert_same_state(model.state_dict(), state_with_buffers())
     assert torch.equal(model.module.own, torch.ones(2, dtype=model.module.own.dtype))
     inputs = torch.rand(4, 3)
-    plain = WithBuffers().eval()
+    plain = with_buffers().eval()
     plain.load_state_dict(state_with_buffers())
     tolerance = {"rtol": 0.1, "atol": 0.1} if options.get("mixed_precision") else {}
     torch.testing.assert_close(model.eval()(inputs).float(), plain(inputs), **tolerance)
@@ -215,37 +183,31 @@ def _load_buffers(path: Path, options: dict[str, Any]) -> None:
 
 def test_buffers_without_memory_get_some(tmp_path: Path) -> None:
     save(tmp_path, state_with_buffers())
-    module = WithBuffers()
+    module = with_buffers()
     module.table = module.table.to("meta")
     model = FullyShardedDataParallel(module, Alone())
     load_safetensors(model, tmp_path)
     assert torch.equal(model.state_dict()["table"], state_with_buffers()["table"])
 
 
-def test_ignored_parameters_are_read_whole(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ignored_parameters_are_read_whole(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_ignored, tmp_path)
-
-
-def _load_ignored(path: Path) -> None:
     plain = nested_mlp()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain.entry], ignored_parameters=[plain.scale])
     weight = plain.entry.weight
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert_same_state(model.state_dict(), other_values())
     assert plain.entry.weight is weight
 
 
-def test_a_plain_model_with_units_inside_is_loaded_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_plain_model_with_units_inside_is_loaded_as_a_whole(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_plain_around_units, tmp_path)
-
-
-def _load_plain_around_units(path: Path) -> None:
     model = nested_mlp()
     model.trunk = FullyShardedDataParallel(model.trunk)
     model.gate = FullyShardedDataParallel(model.gate, flatten_parameters=False)
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert_same_state(model.state_dict(), other_values())
 
 
@@ -258,30 +220,24 @@ def test_a_model_without_units_is_loaded_in_place(tmp_path: Path) -> None:
     assert {name: (id(param), param._version - 1) for name, param in model.named_parameters()} == before
 
 
-def test_one_unit_of_a_model_is_loaded_by_itself(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_one_unit_of_a_model_is_loaded_by_itself(tmp_path: Path) -> None:
     state = {name.removeprefix("trunk."): value for name, value in other_values().items() if name.startswith("trunk.")}
     save(tmp_path, state)
-    ranks(2).run(_load_one_unit, tmp_path)
-
-
-def _load_one_unit(path: Path) -> None:
     model = nested_mlp(fully_sharded())
-    load_safetensors(model.trunk, path)
+    load_safetensors(model.trunk, tmp_path)
     own, other = nested_mlp().state_dict(), other_values()
     assert_same_state(model.state_dict(), {name: (other if "trunk." in name else own)[name] for name in own})
 
 
-def test_frozen_parameters_are_loaded_and_stay_frozen(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_frozen_parameters_are_loaded_and_stay_frozen(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_frozen, tmp_path)
-
-
-def _load_frozen(path: Path) -> None:
     plain = nested_mlp()
     plain.trunk.requires_grad_(False)
     model = FullyShardedDataParallel(plain)
     needs = [param.requires_grad for param in model.parameters()]
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert_same_state(model.state_dict(), other_values())
     assert [param.requires_grad for param in model.parameters()] == needs == [True, False]
 
@@ -292,35 +248,30 @@ def _load_frozen(path: Path) -> None:
 @parametrize_pairs(
     stored=["tokens.weight", "head.weight"], options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 )
+@on_ranks(2)
 def test_a_tied_parameter_is_loaded_under_any_of_its_names(
-    ranks: RankPool, tmp_path: Path, stored: str, options: dict[str, Any]
+    tmp_path: Path, stored: str, options: dict[str, Any]
 ) -> None:
     state = tiny_transformer(tied=True, seed=1).state_dict()
     for name in {"tokens.weight", "head.weight"} - {stored}:
         del state[name]
     save(tmp_path, state)
-    ranks(2).run(_load_tied, tmp_path, options)
-
-
-def _load_tied(path: Path, options: dict[str, Any]) -> None:
     model = tiny_transformer(fully_sharded(**options), tied=True)
-    result = load_safetensors(model, path)
+    result = load_safetensors(model, tmp_path)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert_same_state(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
 
 
-def test_a_tied_model_trains_on(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_tied_model_trains_on(tmp_path: Path) -> None:
     state = tiny_transformer(tied=True, seed=1).state_dict()
     del state["head.weight"]
     save(tmp_path, state)
-    ranks(2).run(_train_tied, tmp_path)
 
-
-def _train_tied(path: Path) -> None:
     def make(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
         return tiny_transformer(wrap, tied=True, seed=seed)
 
-    assert_parity(_Loaded(make, path), sgd_with_momentum, wrap=fully_sharded(), task=TOKENS)
+    assert_parity(_Loaded(make, tmp_path), sgd_with_momentum, wrap=fully_sharded(), task=TOKENS)
 
 
 def test_names_that_torchs_wrappers_add_are_not_needed(tmp_path: Path) -> None:

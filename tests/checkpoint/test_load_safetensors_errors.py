@@ -15,40 +15,33 @@ from torch import nn
 from fsdp import FullyShardedDataParallel, load_safetensors
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import other_values, save
 
 
-def test_without_strict_the_result_says_what_does_not_fit(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_without_strict_the_result_says_what_does_not_fit(tmp_path: Path) -> None:
     state = other_values()
     del state["entry.bias"]
     save(tmp_path, state | {"more": torch.ones(1)})
-    ranks(2).run(_load_loosely, tmp_path)
-
-
-def _load_loosely(path: Path) -> None:
     model = nested_mlp(fully_sharded())
-    result = load_safetensors(model, path, strict=False)
+    result = load_safetensors(model, tmp_path, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["entry.bias"], ["more"])
     expected = other_values() | {"entry.bias": nested_mlp().state_dict()["entry.bias"]}
     assert_same_state(model.state_dict(), {name: expected[name] for name in other_values()})
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_one_error_names_all_that_does_not_fit_and_nothing_is_changed(
-    ranks: RankPool, tmp_path: Path, strict: bool
-) -> None:
+@on_ranks(2)
+def test_one_error_names_all_that_does_not_fit_and_nothing_is_changed(tmp_path: Path, strict: bool) -> None:
     state = other_values()
     del state["entry.bias"]
     save(tmp_path, state | {"more": torch.ones(1), "trunk.0.weight": torch.ones(7, 11)})
-    ranks(2).run(_refuse, tmp_path, strict)
-
-
-def _refuse(path: Path, strict: bool) -> None:
     model = nested_mlp(fully_sharded())
     with pytest.raises(RuntimeError) as caught:
-        load_safetensors(model, path, strict=strict)
+        load_safetensors(model, tmp_path, strict=strict)
     message = str(caught.value)
     assert "trunk.0.weight in " in message
     assert "has shape [7, 11], and the model's [11, 7]" in message
@@ -57,18 +50,15 @@ def _refuse(path: Path, strict: bool) -> None:
     assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
-def test_a_model_in_use_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_model_in_use_is_left_alone(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_in_use, tmp_path)
-
-
-def _load_in_use(path: Path) -> None:
     model = nested_mlp(fully_sharded())
     errors: list[str] = []
 
     def load(*args: Any) -> None:
         with pytest.raises(RuntimeError) as caught:
-            load_safetensors(model, path)
+            load_safetensors(model, tmp_path)
         errors.append(str(caught.value))
 
     hook = model.module.module.exit.register_forward_hook(load)
@@ -115,33 +105,27 @@ def _load_different_files(path: Path) -> None:
         load_safetensors(model, path / "other" if dist.get_rank() == 2 else path, strict=False)
 
 
-def test_a_rank_without_the_file_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_rank_without_the_file_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_missing_file, tmp_path)
-
-
-def _load_missing_file(path: Path) -> None:
     model = nested_mlp(fully_sharded())
     if dist.get_rank() == 1:
         with pytest.raises(FileNotFoundError, match="nowhere"):
-            load_safetensors(model, path / "nowhere")
+            load_safetensors(model, tmp_path / "nowhere")
     else:
         with pytest.raises(RuntimeError, match=r"rank 1 could not open its safetensors files.*FileNotFound.*nowhere"):
-            load_safetensors(model, path)
+            load_safetensors(model, tmp_path)
 
 
-def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     save(tmp_path, other_values())
-    ranks(2).run(_load_unreadable, tmp_path)
-
-
-def _load_unreadable(path: Path) -> None:
     model = nested_mlp(fully_sharded())
     is_broken = dist.get_rank() == 1
     broken = mock.patch("os.preadv", side_effect=OSError("the disk is gone"))
     raised = OSError if is_broken else RuntimeError
     with broken if is_broken else nullcontext(), pytest.raises(raised, match="the disk is gone"):
-        load_safetensors(model, path)
+        load_safetensors(model, tmp_path)
 
 
 def test_complex_values_do_not_become_real(tmp_path: Path) -> None:

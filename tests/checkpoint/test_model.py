@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state
+from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state, tied_state
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads, shard_bytes
@@ -39,26 +38,13 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {name: folder / value if name == "offload_folder" else value for name, value in options.items()}
 
 
-def tied_state(make: Callable[..., nn.Module], seed: int) -> dict[str, Tensor]:
-    """A plain model's state with tied parameters under their first names only."""
-    model = make(seed=seed)
-    params = dict(model.named_parameters())  # which has them once
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name in params or name in dict(model.named_buffers())
-    }
-
-
 # Values
 
 
-@parametrize_pairs(saved_by=WORLDS, loaded_by=WORLDS, options=OPTIONS)
-def test_any_number_of_ranks_loads_what_any_other_has_saved(
-    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, options: dict[str, Any]
-) -> None:
-    ranks(saved_by).run(save_in, tmp_path / "run", everything, fully_sharded())
-    ranks(loaded_by).run(_load, tmp_path / "run", with_folder(options, tmp_path))
+@parametrize_cases(saved_by=WORLDS, loaded_by=WORLDS, options=OPTIONS)
+def test_any_number_of_ranks_loads_what_any_other_has_saved(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(case.saved_by).run(save_in, tmp_path / "run", everything, fully_sharded())
+    ranks(case.loaded_by).run(_load, tmp_path / "run", with_folder(case.options, tmp_path))
 
 
 def _load(folder: Path, options: dict[str, Any]) -> None:

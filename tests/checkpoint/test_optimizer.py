@@ -23,18 +23,16 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import grouped_adamw, train
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import adam, fully_sharded
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import Alone, adam, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import counted_reads
 
 
-@parametrize_pairs(saved=FORMS, loaded=FORMS, loaded_by=[2, 1])
-def test_every_form_of_parameters_loads_the_state_of_every_other(
-    ranks: RankPool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], loaded_by: int
-) -> None:
-    ranks(3).run(_save_adam, tmp_path, saved)
-    ranks(loaded_by).run(_save_adam, tmp_path, loaded, is_loaded=True)
+@parametrize_cases(saved=FORMS, loaded=FORMS, loaded_by=[2, 1])
+def test_every_form_of_parameters_loads_the_state_of_every_other(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(3).run(_save_adam, tmp_path, case.saved)
+    ranks(case.loaded_by).run(_save_adam, tmp_path, case.loaded, is_loaded=True)
     first, second = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("run", "again"))
     assert_same_state(dict(sorted(second.items())), dict(sorted(first.items())))
 
@@ -50,12 +48,10 @@ def _save_adam(folder: Path, options: dict[str, Any], is_loaded: bool = False) -
     fsdp.save(folder / ("again" if is_loaded else "run"), model, optimizer)
 
 
-@parametrize_pairs(at_most=9, saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
-def test_several_optimizers_are_saved_as_one(
-    ranks: RankPool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], loaded_by: int
-) -> None:
-    ranks(2).run(_save_two, tmp_path, saved)
-    ranks(loaded_by).run(_save_two, tmp_path, loaded, is_loaded=True)
+@parametrize_cases(at_most=9, saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
+def test_several_optimizers_are_saved_as_one(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(2).run(_save_two, tmp_path, case.saved)
+    ranks(case.loaded_by).run(_save_two, tmp_path, case.loaded, is_loaded=True)
     first, second = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("run", "again"))
     assert {name.rpartition("/")[2] for name in first} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
     assert_same_state(dict(sorted(second.items())), dict(sorted(first.items())))
@@ -208,9 +204,9 @@ def test_state_of_another_dtype_stays_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_state_of_another_shape_is_refused_and_named(
-    ranks: RankPool, tmp_path: Path, odd: Any, error: type[Exception], message: str
+    tmp_path: Path, odd: Any, error: type[Exception], message: str
 ) -> None:
-    model = nested_mlp(fully_sharded(process_group=_alone()))
+    model = nested_mlp(fully_sharded(process_group=Alone()))
     optimizer = Wide(model.parameters(), odd)
     optimizer.step()
     with pytest.raises(error, match=message):
@@ -218,14 +214,8 @@ def test_state_of_another_shape_is_refused_and_named(
     assert not list(tmp_path.iterdir())
 
 
-def _alone() -> Any:
-    from tests.helpers.parity import Alone
-
-    return Alone()
-
-
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    model = nested_mlp(fully_sharded(process_group=_alone()))
+    model = nested_mlp(fully_sharded(process_group=Alone()))
     other = adam(nested_mlp().parameters())
     with pytest.raises(ValueError, match=r"Adam: parameter 0 of group 0, of shape \(\), is not of this model"):
         fsdp.save(tmp_path / "run", model, other)
@@ -327,7 +317,7 @@ def test_groups_that_were_divided_merged_or_moved_are_refused(
 
 
 def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
-    model = nested_mlp(fully_sharded(process_group=_alone()))
+    model = nested_mlp(fully_sharded(process_group=Alone()))
     fsdp.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(

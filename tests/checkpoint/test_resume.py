@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import optim_utils
 from tests.helpers.equality import assert_same
-from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.models import Net, Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.optimizers import (
     MakeOptimizer,
     adadelta,
@@ -24,7 +24,7 @@ from tests.helpers.optimizers import (
     momentum,
     train,
 )
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import REGRESSION, TOKENS, fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -51,25 +51,19 @@ def frozen(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
     return nested_mlp(freeze, seed=seed)
 
 
-class WithUnused(nn.Module):
-    """A unit that no forward uses, and parameters of three dtypes."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.used = wrap(nn.Linear(5, 3))
-        self.unused = wrap(nn.Linear(3, 3))
-        self.thin = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.fine = nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64))
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.used(inputs * self.fine.float()) * self.thin.float())
-
-
 def unused_and_three_dtypes(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+    """A unit that no forward uses, and parameters of three dtypes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return wrap(WithUnused(wrap))
+        net = Net(
+            lambda net, x: net.out(net.used(x * net.fine.float()) * net.thin.float()),
+            used=wrap(nn.Linear(5, 3)),
+            unused=wrap(nn.Linear(3, 3)),
+            thin=nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+            fine=nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64)),
+            out=nn.Linear(3, 1),
+        )
+        return wrap(net)
 
 
 def tied(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
@@ -79,22 +73,18 @@ def tied(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
 MODELS: list[Callable[..., nn.Module]] = [garden, frozen, unused_and_three_dtypes, tied]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6, saved_by=[2, 1, 3, 4], loaded_by=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS, make_model=MODELS
 )
-def test_half_of_the_steps_at_another_number_of_ranks(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_by: int,
-    loaded_by: int,
-    form: dict[str, Any],
-    make_optimizer: MakeOptimizer,
-    make_model: Callable[..., nn.Module],
-) -> None:
-    (saved, trained), *_ = ranks(saved_by).run(_train_and_save, tmp_path, form, make_optimizer, make_model)
+def test_half_of_the_steps_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    (saved, trained), *_ = ranks(case.saved_by).run(
+        _train_and_save, tmp_path, case.form, case.make_optimizer, case.make_model
+    )
     torch.save((saved, trained), tmp_path / "states.pt")
-    is_same = saved_by == loaded_by
-    ranks(loaded_by).run(_load_and_train, tmp_path, form, make_optimizer, make_model, is_same=is_same)
+    is_same = case.saved_by == case.loaded_by
+    ranks(case.loaded_by).run(
+        _load_and_train, tmp_path, case.form, case.make_optimizer, case.make_model, is_same=is_same
+    )
 
 
 def _made(

@@ -15,18 +15,16 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from tests.checkpoint.test_model import tied_state
-from tests.fully_shard.test_tensor_parallel import Experts
-from tests.helpers.checkpoint_models import counted_writes, stored_state
+from tests.helpers.checkpoint_models import counted_writes, stored_state, tied_state
 from tests.helpers.convert_formats import converted
 from tests.helpers.dtensor_twins import ours, whole
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adamw, fully_sharded
 from tests.helpers.ranks import RankPool
-from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data, perceptron
+from tests.helpers.tensor_parallel import Experts, cube, gpt, mesh_of, over_data, perceptron
 
 Shape = tuple[int, int] | None
 SHAPES: list[Shape] = [(2, 2), (1, 2), (2, 1), None]
@@ -76,23 +74,15 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 # Every rank writes what it has
 
 
-@parametrize_pairs(at_most=8, shape=SHAPES, loaded=SHAPES, how=MODELS, options=WRAPS, others=WRAPS)
-def test_any_mesh_loads_what_any_other_has_saved(
-    ranks: RankPool,
-    tmp_path: Path,
-    shape: Shape,
-    loaded: Shape,
-    how: dict[str, Any],
-    options: dict[str, Any],
-    others: dict[str, Any],
-) -> None:
-    written = ranks(size_of(shape)).run(_save, tmp_path / "run", shape, how, options)
-    expected = tied_state(partial(gpt, **how), seed=1)
+@parametrize_cases(at_most=8, shape=SHAPES, loaded=SHAPES, how=MODELS, options=WRAPS, others=WRAPS)
+def test_any_mesh_loads_what_any_other_has_saved(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    written = ranks(size_of(case.shape)).run(_save, tmp_path / "run", case.shape, case.how, case.options)
+    expected = tied_state(partial(gpt, **case.how), seed=1)
     assert sum(written) == sum(value.nbytes for value in expected.values()), "each element is written once"
     found = stored_state(tmp_path / "run")
     assert_same_state({name: found[name] for name in expected}, expected)
     fsdp.checkpoint.verify(tmp_path / "run")
-    ranks(size_of(loaded)).run(_load, tmp_path / "run", loaded, how, others)
+    ranks(size_of(case.loaded)).run(_load, tmp_path / "run", case.loaded, case.how, case.others)
 
 
 def _save(folder: Path, shape: Shape, how: dict[str, Any], options: dict[str, Any]) -> int:
@@ -109,22 +99,20 @@ def _load(folder: Path, shape: Shape, how: dict[str, Any], options: dict[str, An
     assert_same_state(found, gpt(seed=1, **how).state_dict())
 
 
-@parametrize_pairs(at_most=5, shape=SHAPES, loaded=SHAPES, options=WRAPS)
-def test_optimizers_go_on_at_another_mesh(
-    ranks: RankPool, tmp_path: Path, shape: Shape, loaded: Shape, options: dict[str, Any]
-) -> None:
-    ranks(size_of(shape)).run(_save_trained, tmp_path / "run", shape, options)
+@parametrize_cases(at_most=5, shape=SHAPES, loaded=SHAPES, options=WRAPS)
+def test_optimizers_go_on_at_another_mesh(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(size_of(case.shape)).run(_save_trained, tmp_path / "run", case.shape, case.options)
     plain = gpt(vocabulary=True)
     optimizer = adamw(plain.parameters())
     fsdp.load(tmp_path / "run", plain, optimizer)
     expected = plain.state_dict(), moments(plain, optimizer)
     assert all(bool(value.any()) for value in expected[1].values())
-    for found in ranks(size_of(loaded)).run(_load_trained, tmp_path / "run", loaded):
+    for found in ranks(size_of(case.loaded)).run(_load_trained, tmp_path / "run", case.loaded):
         for own, value in zip(found, expected, strict=True):
             assert_same_state(own, value)
     # And as a model under other options goes on, whose optimizer shows no whole state.
     plain_after = ranks(1).run(_go_on, tmp_path / "run", (1, 1), {"door": "fully_shard"})[0]
-    for after in ranks(size_of(loaded)).run(_go_on, tmp_path / "run", loaded, options):
+    for after in ranks(size_of(case.loaded)).run(_go_on, tmp_path / "run", case.loaded, case.options):
         torch.testing.assert_close(after, plain_after, rtol=1e-4, atol=1e-5)
 
 

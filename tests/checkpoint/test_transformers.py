@@ -15,7 +15,8 @@ from torch import nn
 import fsdp
 from fsdp import load_safetensors
 from tests.helpers.equality import assert_same_state
-from tests.helpers.hugging_face import FAMILIES, MODULES, from_pretrained, logits, made, needs, sharded, wrapped
+from tests.helpers.hugging_face import FAMILIES, MODULES, from_pretrained, logits, made, sharded, wrapped
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw

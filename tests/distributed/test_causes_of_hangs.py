@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard, optim_utils, set_watchdog
 from fsdp.distributed.communicator import CollectiveError
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.waiting
@@ -135,10 +136,7 @@ FAULTS: dict[str, tuple[Callable[[Training], Any], str]] = {
         rf"Rank 1 runs forward 3 without gradients, {OTHERS} with gradients.*torch\.no_grad\(\)",
     ),
     "evaluation": (lambda job: job.model.eval(), rf"Rank 1 runs forward 3 in eval\(\), {OTHERS} in train\(\)"),
-    "no reduction": (
-        Training.without_reduction,
-        rf"Rank 1 runs backward 3 under no_sync\(\), {OTHERS} with reduction",
-    ),
+    "no reduction": (Training.without_reduction, rf"Rank 1 runs backward 3 under no_sync\(\), {OTHERS} with reduction"),
     "a frozen unit": (
         lambda job: job.freeze(""),
         rf"Rank 1 did not train blocks\.1 in backward 3, where it is frozen; {OTHERS} did.*requires_grad_",
@@ -163,12 +161,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "form", "world_size"), CASES)
-def test_the_cause_of_a_hang_is_named_on_every_rank(
-    ranks: RankPool, tmp_path: Path, kind: str, form: str, world_size: int
-) -> None:
-    for error in ranks(world_size, backend=None).run(_hang, tmp_path, form, kind):
-        # On a busy machine a rank may raise, and so leave the step, before another rank has written its report.
-        assert re.search(rf"\n(The others wait for rank \d\. )?({FAULTS[kind][1]}).*\n\(", error), error
+@on_ranks("world_size", backend=None)
+def test_the_cause_of_a_hang_is_named_on_every_rank(tmp_path: Path, kind: str, form: str) -> None:
+    def go_wrong(job: Training, rank: int) -> None:
+        job.step()
+        job.step()
+        if rank == 1:
+            FAULTS[kind][0](job)
+        for _ in range(3):
+            job.step()
+
+    error = _error_of(go_wrong, tmp_path, form)
+    # On a busy machine a rank may raise, and so leave the step, before another rank has written its report.
+    assert re.search(rf"\n(The others wait for rank \d\. )?({FAULTS[kind][1]}).*\n\(", error), error
 
 
 @contextmanager
@@ -189,18 +194,6 @@ def _watched(folder: Path) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def _hang(folder: Path, form: str, kind: str) -> str:
-    def go_wrong(job: Training, rank: int) -> None:
-        job.step()
-        job.step()
-        if rank == 1:
-            FAULTS[kind][0](job)
-        for _ in range(3):
-            job.step()
-
-    return _error_of(go_wrong, folder, form)
-
-
 def _error_of(train: Callable[[Training, int], Any], folder: Path, form: str) -> str:
     with _watched(folder) as rank, pytest.raises(CollectiveError) as raised:
         train(Training(form, folder), rank)
@@ -208,35 +201,29 @@ def _error_of(train: Callable[[Training, int], Any], folder: Path, form: str) ->
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_units_in_another_order_in_the_first_forward_are_named(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    for error in ranks(2, backend=None).run(_swap_in_forward, tmp_path, form):
-        cause = r"Rank 1 ran blocks\.2 before blocks\.0 in forward 1.*; rank 0 ran blocks\.0 first"
-        assert re.search(cause, error), error
-
-
-def _swap_in_forward(folder: Path, form: str) -> str:
+@on_ranks(2, backend=None)
+def test_units_in_another_order_in_the_first_forward_are_named(tmp_path: Path, form: str) -> None:
     def train(job: Training, rank: int) -> None:
         job.set(order=[2, 1, 0] if rank == 1 else [0, 1, 2])
         job.step()
         job.step()
 
-    return _error_of(train, folder, form)
+    error = _error_of(train, tmp_path, form)
+    cause = r"Rank 1 ran blocks\.2 before blocks\.0 in forward 1.*; rank 0 ran blocks\.0 first"
+    assert re.search(cause, error), error
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_units_in_another_order_in_backward_are_named(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    for error in ranks(2, backend=None).run(_swap_in_backward, tmp_path, form):
-        assert re.search(r"Rank 1 ran blocks\.2 before blocks\.0 in backward 1.*; rank 0 ran blocks\.0 first", error)
-
-
-def _swap_in_backward(folder: Path, form: str) -> str:
+@on_ranks(2, backend=None)
+def test_units_in_another_order_in_backward_are_named(tmp_path: Path, form: str) -> None:
     def train(job: Training, rank: int) -> None:
         job.set(is_wide=True)
         outputs = job.model(torch.ones(2, 4))
         for number in [2, 1, 0] if rank == 1 else [0, 1, 2]:
             outputs[number].sum().backward()
 
-    return _error_of(train, folder, form)
+    error = _error_of(train, tmp_path, form)
+    assert re.search(r"Rank 1 ran blocks\.2 before blocks\.0 in backward 1.*; rank 0 ran blocks\.0 first", error)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -84,20 +84,17 @@ def test_checked_messages_train_to_the_same_bits(tmp_path: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_that_do_not_all_check_are_told_apart(ranks: RankPool, tmp_path: Path) -> None:
-    for error in ranks(2, backend=None).run(_check_on_rank_0, tmp_path):
-        assert "  rank 0: waiting for what ranks tell each other, with checksums" in error
-        assert "  rank 1: waiting for what ranks tell each other" in error
-        assert "different collectives" in error
-
-
-def _check_on_rank_0(folder: Path) -> str:
-    check_messages(start(folder, 2) == 0)
+@on_ranks(2, backend=None)
+def test_ranks_that_do_not_all_check_are_told_apart(tmp_path: Path) -> None:
+    check_messages(start(tmp_path, 2) == 0)
     fsdp.set_watchdog(1.0, raises=True)
     with pytest.raises(CollectiveError) as error:
         weights_after([0])
     dist.destroy_process_group()
-    return str(error.value)
+    error = str(error.value)
+    assert "  rank 0: waiting for what ranks tell each other, with checksums" in error
+    assert "  rank 1: waiting for what ranks tell each other" in error
+    assert "different collectives" in error
 
 
 @on_ranks(2)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.comm_hooks import average
-from tests.helpers.models import keep, nested_mlp
+from tests.helpers.models import Net, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.parity import alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import Toolbox, batch, score
 
@@ -39,10 +39,6 @@ def recorded(module: Any) -> tuple[FullyShardedDataParallel, Record]:
     record = Record()
     module.register_comm_hook(record, recording)
     return module, record
-
-
-def alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, Alone(), **options)
 
 
 def flat(params: Any) -> Tensor:
@@ -93,34 +89,30 @@ def test_frozen_parameters_have_no_call() -> None:
     assert [gradient.shape for gradient in record.gradients] == [(7,)]
 
 
-class PartlyEmpty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.nothing = nn.Linear(5, 7), nn.Parameter(torch.empty(0))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) + self.nothing.sum()
+def partly_empty() -> nn.Module:
+    return Net(
+        lambda net, x: net.layer(x) + net.nothing.sum(), layer=nn.Linear(5, 7), nothing=nn.Parameter(torch.empty(0))
+    )
 
 
 @on_ranks(2)
 def test_parameters_without_elements_have_no_call() -> None:
-    model, record = recorded(fully_sharded(flatten_parameters=False)(PartlyEmpty()))
+    model, record = recorded(fully_sharded(flatten_parameters=False)(partly_empty()))
     model(torch.ones(2, 5)).sum().backward()
     assert sorted(gradient.numel() for gradient in record.gradients) == [8, 36]
     assert all(param.grad is not None for param in model.params)
 
 
-class TwoDtypes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.wide = nn.Linear(5, 5), nn.Linear(5, 5, dtype=torch.float64)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.wide(self.narrow(inputs).double())
+def two_dtypes() -> nn.Module:
+    return Net(
+        lambda net, x: net.wide(net.narrow(x).double()),
+        narrow=nn.Linear(5, 5),
+        wide=nn.Linear(5, 5, dtype=torch.float64),
+    )
 
 
 def test_each_dtype_of_a_unit_has_a_call_of_its_own() -> None:
-    model, record = recorded(alone(TwoDtypes()))
+    model, record = recorded(alone(two_dtypes()))
     model(torch.ones(2, 5)).sum().backward()
     assert {gradient.dtype for gradient in record.gradients} == {torch.float32, torch.float64}
     assert {shard.dtype for shard in record.shards} == {torch.float32, torch.float64}

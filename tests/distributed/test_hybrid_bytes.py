@@ -7,7 +7,6 @@ gather and for the reduction, and 2 (R - 1) / R * P / S across.
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,10 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.distributed.collectives import Communicator, DirectExchange, Pending
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import by_group, counting_sent
 
 LAYERS, WIDTH = 3, 12
 ITEM = 4
@@ -56,41 +56,20 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-@contextmanager
-def counting_sent_bytes() -> Iterator[Counter[Any]]:
-    """Bytes of parameters and gradients by the group that they are sent over."""
-    sent: Counter[Any] = Counter()
-    kind = type(dist.group.WORLD)
-    send: Any = kind.send  # type: ignore[union-attr]
-
-    def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
-        if tensors[0].dtype is not torch.uint8:  # which is what ranks tell each other
-            sent[self] += sum(tensor.nbytes for tensor in tensors)
-        return send(self, tensors, *args)
-
-    with mock.patch.object(kind, "send", count):
-        yield sent
-
-
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     shape=[(2, 2), (1, 4), (4, 1), (3, 1), (1, 3), (2, 1)],
     strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
     bucket_cap_mb=[0, 25],
 )
-def test_bytes_are_by_formula(
-    ranks: RankPool, shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: float
-) -> None:
-    ranks(shape[0] * shape[1]).run(_count, shape, strategy, bucket_cap_mb)
-
-
-def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: float) -> None:
-    replicas, shards = shape
-    model = tower(process_group=mesh_of(*shape), sharding_strategy=strategy, bucket_cap_mb=bucket_cap_mb)
-    with counting_sent_bytes() as sent:
+@on_ranks(lambda case: case.shape[0] * case.shape[1])
+def test_bytes_are_by_formula(case: Case) -> None:
+    replicas, shards = case.shape
+    model = tower(process_group=mesh_of(*case.shape), sharding_strategy=case.strategy, bucket_cap_mb=case.bucket_cap_mb)
+    with counting_sent(by_group) as sent:
         step(model)
     # The root and the layer that comes last in forward are whole until backward has used them.
-    gathers = LAYERS + 1 if strategy is ShardingStrategy._HYBRID_SHARD_ZERO2 else 2 * (LAYERS - 1) + 1 + 1
+    gathers = LAYERS + 1 if case.strategy is ShardingStrategy._HYBRID_SHARD_ZERO2 else 2 * (LAYERS - 1) + 1 + 1
     layer, root = WIDTH * WIDTH * ITEM, WIDTH * ITEM
     gathered = layer * (gathers - 1) + root
     reduced = layer * LAYERS + root
@@ -102,7 +81,7 @@ def _count(shape: tuple[int, int], strategy: ShardingStrategy, bucket_cap_mb: fl
 @on_ranks(3)
 def test_without_shards_only_gradients_travel() -> None:
     model = tower(sharding_strategy=ShardingStrategy.NO_SHARD)
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_group) as sent:
         step(model)
     assert sent == {dist.group.WORLD: 2 * 2 * (LAYERS * WIDTH * WIDTH + WIDTH) * ITEM / 3}
 
@@ -112,7 +91,7 @@ def test_what_goes_across_is_in_the_dtype_of_the_reduction() -> None:
     counts = []
     for dtype in (torch.float32, torch.bfloat16):
         model = tower(process_group=mesh_of(2, 2), mixed_precision=MixedPrecision(reduce_dtype=dtype))
-        with counting_sent_bytes() as sent:
+        with counting_sent(by_group) as sent:
             step(model)
         counts.append(sent[model.replicate_group])
     assert counts[0] == 2 * counts[1] > 0
@@ -175,14 +154,8 @@ def test_small_gradients_go_across_together(strategy: ShardingStrategy | None) -
     assert sent == (["reduce-scatter of root (Tower) to layers.2"] if strategy is None else []) + across
 
 
-def test_at_most_two_whole_gradients_are_held(ranks: RankPool) -> None:
-    # The one that is being sent within, and the one that was just completed; what goes across is a shard.
-    for held, left in ranks(4).run(_hold):
-        assert max(held) == 2
-        assert left == 0, "what was sent to replicas is kept"
-
-
-def _hold() -> tuple[list[int], int]:
+@on_ranks(4)
+def test_at_most_two_whole_gradients_are_held() -> None:
     # In 16 bits, and the rest in 64, so that gradients have a size of their own.
     torch.set_default_dtype(torch.float64)
     policy = MixedPrecision(reduce_dtype=torch.bfloat16)
@@ -190,7 +163,9 @@ def _hold() -> tuple[list[int], int]:
     held: list[int] = []
     with noting(lambda what: held.append(storages_of(WIDTH * WIDTH * 2))):
         step(model)
-    return held, storages_of(WIDTH * 2 // 4)  # of the root, which was the last
+    left = storages_of(WIDTH * 2 // 4)  # of the root, which was the last
+    assert max(held) == 2
+    assert left == 0, "what was sent to replicas is kept"
 
 
 def storages_of(nbytes: int) -> int:

@@ -15,7 +15,7 @@ from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap_bn, get_
 from tests.helpers.hybrid import every_nth, mesh_of, neighbours
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -94,7 +94,7 @@ SIZES = [1, 2]
 ROOTS = ["all", "hybrid"]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     size=[2, 1],
     root=ROOTS,
@@ -103,24 +103,25 @@ ROOTS = ["all", "hybrid"]
     norm_type=[None, 2.0, 1.0, math.inf],
 )
 @on_ranks(4)
-def test_experts_train_clip_and_are_saved_as_in_one_process(
-    size: int, root: str, form: dict[str, Any], bucket_cap_mb: float, norm_type: float | None
-) -> None:
-    options = {"bucket_cap_mb": bucket_cap_mb, **form}
+def test_experts_train_clip_and_are_saved_as_in_one_process(case: Case) -> None:
+    options = {"bucket_cap_mb": case.bucket_cap_mb, **case.form}
     torch.set_default_dtype(torch.float64)
-    model, reference = sharded(size, mesh_of(2, 2) if root == "hybrid" else None, **options), Reference(size)
+    model, reference = (
+        sharded(case.size, mesh_of(2, 2) if case.root == "hybrid" else None, **options),
+        Reference(case.size),
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, *reference.models)]
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
         model(rows_of(dist.get_rank(), step).double()).square().mean().backward()
         reference.backward(step)
-        if norm_type is not None:
-            norm = model.clip_grad_norm_(0.05, norm_type)
-            torch.testing.assert_close(norm, reference.clip(0.05, norm_type))
+        if case.norm_type is not None:
+            norm = model.clip_grad_norm_(0.05, case.norm_type)
+            torch.testing.assert_close(norm, reference.clip(0.05, case.norm_type))
         for optimizer in optimizers:
             optimizer.step()
-    expected = reference.models[expert_of(dist.get_rank(), size)].state_dict()
+    expected = reference.models[expert_of(dist.get_rank(), case.size)].state_dict()
     found = model.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():

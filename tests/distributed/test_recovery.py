@@ -138,16 +138,9 @@ def test_training_goes_on_as_if_there_had_been_no_bad_batch(
     dist.destroy_process_group()
 
 
-def test_a_step_that_failed_in_the_middle_is_said_on_every_rank_and_all_are_idle(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    for error in ranks(2, backend=None).run(_fail_in_the_middle, tmp_path):
-        assert "fsdp.recover(): rank 1 failed in the middle of a step, with a part of the weights written." in error
-        assert "Load the last checkpoint, on every rank." in error
-
-
-def _fail_in_the_middle(folder: Path) -> str:
-    start(folder, 2)
+@on_ranks(2, backend=None)
+def test_a_step_that_failed_in_the_middle_is_said_on_every_rank_and_all_are_idle(tmp_path: Path) -> None:
+    start(tmp_path, 2)
     training = Training("")
     training.step(0)
     saved = training.model.state_dict()
@@ -168,7 +161,9 @@ def _fail_in_the_middle(folder: Path) -> str:
     training.model.load_state_dict(saved)
     training.step(1)
     dist.destroy_process_group()
-    return str(error.value)
+    error = str(error.value)
+    assert "fsdp.recover(): rank 1 failed in the middle of a step, with a part of the weights written." in error
+    assert "Load the last checkpoint, on every rank." in error
 
 
 def _step_twice(training: Training) -> None:

@@ -89,25 +89,21 @@ def two_steps(rank: int, model: nn.Module) -> Callable[[int], None]:
         (two_steps, "SGD.step() of group 0, 1 parameters: lr=0.1", "(2 times)\n"),
     ],
 )
+@on_ranks(3, backend=None)
 def test_a_rank_that_steps_otherwise_is_found_out_on_all_ranks(
-    ranks: RankPool, tmp_path: Path, misstep: Misstep, others: str, one: str
+    tmp_path: Path, misstep: Misstep, others: str, one: str
 ) -> None:
-    for error in ranks(3, backend=None).run(_train, tmp_path, misstep):
-        assert "the ranks have taken different optimizer steps after backward " in error
-        assert f"  ranks 0, 2: {others}" in error
-        assert "  rank 1: " in error
-        assert one in error
-        assert "Take the same steps on every rank" in error
-
-
-def _train(folder: Path, misstep: Misstep) -> str:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(str(folder / "store"), 3))
+    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(str(tmp_path / "store"), 3))
     error = raised_by(misstep(rank, model := make_model()))
     with pytest.raises(RuntimeError, match="different optimizer steps"):  # and from now on
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     dist.destroy_process_group()
-    return error
+    assert "the ranks have taken different optimizer steps after backward " in error
+    assert f"  ranks 0, 2: {others}" in error
+    assert "  rank 1: " in error
+    assert one in error
+    assert "Take the same steps on every rank" in error
 
 
 @on_ranks(2)
@@ -276,16 +272,10 @@ def test_what_all_ranks_change_makes_no_difference(tmp_path: Path, originals: bo
 # Replicas
 
 
-def test_replicas_that_drift_apart_are_found_out(ranks: RankPool, tmp_path: Path) -> None:
-    for error in ranks(2, backend=None).run(_drift, tmp_path):
-        assert "replicas of the same shards have different values" in error
-        assert "  rank 0: bias of unit 'root (Linear)' has the checksum " in error
-        assert "weight" not in error
-
-
-def _drift(folder: Path) -> str:
+@on_ranks(2, backend=None)
+def test_replicas_that_drift_apart_are_found_out(tmp_path: Path) -> None:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(tmp_path / "store"), 2))
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -299,7 +289,9 @@ def _drift(folder: Path) -> str:
 
     error = raised_by(one_step)
     dist.destroy_process_group()
-    return error
+    assert "replicas of the same shards have different values" in error
+    assert "  rank 0: bias of unit 'root (Linear)' has the checksum " in error
+    assert "weight" not in error
 
 
 # Journals

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import ShardingStrategy
+from tests.helpers.calls import summon
 from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of
 from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, started, state_of
@@ -161,9 +162,7 @@ def _rotary_in(folder: Path) -> nn.Module:
     """Collective. A model with values, whose state is in a file there now."""
     expected = started(Rotary)
     expected.get_buffer("steps").fill_(7)
-    if dist.get_rank() == 0:
-        save(folder, expected.state_dict())
-    dist.barrier()
+    save(folder, expected.state_dict())
     return expected
 
 
@@ -199,15 +198,10 @@ def _save(model: Any) -> None:
     model.state_dict()
 
 
-def _summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
+every_use = pytest.mark.parametrize("use", [_compute, _save, summon])
 
 
-every_use = pytest.mark.parametrize("use", [_compute, _save, _summon])
-
-
-@parametrize_pairs(use=[_compute, _save, _summon], odd=[0, 2])
+@parametrize_pairs(use=[_compute, _save, summon], odd=[0, 2])
 def test_all_ranks_are_told_that_one_has_no_values(ranks: RankPool, use: Callable[[Any], None], odd: int) -> None:
     ranks(3).run(_lack_values, use, odd, {})
 

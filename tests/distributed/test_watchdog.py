@@ -93,11 +93,8 @@ def _sleep_on_rank_1() -> None:
         time.sleep(LATE)
 
 
-def test_a_rank_that_is_busy_for_a_good_reason_is_waited_for(ranks: RankPool) -> None:
-    assert ranks(2).run(_compile_for_long) == ["", ""]
-
-
-def _compile_for_long() -> str:
+@on_ranks(2)
+def test_a_rank_that_is_busy_for_a_good_reason_is_waited_for() -> None:
     model = trained_model()
     names: dict[str, Any] = {"sleep": _sleep_on_rank_1}
     exec(compile("def compile_frame(): sleep()", "/lib/torch/_dynamo/convert_frame.py", "exec"), names)
@@ -106,7 +103,7 @@ def _compile_for_long() -> str:
         names["compile_frame"]()
         train(model)
 
-    return printed_while(behave)
+    assert printed_while(behave) == ""
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -140,11 +137,8 @@ def _save_slowly_in_the_background(folder: Path, is_late: bool) -> str:
     return printed_while(behave)
 
 
-def test_a_slow_disk_of_one_rank_is_waited_for_while_all_save(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2).run(_save_slowly, tmp_path) == ["", ""]
-
-
-def _save_slowly(folder: Path) -> str:
+@on_ranks(2)
+def test_a_slow_disk_of_one_rank_is_waited_for_while_all_save(tmp_path: Path) -> None:
     model, write = trained_model(), writer.write_parts
 
     def write_slowly(*args: Any) -> Any:
@@ -153,31 +147,26 @@ def _save_slowly(folder: Path) -> str:
 
     def behave() -> None:
         with mock.patch.object(writer, "write_parts", write_slowly):
-            fsdp.save(folder / "saved", model)
+            fsdp.save(tmp_path / "saved", model)
 
-    return printed_while(behave)
-
-
-def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_report(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    for error in ranks(2, backend=None).run(_take_different_paths, tmp_path):
-        assert "did not complete: fsdp: rank " in error
-        assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
-        assert "  rank 1: waiting for gather of root (Linear) in state_dict()" in error
-        assert "Rank 1 is in state_dict(), which every rank must call, and rank 0 in forward 2." in error
+    assert printed_while(behave) == ""
 
 
-def _take_different_paths(folder: Path) -> str:
+@on_ranks(2, backend=None)
+def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_report(tmp_path: Path) -> None:
     rank = int(os.environ["RANK"])
-    store = dist.FileStore(str(folder / "store"), 2)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * LATE))
     model = trained_model()
     set_watchdog(1.0)
     paths = [lambda: train(model), model.state_dict]
     with pytest.raises(RuntimeError) as error, redirect_stderr(StringIO()):
         paths[rank]()
-    return str(error.value)
+    error = str(error.value)
+    assert "did not complete: fsdp: rank " in error
+    assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
+    assert "  rank 1: waiting for gather of root (Linear) in state_dict()" in error
+    assert "Rank 1 is in state_dict(), which every rank must call, and rank 0 in forward 2." in error
 
 
 def test_a_watchdog_that_raises_ends_all_waits_with_the_report(ranks: RankPool, tmp_path: Path) -> None:
@@ -224,18 +213,15 @@ def test_waits_are_given_up_also_when_others_have_closed_their_connections_befor
     store.wait(["done"])  # rank 2 does nothing, as if it was stopped
 
 
-def test_the_watchdog_can_be_turned_off(ranks: RankPool) -> None:
-    assert ranks(2).run(_be_late_unwatched) == ["", ""]
-
-
-def _be_late_unwatched() -> str:
+@on_ranks(2)
+def test_the_watchdog_can_be_turned_off() -> None:
     model = trained_model()
 
     def behave() -> None:
         set_watchdog(None)
         _come(model)
 
-    return printed_while(behave)
+    assert printed_while(behave) == ""
 
 
 @on_ranks(2)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 import fsdp
 from tests.docs.setting import PRELUDE
-from tests.helpers.hugging_face import MODULES, PATIENCE, needs
+from tests.helpers.hugging_face import MODULES, PATIENCE
+from tests.helpers.needs import needs
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
@@ -132,7 +133,7 @@ def test_little_is_left_out() -> None:
 
 def _packages(path: Path) -> list[str]:
     code = "".join(block.code for block in blocks(path.read_text("utf-8")) if not block.left_out)
-    packages = ("transformers", "peft", "accelerate", "lightning")
+    packages = ("transformers", "peft", "accelerate", "lightning", "torchao")
     return [name for name in packages if re.search(rf"(from|import) {name}", code)]
 
 

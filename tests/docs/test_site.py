@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.hugging_face import needs
+from tests.helpers.needs import needs
 from tests.helpers.paths import ROOT
 
 pytestmark = [

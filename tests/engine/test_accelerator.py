@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module, global_batches
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.parity import fully_sharded
@@ -34,11 +34,6 @@ def train(model: nn.Module, batches: list[Tensor], micro_batches: int = 1) -> li
         optimizer.step()
         losses.append(loss.detach())
     return losses
-
-
-def global_batches(steps: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(24, 5, generator=generator).to(ACCELERATOR) for _ in range(steps)]
 
 
 def _train_and_compare(options: dict[str, Any], micro_batches: int = 1, moves_afterwards: bool = False) -> None:

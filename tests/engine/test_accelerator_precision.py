@@ -13,19 +13,19 @@ from fsdp import FlatParameter, FullyShardedDataParallel
 from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_accelerators
-from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import fully_sharded, fused_adamw, sgd_with_momentum
 from tests.optim_utils.test_grad_scaler import (
     OFFLOADS,
     backward,
     counted_reductions,
-    fused_adamw,
     new_scaler,
     offload_options,
     skip_together,
     spoil_shard,
     step_changes,
 )
-from tests.training.test_option_grid import each_cell, train_and_compare
+from tests.training.test_option_grid import GRID, train_and_compare
 
 pytestmark = pytest.mark.accelerator
 
@@ -35,19 +35,19 @@ EVERY_PAIR = 8 if IS_SIMULATED else 40
 UNSHARDED_ON = "cpu" if IS_SIMULATED else ACCELERATOR
 
 
-@each_cell(at_most=EVERY_PAIR, world_size=[2, 3])
+@parametrize_cases(at_most=EVERY_PAIR, world_size=[2, 3], **GRID)
 def test_training_over_gloo_equals_the_unsharded_model_in_the_same_precision(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, world_size: int, case: Case
 ) -> None:
-    accelerator_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), ACCELERATOR, UNSHARDED_ON)
+    accelerator_ranks(world_size).run(train_and_compare, case, str(tmp_path), ACCELERATOR, UNSHARDED_ON)
 
 
-@each_cell(at_most=EVERY_PAIR)
+@parametrize_cases(at_most=EVERY_PAIR, **GRID)
 def test_training_over_nccl_equals_the_unsharded_model_in_the_same_precision(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, cell: dict[str, Any]
+    accelerator_ranks: AcceleratorRanks, tmp_path: Path, case: Case
 ) -> None:
     # A world of one is not sharded; what is offloaded, and what computes in another dtype, comes and goes all the same.
-    accelerator_ranks(1, backend="nccl").run(train_and_compare, cell, str(tmp_path), ACCELERATOR, UNSHARDED_ON)
+    accelerator_ranks(1, backend="nccl").run(train_and_compare, case, str(tmp_path), ACCELERATOR, UNSHARDED_ON)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

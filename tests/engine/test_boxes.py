@@ -14,8 +14,7 @@ from tests.engine.test_layout import for_any
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 RANGES = SHAPES.flatmap(
     lambda shape: st.tuples(
-        st.just(shape),
-        st.lists(st.integers(0, torch.Size(shape).numel()), min_size=2, max_size=2).map(sorted),
+        st.just(shape), st.lists(st.integers(0, torch.Size(shape).numel()), min_size=2, max_size=2).map(sorted)
     )
 )
 

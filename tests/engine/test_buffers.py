@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
+from tests.helpers.parity import alone, fully_sharded
 
 PRECISE = 1 + 2**-10  # 1 in bfloat16
 
@@ -50,13 +49,7 @@ def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in module.named_buffers()}
 
 
-OWN = {
-    "angles": SINGLE,
-    "positions": torch.int64,
-    "is_even": torch.bool,
-    "phases": torch.complex64,
-    "scale": SINGLE,
-}
+OWN = {"angles": SINGLE, "positions": torch.int64, "is_even": torch.bool, "phases": torch.complex64, "scale": SINGLE}
 
 
 def own_and_cast(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -75,12 +68,12 @@ def test_pain_point_18_tables_of_positions_stay_in_float32(param_dtype: torch.dt
     """Positions above 256 are not even different numbers in bfloat16: angles would be off by radians."""
     rotary = Rotary()
     expected = rotary.turns()
-    model = wrap_alone(rotary, mixed_precision=MixedPrecision(param_dtype=param_dtype))
+    model = alone(rotary, mixed_precision=MixedPrecision(param_dtype=param_dtype))
     model(torch.ones(Rotary.CONTEXT, 2)).float().sum().backward()
     assert dtypes(rotary) == OWN
     assert torch.equal(rotary.turns(), expected)
     cast = Rotary()
-    wrap_alone(cast, mixed_precision=MixedPrecision(param_dtype=param_dtype, buffer_dtype=param_dtype))
+    alone(cast, mixed_precision=MixedPrecision(param_dtype=param_dtype, buffer_dtype=param_dtype))
     assert (cast.turns().float() - expected).abs().max() > 0.4, "which is what they are spared"
 
 
@@ -88,17 +81,17 @@ def test_pain_point_18_tables_of_positions_stay_in_float32(param_dtype: torch.dt
 def test_without_mixed_precision_buffers_are_left_alone(options: dict[str, Any]) -> None:
     rotary = Rotary()
     before = dict(rotary.named_buffers())
-    wrap_alone(rotary, **options)
+    alone(rotary, **options)
     assert dtypes(rotary) == OWN
     assert all(after is before[name] for name, after in rotary.named_buffers())
 
 
-def test_buffers_of_other_dtypes_are_left_alone(ranks: RankPool) -> None:
+def test_buffers_of_other_dtypes_are_left_alone() -> None:
     """Parameters in 16 bits, with tables in 32 or 64."""
     rotary = Rotary()
     rotary.layer.to(BRAIN)
     rotary.register_buffer("fine", torch.ones(2, dtype=DOUBLE))
-    wrap_alone(rotary)
+    alone(rotary)
     assert dtypes(rotary) == {**OWN, "fine": DOUBLE}
 
 
@@ -118,14 +111,14 @@ def test_buffers_of_other_dtypes_are_left_alone(ranks: RankPool) -> None:
 )
 def test_with_flags_buffers_are_cast_as_in_fairscale(flags: dict[str, Any], expected: torch.dtype) -> None:
     rotary = Rotary()
-    wrap_alone(rotary, **flags)
+    alone(rotary, **flags)
     assert dtypes(rotary) == own_and_cast(expected)
 
 
 def test_with_flags_16_bit_parameters_have_16_bit_buffers() -> None:
     rotary = Rotary()
     rotary.layer.half()
-    wrap_alone(rotary, compute_dtype=HALF)
+    alone(rotary, compute_dtype=HALF)
     assert dtypes(rotary) == own_and_cast(HALF)
 
 
@@ -135,13 +128,13 @@ def test_with_flags_16_bit_parameters_have_16_bit_buffers() -> None:
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
 def test_a_policy_casts_floating_point_buffers(dtype: torch.dtype) -> None:
     rotary = Rotary()
-    wrap_alone(rotary, mixed_precision=policy(dtype))
+    alone(rotary, mixed_precision=policy(dtype))
     assert dtypes(rotary) == own_and_cast(dtype)
 
 
 def test_buffers_can_be_cast_where_parameters_are_not() -> None:
     rotary = Rotary()
-    wrap_alone(rotary, mixed_precision=MixedPrecision(buffer_dtype=BRAIN))
+    alone(rotary, mixed_precision=MixedPrecision(buffer_dtype=BRAIN))
     assert dtypes(rotary) == own_and_cast(BRAIN)
     assert rotary.layer.weight.dtype is SINGLE
 
@@ -166,7 +159,7 @@ class Sharing(nn.Module):
 
 def test_shared_buffers_stay_shared() -> None:
     sharing = Sharing()
-    model = wrap_alone(sharing, mixed_precision=policy(BRAIN))
+    model = alone(sharing, mixed_precision=policy(BRAIN))
 
     def assert_shared(dtype: torch.dtype) -> None:
         first, *others = sharing.buffers_seen()
@@ -185,10 +178,8 @@ def test_a_unit_casts_its_own_buffers_only() -> None:
     """What lies in an inner unit is a matter of that unit's policy."""
     kept, cast = Rotary(), Rotary()
     outer = Rotary()
-    outer.inner = nn.ModuleList(
-        [wrap_alone(kept, mixed_precision=policy(None)), wrap_alone(cast, mixed_precision=policy(HALF))]
-    )
-    wrap_alone(outer, mixed_precision=policy(BRAIN))
+    outer.inner = nn.ModuleList([alone(kept, mixed_precision=policy(None)), alone(cast, mixed_precision=policy(HALF))])
+    alone(outer, mixed_precision=policy(BRAIN))
     assert dtypes(kept) == OWN
     assert dtypes(cast) == own_and_cast(HALF)
     assert outer.get_buffer("angles").dtype is BRAIN
@@ -232,7 +223,7 @@ def test_pain_point_18_values_survive_a_round_trip(buffer_dtype: torch.dtype | N
 def test_changed_buffers_are_shown_and_saved_as_changed() -> None:
     """In place or by assignment, in computation or while summoned."""
     rotary = Rotary()
-    model = wrap_alone(rotary, mixed_precision=policy(BRAIN))
+    model = alone(rotary, mixed_precision=policy(BRAIN))
     rotary.get_buffer("angles").fill_(2.5)
     assert torch.equal(model.state_dict()["angles"], torch.full((Rotary.CONTEXT,), 2.5))
     with model.summon_full_params():
@@ -262,13 +253,13 @@ def test_loaded_buffers_are_cast_for_computation() -> None:
 
 def test_buffers_follow_a_cast_of_the_module() -> None:
     rotary = Rotary()
-    wrap_alone(rotary).double()
+    alone(rotary).double()
     assert dtypes(rotary) == own_and_cast(DOUBLE)
 
 
 def test_a_cast_of_the_module_leaves_the_dtype_that_a_policy_computes_buffers_in() -> None:
     rotary = Rotary()
-    model = wrap_alone(rotary, mixed_precision=policy(BRAIN)).double()
+    model = alone(rotary, mixed_precision=policy(BRAIN)).double()
     model(torch.ones(Rotary.CONTEXT, 2))
     with model.summon_full_params():
         pass

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, by_data, find, in_place, momentum
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -29,8 +29,8 @@ in_every_way = parametrize_pairs(
 in_every_layout = parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True])
 
 
-def twins_of(layout: str, whole: bool, **how: Any) -> Twins:
-    return Twins(layout, reshard_after_forward=not whole, **how)
+def twins_of(layout: str, whole: bool, **how: Any) -> ChangedTwins:
+    return ChangedTwins(layout, reshard_after_forward=not whole, **how)
 
 
 def new_value(like: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_a_value_of_another_dtype_is_cast_to_the_shards(layout: str, whole: bool
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_the_modules_list_the_same_parameters_after_an_assignment(layout: str) -> None:
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     before = dict(twins.sharded.named_parameters())
     twins.assign("entry.weight", torch.ones(7, 5))
     twins.step()
@@ -102,7 +102,7 @@ def test_the_modules_list_the_same_parameters_after_an_assignment(layout: str) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_the_same_tensor_may_be_assigned_again(layout: str) -> None:
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     value = nn.Parameter(torch.ones(7, 5))
     for _ in range(3):
         find(twins.sharded, "entry").weight = value
@@ -114,7 +114,7 @@ def test_the_same_tensor_may_be_assigned_again(layout: str) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_of_an_assigned_parameter_says_so() -> None:
-    twins = Twins()
+    twins = ChangedTwins()
     twins.assign("entry.weight", torch.ones(7, 5))
     optimizer = torch.optim.SGD(find(twins.sharded, "entry").parameters(), lr=0.1)
     twins.step()
@@ -194,7 +194,7 @@ def two_alike(wrap: Wrap) -> nn.Module:
 # What cannot be kept
 
 
-def _assert_refused(twins: Twins, message: str) -> None:
+def _assert_refused(twins: ChangedTwins, message: str) -> None:
     """Forward, saving and summoning all say so, more than once."""
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
@@ -246,7 +246,7 @@ def test_what_cannot_be_kept_is_refused_until_it_is_put_right(refused: str, layo
     twins.train(change, whole=whole)
 
 
-def _put_right(twins: Twins) -> None:
+def _put_right(twins: ChangedTwins) -> None:
     twins.assign("entry.weight", new_value(torch.empty(7, 5)))
 
 
@@ -285,15 +285,6 @@ def test_data_of_listed_parameters_may_be_replaced(
     ranks: RankPool, world_size: int, layout: str, whole: bool, make_optimizer: MakeOptimizer
 ) -> None:
     ranks(world_size).run(_write_listed, by_data, layout, whole, make_optimizer)
-
-
-def in_place(param: nn.Parameter) -> None:
-    with torch.no_grad():
-        param.mul_(0.5)
-
-
-def by_data(param: nn.Parameter) -> None:
-    param.data = param.data * 0.5
 
 
 def _write_listed(

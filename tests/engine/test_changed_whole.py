@@ -11,21 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.changed_params import LAYOUTS, Twins, find
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins, by_data, find, in_place
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 
 PATHS = ["entry.weight", "scale", "trunk.0.weight", "trunk.2.0.bias"]
-
-
-def in_place(param: nn.Parameter) -> None:
-    with torch.no_grad():
-        param.mul_(0.5)
-
-
-def by_data(param: nn.Parameter) -> None:
-    param.data = param.data * 0.5
 
 
 def seen_in(model: nn.Module, path: str) -> nn.Parameter:
@@ -37,7 +28,7 @@ def seen_in(model: nn.Module, path: str) -> nn.Parameter:
 @parametrize_pairs(write=[in_place, by_data], world_size=[1, 2], layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_weights_that_are_whole_between_steps_are_written(write: Callable[[nn.Parameter], None], layout: str) -> None:
-    twins = Twins(layout, reshard_after_forward=False)
+    twins = ChangedTwins(layout, reshard_after_forward=False)
 
     def change() -> None:
         for model in twins.models:
@@ -50,7 +41,7 @@ def test_weights_that_are_whole_between_steps_are_written(write: Callable[[nn.Pa
 @parametrize_pairs(write=[in_place, by_data], world_size=[1, 2], layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_what_was_written_is_saved(write: Callable[[nn.Parameter], None], layout: str) -> None:
-    twins = Twins(layout, reshard_after_forward=False)
+    twins = ChangedTwins(layout, reshard_after_forward=False)
 
     def change() -> None:
         for _ in range(2):
@@ -65,7 +56,7 @@ def test_what_was_written_is_saved(write: Callable[[nn.Parameter], None], layout
 @parametrize_pairs(layout=list(LAYOUTS), write=[in_place, by_data])
 @on_ranks(1)
 def test_a_lone_rank_may_write_whenever_nothing_runs(write: Callable[[nn.Parameter], None], layout: str) -> None:
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     for _ in range(3):
         for model in twins.models:
             for path in PATHS:
@@ -77,7 +68,7 @@ def test_a_lone_rank_may_write_whenever_nothing_runs(write: Callable[[nn.Paramet
 @parametrize_pairs(write=[in_place, by_data], layout=list(LAYOUTS))
 @on_ranks(2)
 def test_frozen_weights_that_are_whole_are_written(write: Callable[[nn.Parameter], None], layout: str) -> None:
-    twins = Twins(layout, frozen_first, reshard_after_forward=False)
+    twins = ChangedTwins(layout, frozen_first, reshard_after_forward=False)
 
     def change() -> None:
         for model in twins.models:
@@ -94,7 +85,7 @@ def frozen_first(wrap: Wrap) -> nn.Module:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(1)
 def test_data_of_another_shape_is_refused_by_name(layout: str) -> None:
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     weight = seen_in(twins.sharded, "entry.weight")
     before = weight.data
     weight.data = torch.ones(5, 7)
@@ -108,7 +99,7 @@ def test_data_of_another_shape_is_refused_by_name(layout: str) -> None:
 @pytest.mark.parametrize("write", [in_place, by_data])
 @on_ranks(2)
 def test_a_sharded_weight_refuses(write: Callable[[nn.Parameter], None]) -> None:
-    twins = Twins()
+    twins = ChangedTwins()
     twins.step()
     with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):
         write(seen_in(twins.sharded, "entry.weight"))

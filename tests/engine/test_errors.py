@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState, fully_shard
+from tests.helpers.calls import summon
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 
 class Lone:
@@ -59,11 +59,11 @@ def step(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_integer_parameters(dtype: torch.dtype) -> None:
+def test_integer_parameters_that_no_unit_shards(dtype: torch.dtype) -> None:
     module = layers()
     module[2].register_parameter("counts", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
     with pytest.raises(TypeError, match=rf"2\.counts is a parameter of {dtype}.*register_buffer"):
-        wrap_alone(module)
+        FlattenParamsWrapper(module)
 
 
 def fake_layers() -> nn.Module:
@@ -192,12 +192,8 @@ def test_without_a_process_group_the_error_shows_the_lines_that_fix_it() -> None
 # Optimizers
 
 
-def test_an_optimizer_made_before_wrapping(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_step_an_early_optimizer)
-
-
-def _step_an_early_optimizer() -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_made_before_wrapping() -> None:
     module = layers()
     early = torch.optim.SGD(module.parameters(), lr=0.1)
     elsewhere = nn.Linear(5, 1)
@@ -355,11 +351,6 @@ def call_twice(model: nn.Module) -> None:
     with suppress(RuntimeError):
         model(torch.ones(2, 5))
     model(torch.ones(2, 5))
-
-
-def summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
 
 
 class DifferentModels(RanksTestCase):

@@ -1,15 +1,12 @@
-"""`FlatParameter` by itself, and `FlatParamHandle` on real ranks: what is in memory, what modules see, what is reduced.
+"""`FlatParamHandle` on real ranks: what is in memory, what modules see, what is reduced.
 
 Most of it runs on `Odd`, whose 23 elements divide by nothing.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +23,6 @@ from fsdp.distributed.communicator import LoneRank
 from fsdp.engine.autograd import InternalError
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.originals import take_over
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder
@@ -37,137 +33,12 @@ from fsdp.engine.storage import ShardStorage
 from fsdp.layers.managed_params import collect, names_of
 from fsdp.layers.state_dict.redistribute import assembled
 from fsdp.layers.verify import describe_handle
+from tests.helpers.calls import summon
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
-
-# FlatParameter
-
-
-def params(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def test_parameters_lie_one_after_the_other_in_row_major_order() -> None:
-    plain = [*params((2, 3), (), (0, 4)), nn.Parameter(torch.arange(6.0).view(3, 2).T)]
-    flat = FlatParameter(plain)
-    assert isinstance(flat, nn.Parameter)
-    assert flat.is_leaf
-    assert flat.tolist() == [value for param in plain for value in param.flatten().tolist()]
-
-
-def test_the_originals_are_left_alone() -> None:
-    plain = params((2, 3), (4,))
-    flat = FlatParameter(plain)
-    with torch.no_grad():
-        flat.zero_()
-    assert all(param.count_nonzero() == param.numel() for param in plain)
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_it_is_trained_as_it_is_told(requires_grad: bool) -> None:
-    assert FlatParameter(params((3,)), requires_grad).requires_grad is requires_grad
-    assert FlatParameter(params((3,))).requires_grad
-
-
-@pytest.mark.parametrize("nothing", [[], (), None, 7, params((3,))[0], iter(params((3,)))], ids=repr)
-def test_it_needs_a_list_of_parameters(nothing: Any) -> None:
-    with pytest.raises(ValueError, match="needs a non-empty list or tuple of parameters"):
-        FlatParameter(nothing)
-
-
-@pytest.mark.parametrize(
-    "stranger", [torch.ones(3), FlatParameter(params((3,))), "weight"], ids=["tensor", "flat", "str"]
-)
-def test_it_flattens_plain_parameters_only(stranger: Any) -> None:
-    with pytest.raises(ValueError, match=f"flattens plain parameters, got a {type(stranger).__name__}"):
-        FlatParameter([*params((2,)), stranger])
-
-
-@pytest.mark.parametrize(
-    ("other", "listing"),
-    [
-        (nn.Parameter(torch.ones(3).double()), "dtype, got a: torch.float32, b: torch.float64"),
-        (nn.Parameter(torch.ones(3, device="meta")), "device, got a: cpu, b: meta"),
-        (nn.Parameter(torch.ones(3), requires_grad=False), "requires_grad, got a: True, b: False"),
-    ],
-    ids=["dtype", "device", "frozen"],
-)
-def test_parameters_that_differ_are_named(other: nn.Parameter, listing: str) -> None:
-    with pytest.raises(ValueError, match=f"flattens parameters of one {listing}. Make one for each"):
-        FlatParameter([*params((2,)), other], names=["a", "b"])
-
-
-def test_views_have_the_original_shapes_and_values() -> None:
-    plain = params((2, 3), (), (0, 4), (5,))
-    views = list(FlatParameter(plain).get_param_views())
-    assert [view.shape for view in views] == [param.shape for param in plain]
-    assert all(map(torch.equal, views, plain))
-
-
-def test_gradients_flow_through_views_into_the_flat_parameter() -> None:
-    flat = FlatParameter(params((2, 3), (4,)))
-    first, second = flat.get_param_views()
-    (2 * first.sum() + 3 * second.sum()).backward()
-    assert flat.grad is not None
-    assert flat.grad.tolist() == [2.0] * 6 + [3.0] * 4
-
-
-def test_views_of_other_data() -> None:
-    flat = FlatParameter(params((2, 3), (4,)))
-    data = torch.arange(10)
-    first, second = flat.get_param_views(external_data=data)
-    assert torch.equal(first, torch.arange(6).view(2, 3))
-    second.zero_()
-    assert data[6:].tolist() == [0] * 4
-
-
-@pytest.mark.parametrize("numel", [0, 9, 11])
-def test_data_of_another_size_is_refused(numel: int) -> None:
-    flat = FlatParameter(params((2, 3), (4,)))
-    with pytest.raises(ValueError, match=f"have 10 elements, the data has {numel}"):
-        flat.get_param_views(torch.zeros(numel))
-
-
-def test_metadata_lists_names_shapes_and_sizes() -> None:
-    flat = FlatParameter(params((2, 3), ()), names=["a.weight", "scale"])
-    assert flat.metadata() == (("a.weight", "scale"), (torch.Size((2, 3)), torch.Size(())), (6, 1))
-    assert FlatParameter(params((2, 3), ())).metadata()[0] == ("0", "1")
-
-
-def test_its_layout_is_the_contiguous_one() -> None:
-    flat = FlatParameter(params((2, 3), ()), names=["a", "b"])
-    assert flat.make_layout(3) == ContiguousLayout.of([("a", (2, 3)), ("b", ())], 3)
-    assert flat.make_layout().world_size == 1
-
-
-def through_pickle(flat: FlatParameter) -> FlatParameter:
-    return pickle.loads(pickle.dumps(flat))
-
-
-def through_a_file(flat: FlatParameter) -> FlatParameter:
-    file = io.BytesIO()
-    torch.save(flat, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("travel", [through_pickle, through_a_file, copy.copy, copy.deepcopy])
-def test_it_travels_with_its_names_and_shapes(travel: Callable[[FlatParameter], Any], requires_grad: bool) -> None:
-    flat = FlatParameter(params((2, 3), (), (0, 4)), requires_grad, names=["a", "b", "c"])
-    arrived = travel(flat)
-    assert type(arrived) is FlatParameter
-    assert arrived.metadata() == flat.metadata()
-    assert arrived.requires_grad is requires_grad
-    assert torch.equal(arrived, flat)
-    assert all(map(torch.equal, arrived.get_param_views(), flat.get_param_views()))
-
-
-# FlatParamHandle
 
 
 class Odd(nn.Module):
@@ -192,8 +63,6 @@ NAMES = ("scalar", "empty", "transposed", "odd")
 VALUES = {name: param.detach().clone() for name, param in Odd().named_parameters()}
 FLAT = torch.cat([value.flatten() for value in VALUES.values()])
 ALL_NAMES = (*NAMES, "tied")
-
-two_or_three = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def ignore(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
@@ -223,6 +92,12 @@ def handle_of(
     handle.on_gradient = on_gradient
     handle.rename("the unit", "the unit")
     return handle
+
+
+def odd(*args: Any, **options: Any) -> tuple[Odd, FlatParamHandle]:
+    """Return `Odd` and the handle of its parameters."""
+    module = Odd()
+    return module, handle_of(module, *args, **options)
 
 
 def seen(module: nn.Module) -> dict[str, Tensor]:
@@ -266,7 +141,7 @@ def held() -> int:
 # Sharding
 
 
-@two_or_three
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_keeps_its_chunk_padded_with_zeros(ranks: RankPool, world_size: int) -> None:
     shards = ranks(world_size).run(_shard)
     size = math.ceil(23 / world_size)
@@ -275,15 +150,13 @@ def test_a_rank_keeps_its_chunk_padded_with_zeros(ranks: RankPool, world_size: i
 
 
 def _shard() -> list[float]:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     assert_sharded(handle, module)
     assert dict(module.named_parameters()) == {"flat_param_0": handle.flat_param}
     return handle.flat_param.tolist()
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_while_sharded_modules_see_placeholders() -> None:
     module = Odd()
     handle_of(module)
@@ -297,11 +170,9 @@ def test_while_sharded_modules_see_placeholders() -> None:
         module()
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_while_whole_modules_see_leaves() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     assert_whole(handle, module)
     assert module.tied is module.odd
@@ -314,11 +185,9 @@ def test_while_whole_modules_see_leaves() -> None:
     assert handle.unsharded.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_the_phases_of_a_cycle() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.unshard()
     assert handle.phase is Phase.UNSHARDING
     assert all(isinstance(value, Placeholder) for value in seen(module).values()), "nobody may read it yet"
@@ -340,11 +209,9 @@ def test_the_phases_of_a_cycle() -> None:
     assert_whole(handle, module)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_leaves_live_as_long_as_the_handle() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     leaves, placeholders = list(handle.unsharded.leaves), list(seen(module).values())
     full, versions = handle.unsharded.full, [leaf._version for leaf in leaves]
     for _ in range(3):
@@ -359,11 +226,9 @@ def test_leaves_live_as_long_as_the_handle() -> None:
         assert all(new is old for new, old in zip(seen(module).values(), placeholders, strict=True))
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_what_autograd_saved_is_there_again_after_the_next_gather() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     inputs = torch.ones(2, 3, requires_grad=True)
     loss = torch.nn.functional.linear(inputs, module.transposed).square().sum()
@@ -388,14 +253,9 @@ def test_steps_out_of_turn_are_errors_of_the_library(capsys: pytest.CaptureFixtu
 # Memory
 
 
-@two_or_three
-def test_memory_to_the_byte(ranks: RankPool, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_memory_to_the_byte(world_size: int) -> None:
     size = math.ceil(23 / world_size)
-    for found in ranks(world_size).run(_measure_handle):
-        assert found == {"sharded": 4 * size, "whole": 4 * (size + size * world_size), "resharded": 4 * size}
-
-
-def _measure_handle() -> dict[str, int]:
     found = {}
     for state in ("sharded", "whole", "resharded"):
         with allocated() as nbytes:
@@ -409,24 +269,20 @@ def _measure_handle() -> dict[str, int]:
         found[state] = nbytes[0]
         handle.reshard()
         del handle
-    return found
+    assert found == {"sharded": 4 * size, "whole": 4 * (size + size * world_size), "resharded": 4 * size}
 
 
 @parametrize_pairs(world_size=[2, 3], flatten_parameters=[True, False])
-def test_between_steps_a_rank_holds_shards_only(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
+@on_ranks("world_size")
+def test_between_steps_a_rank_holds_shards_only(world_size: int, flatten_parameters: bool) -> None:
     units = (47, 77, 37, 3) if flatten_parameters else (1, 35, 7, 3, 1, 77, 33, 3, 1, 3)
     shards = sum(math.ceil(numel / world_size) for numel in units)
-    for nbytes in ranks(world_size).run(_measure_training, flatten_parameters):
-        assert nbytes == 4 * shards * 3, "values, gradients and momentum"
-
-
-def _measure_training(flatten_parameters: bool) -> int:
     _train_and_watch(flatten_parameters)  # what torch keeps of the first training in a process is not the model's
     before = held()
     trained = _train_and_watch(flatten_parameters)
     found = held() - before
     del trained
-    return found
+    assert found == 4 * shards * 3, "values, gradients and momentum"
 
 
 def _train_and_watch(flatten_parameters: bool) -> Any:
@@ -454,8 +310,7 @@ def _add_one(handle: FlatParamHandle) -> None:
 @parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
 @on_ranks("world_size")
 def test_a_changed_shard_is_gathered_again(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     if state == "sharded":
         handle.reshard()
@@ -466,11 +321,9 @@ def test_a_changed_shard_is_gathered_again(state: str) -> None:
     assert torch.equal(module.transposed, VALUES["transposed"] + 1)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_a_buffer_that_is_stale_can_be_freed() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
@@ -479,8 +332,7 @@ def test_a_buffer_that_is_stale_can_be_freed() -> None:
 
 
 def test_a_stale_lone_handle_is_followed_too() -> None:
-    module = Odd()
-    handle = handle_of(module, LoneRank())
+    module, handle = odd(LoneRank())
     handle.wait_for_unshard()
     _add_one(handle)
     handle.wait_for_unshard()
@@ -490,11 +342,6 @@ def test_a_stale_lone_handle_is_followed_too() -> None:
 
 def _load(model: FullyShardedDataParallel) -> None:
     model.load_state_dict(model.state_dict())
-
-
-def _summon(model: FullyShardedDataParallel) -> None:
-    with model.summon_full_params():
-        pass
 
 
 def _step(model: FullyShardedDataParallel) -> None:
@@ -516,7 +363,7 @@ def test_a_state_is_what_the_optimizer_left_also_after_a_forward_alone() -> None
         assert torch.equal(sharded_state[name], 2 * value), name
 
 
-CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "summon": _summon, "step": _step}
+CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "summon": summon, "step": _step}
 
 
 @parametrize_pairs(change=list(CHANGES), world_size=[1, 3])
@@ -534,8 +381,7 @@ def test_a_root_kept_whole_for_a_backward_that_never_came(change: str) -> None:
 @on_ranks("world_size")
 def test_a_cast_shard_is_followed(dtype: torch.dtype) -> None:
     arrived: list[int] = []
-    module = Odd()
-    handle = handle_of(module, on_gradient=lambda _, slot, leaf: arrived.append(slot))
+    module, handle = odd(on_gradient=lambda _, slot, leaf: arrived.append(slot))
     handle.wait_for_unshard()
     handle.reshard()
     module.to(dtype)
@@ -552,8 +398,7 @@ def test_a_cast_shard_is_followed(dtype: torch.dtype) -> None:
     assert handle.unsharded.full.nbytes == handle.layout.padded_numel * dtype.itemsize
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_a_cast_model_trains_in_the_new_dtype() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
@@ -584,8 +429,7 @@ def test_a_shard_replaced_by_something_else_is_an_error() -> None:
 @pytest.mark.parametrize("state", ["sharded", "whole"])
 @on_ranks(2)
 def test_an_attribute_that_is_no_parameter_any_more_is_named(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     if state == "whole":
         handle.wait_for_unshard()
     with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'odd'"):  # as without sharding
@@ -602,8 +446,7 @@ def test_an_attribute_that_is_no_parameter_any_more_is_named(state: str) -> None
 @pytest.mark.parametrize("state", ["sharded", "whole"])
 @on_ranks(3)
 def test_a_parameter_that_was_assigned_is_written_to_the_shard(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     if state == "whole":
         handle.wait_for_unshard()
     module.transposed = nn.Parameter(torch.arange(15.0).view(5, 3))
@@ -617,8 +460,7 @@ def test_a_parameter_that_was_assigned_is_written_to_the_shard(state: str) -> No
 
 @on_ranks(2)
 def test_the_second_name_of_a_shared_parameter_is_named() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     module.tied = nn.Parameter(torch.zeros(7))
     with pytest.raises(RuntimeError, match=r"replaced under only some of its names \(odd, tied\)"):
         handle.wait_for_unshard()
@@ -642,14 +484,10 @@ def test_what_the_error_advises_mends_it() -> None:
 # Gradients
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_gradients_leave_one_by_one_and_come_back_summed() -> None:
     arrived: list[bool] = []
-    module = Odd()
-    handle = handle_of(
-        module, on_gradient=lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 2.0))
-    )
+    module, handle = odd(on_gradient=lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 2.0)))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in (1, 2):
         handle.wait_for_unshard()
@@ -669,11 +507,9 @@ def test_gradients_leave_one_by_one_and_come_back_summed() -> None:
         torch.testing.assert_close(handle.flat_param.grad, shard)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_accumulated_gradients_are_reduced_once() -> None:
-    module = Odd()
-    handle = handle_of(module, on_gradient=take)
+    module, handle = odd(on_gradient=take)
     for _ in range(3):
         handle.wait_for_unshard()
         handle.begin_backward(GradientSync.FULL, fills_unused=False)
@@ -690,8 +526,7 @@ def test_accumulated_gradients_are_reduced_once() -> None:
 
 @on_ranks(2)
 def test_zeroing_gradients_drops_what_was_accumulated() -> None:
-    module = Odd()
-    handle = handle_of(module, on_gradient=take)
+    module, handle = odd(on_gradient=take)
     for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_unreduced):
         handle.wait_for_unshard()
         handle.begin_backward(GradientSync.FULL, fills_unused=False)
@@ -708,8 +543,7 @@ def test_zeroing_gradients_drops_what_was_accumulated() -> None:
 
 @on_ranks(2)
 def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
-    module = Odd()
-    handle = handle_of(module, on_gradient=take)
+    module, handle = odd(on_gradient=take)
     handle.wait_for_unshard()
     handle.begin_backward(GradientSync.FULL, fills_unused=False)
     module.scalar.square().backward()
@@ -735,8 +569,7 @@ def test_a_frozen_handle_has_no_gradients() -> None:
 @parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
 @on_ranks("world_size")
 def test_full_copies_have_memory_of_their_own(state: str) -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     if state == "whole":
         handle.wait_for_unshard()
     copies = assembled(handle, at_first=False)
@@ -749,19 +582,16 @@ def test_full_copies_have_memory_of_their_own(state: str) -> None:
 
 @on_ranks(2)
 def test_full_copies_are_of_the_shards_as_they_are_now() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    _, handle = odd()
     handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
     assert torch.equal(assembled(handle, at_first=False)[3], VALUES["odd"] + 1)
 
 
-@two_or_three
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_every_rank_stores_its_part() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     for slot, value in enumerate(VALUES.values()):
         handle.values.store(slot, nn.Parameter(3 * value.double()))
     handle.wait_for_unshard()
@@ -772,8 +602,7 @@ def test_every_rank_stores_its_part() -> None:
 
 @on_ranks(2)
 def test_places_are_listed_in_the_fields_names() -> None:
-    module = Odd()
-    handle = handle_of(module)
+    module, handle = odd()
     assert [(info.module, info.name, info.fqn) for info in handle.param_infos] == [(module, n, n) for n in NAMES]
     (shared,) = handle.shared_param_infos
     assert (shared.module, shared.name, shared.fqn, shared.primary.fqn) == (module, "tied", "tied", "odd")
@@ -835,8 +664,7 @@ def test_nothing_to_shard_needs_no_other_rank() -> None:
 
 
 def test_alone_the_whole_is_the_shard_itself() -> None:
-    module = Odd()
-    handle = handle_of(module, LoneRank())
+    module, handle = odd(LoneRank())
     assert not handle.is_sharded
     assert handle.unsharded.full.data_ptr() == handle.flat_param.data_ptr()
     for _ in range(2):
@@ -854,20 +682,16 @@ def test_alone_the_whole_is_the_shard_itself() -> None:
 
 
 def test_alone_a_cast_shard_is_followed() -> None:
-    module = Odd()
-    handle = handle_of(module, LoneRank())
+    module, handle = odd(LoneRank())
     module.double()
     handle.wait_for_unshard()
     assert torch.equal(module.odd, VALUES["odd"].double())
     assert handle.unsharded.full.data_ptr() == handle.flat_param.data_ptr()
 
 
-def test_alone_a_step_needs_no_gather(ranks: RankPool) -> None:
+def test_alone_a_step_needs_no_gather() -> None:
     arrived: list[bool] = []
-    module = Odd()
-    handle = handle_of(
-        module, LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0))
-    )
+    module, handle = odd(LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0)))
     handle.wait_for_unshard()
     module().backward()
     assert arrived == [False, False, False, True]

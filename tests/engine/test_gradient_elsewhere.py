@@ -201,8 +201,7 @@ def test_zero_grad_drops_it(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(
-    syncs=[[True, True], [False, True], [True, False, True], [False, False, True, True]],
-    options=[PARAMS, GRADS],
+    syncs=[[True, True], [False, True], [True, False, True], [False, False, True, True]], options=[PARAMS, GRADS]
 )
 @on_ranks(2)
 def test_backwards_add_up_in_it(options: dict[str, Any], syncs: list[bool]) -> None:

@@ -16,11 +16,12 @@ from fsdp.distributed.communicator import default_group, summed
 from tests.helpers.hybrid import (
     assert_replicas_agree,
     assert_same_on_every_rank,
+    frozen,
     group_option,
     machines_of,
     mesh_of,
 )
-from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
+from tests.helpers.models import Net, Wrap, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import (
@@ -124,47 +125,25 @@ def test_a_wider_reduction_is_wide_until_all_ranks_are_summed() -> None:
     assert model.params[0].grad.tolist() == [1.0, 1.0]
 
 
-class Frozen(nn.Module):
-    """Frozen layers beside trained ones, and a unit that is not used."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.entry = wrap(nn.Linear(5, 7))
-        self.frozen = wrap(nn.Linear(7, 7).requires_grad_(False))
-        self.unused = wrap(nn.Linear(7, 7))
-        self.exit = nn.Linear(7, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(torch.tanh(self.frozen(self.entry(inputs))))
-
-
-def frozen(wrap: Wrap) -> nn.Module:
-    torch.manual_seed(0)
-    return wrap(Frozen(wrap))
-
-
 @pytest.mark.parametrize("form", [FLAT, ORIGINAL], ids=["flat", "original"])
 @on_ranks(4)
 def test_frozen_and_unused_units(form: dict[str, Any]) -> None:
     assert_parity(frozen, adamw, wrap=fully_sharded(process_group=mesh_of(2, 2), **form))
 
 
-class Routed(nn.Module):
+def routed() -> nn.Module:
     """Only ranks of the second machine use the second expert's own bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.experts[dist.get_rank() // 2](inputs)
+    return Net(
+        lambda net, x: net.experts[dist.get_rank() // 2](x),
+        experts=nn.ModuleList(nn.Linear(5, 5) for _ in range(2)),
+        never=nn.Parameter(torch.ones(3)),
+    )
 
 
 @on_ranks(4)
 def test_an_original_parameter_has_a_gradient_if_any_replica_used_it() -> None:
     torch.manual_seed(0)
-    model = fully_sharded(process_group=mesh_of(2, 2), use_orig_params=True)(Routed())
+    model = fully_sharded(process_group=mesh_of(2, 2), use_orig_params=True)(routed())
     model(torch.ones(2, 5)).sum().backward()
     with_gradient = {name for name, param in model.named_parameters() if param.grad is not None}
     assert with_gradient == {f"experts.{n}.{kind}" for n in range(2) for kind in ("weight", "bias")}

@@ -16,12 +16,13 @@ from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, 
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.changed_params import LAYOUTS, adamw, momentum
-from tests.helpers.equality import assert_close, assert_close_state
+from tests.helpers.equality import assert_close
+from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.ranks import RankPool
-from tests.helpers.twins import batch, score
+from tests.helpers.twins import Twins, score
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -67,7 +68,7 @@ def by_policy(model: Mixture, **options: Any) -> nn.Module:
 WRAPS = [by_hand, by_policy]
 
 
-class Twins:
+class IgnoringTwins(Twins):
     """A wrapped model with ignored parameters and the plain one, the ignored gradients averaged as a user would."""
 
     def __init__(
@@ -78,30 +79,16 @@ class Twins:
         **options: Any,
     ) -> None:
         torch.set_default_dtype(torch.float64)
-        self.sharded, self.plain = wrap(mixture(), **LAYOUTS[layout], **options), mixture()
-        self.optimizers = [make_optimizer(model.parameters()) for model in (self.sharded, self.plain)]
-        self.number = 0
+        models = wrap(mixture(), **LAYOUTS[layout], **options), mixture()
+        super().__init__(*models, [make_optimizer(model.parameters()) for model in models])
 
-    def backward(self) -> None:
+    def backward(self, number: int | None = None, *, sync: bool = True) -> None:
         """Collective. Averaged gradients in both."""
-        self.number += 1
-        world = dist.get_world_size()
-        score(self.sharded(batch(self.number, dist.get_rank()))).backward()
+        super().backward(number, sync=sync)
         for param in ignored_in(self.sharded).values():
             assert param.grad is not None
             dist.all_reduce(param.grad)
-            param.grad /= world
-        for rank in range(world):
-            (score(self.plain(batch(self.number, rank))) / world).backward()
-
-    def optimize(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def assert_close(self) -> None:
-        """Collective. Their states agree."""
-        assert_close_state(self.sharded.state_dict(), self.plain.state_dict())
+            param.grad /= dist.get_world_size()
 
 
 def ignored_in(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -134,7 +121,7 @@ def test_they_stay_ordinary_parameters(wrap: Callable[..., nn.Module], layout: s
         assert all(param.grad is not None for param in found.values())
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[3, 2, 1],
     wrap=WRAPS,
@@ -143,10 +130,8 @@ def test_they_stay_ordinary_parameters(wrap: Callable[..., nn.Module], layout: s
     kept=[False, True],
 )
 @on_ranks("world_size")
-def test_training_equals_the_plain_model(
-    wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOptimizer, kept: bool
-) -> None:
-    twins = Twins(wrap, layout, make_optimizer, reshard_after_forward=not kept)
+def test_training_equals_the_plain_model(case: Case) -> None:
+    twins = IgnoringTwins(case.wrap, case.layout, case.make_optimizer, reshard_after_forward=not case.kept)
     for _ in range(2):
         twins.backward()
         twins.optimize()
@@ -184,21 +169,22 @@ def test_they_may_be_given_as_any_collection() -> None:
     assert len(ignored_in(FullyShardedDataParallel(model, ignored_modules=model.adapter))) == 4
 
 
-class TiedToIgnored(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-        self.third.weight = self.first.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.third(self.second(self.first(inputs)))
+def tied_to_ignored() -> nn.Module:
+    net = Net(
+        lambda net, x: net.third(net.second(net.first(x))),
+        first=nn.Linear(5, 5),
+        second=nn.Linear(5, 5),
+        third=nn.Linear(5, 5, bias=False),
+    )
+    net.third.weight = net.first.weight
+    return net
 
 
 @pytest.mark.parametrize("which", ["first", "third"])
 @on_ranks(2)
 def test_what_they_share_with_others_is_ignored_everywhere(which: str) -> None:
     torch.manual_seed(0)
-    plain = TiedToIgnored()
+    plain = tied_to_ignored()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain.get_submodule(which)])
     assert plain.first.weight is plain.third.weight
     assert isinstance(plain.third.weight, nn.Parameter)
@@ -217,7 +203,7 @@ def test_what_they_share_with_others_is_ignored_everywhere(which: str) -> None:
 @every_layout
 @on_ranks(2)
 def test_the_state_has_them_in_tensors_of_its_own(layout: str) -> None:
-    twins = Twins(by_policy, layout)
+    twins = IgnoringTwins(by_policy, layout)
     twins.assert_close()
     state = twins.sharded.state_dict()
     for name, param in ignored_in(twins.sharded).items():
@@ -231,7 +217,7 @@ def test_the_state_has_them_in_tensors_of_its_own(layout: str) -> None:
 @parametrize_pairs(world_size=[2, 1], wrap=WRAPS, layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_they_are_loaded_with_the_rest(wrap: Callable[..., nn.Module], layout: str) -> None:
-    twins = Twins(wrap, layout)
+    twins = IgnoringTwins(wrap, layout)
     state = {name: value + 1 for name, value in twins.plain.state_dict().items()}
     for model in (twins.sharded, twins.plain):
         assert not any(model.load_state_dict(state))
@@ -245,7 +231,7 @@ def test_they_are_loaded_with_the_rest(wrap: Callable[..., nn.Module], layout: s
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_summoning_leaves_them_and_keeps_what_is_changed(layout: str) -> None:
-    twins = Twins(by_hand, layout)
+    twins = IgnoringTwins(by_hand, layout)
     expected = dict(twins.plain.named_parameters())
     with twins.sharded.summon_full_params(), torch.no_grad():  # type: ignore[operator]
         found = dict(twins.sharded.named_parameters())
@@ -261,17 +247,15 @@ def test_summoning_leaves_them_and_keeps_what_is_changed(layout: str) -> None:
 # Clipping
 
 
-@parametrize_pairs(
+@parametrize_cases(
     norm_type=[2.0, 1.0, math.inf], world_size=[2, 1], layout=list(LAYOUTS), wrap=WRAPS, max_norm=[0.01, 100.0]
 )
 @on_ranks("world_size")
-def test_the_norm_is_that_of_the_plain_model(
-    norm_type: float, layout: str, wrap: Callable[..., nn.Module], max_norm: float
-) -> None:
-    twins = Twins(wrap, layout)
+def test_the_norm_is_that_of_the_plain_model(case: Case) -> None:
+    twins = IgnoringTwins(case.wrap, case.layout)
     twins.backward()
-    found = twins.sharded.clip_grad_norm_(max_norm, norm_type)  # type: ignore[operator]
-    expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), max_norm, norm_type)
+    found = twins.sharded.clip_grad_norm_(case.max_norm, case.norm_type)  # type: ignore[operator]
+    expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), case.max_norm, case.norm_type)
     assert_close(found, expected, "norm")
     twins.optimize()
     twins.assert_close()
@@ -284,7 +268,7 @@ def test_the_norm_is_the_same_on_all_ranks_when_their_gradients_are_not(ranks: R
 
 
 def _clip_unlike(norm_type: float) -> float:
-    twins = Twins()
+    twins = IgnoringTwins()
     twins.backward()
     for param in ignored_in(twins.sharded).values():
         param.grad = torch.full_like(param, dist.get_rank() + 1.0)
@@ -307,7 +291,7 @@ def _clip_wide_on_one_rank() -> float:
 
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_an_error_before_anything_is_clipped() -> None:
-    twins = Twins()
+    twins = IgnoringTwins()
     twins.backward()
     param = ignored_in(twins.sharded)["temperature"]
     others = [other for other in twins.sharded.parameters() if other is not param]
@@ -322,7 +306,7 @@ def test_a_norm_that_is_not_finite_is_an_error_before_anything_is_clipped() -> N
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), wrap=WRAPS)
 @on_ranks("world_size")
 def test_values_are_clipped_too(layout: str, wrap: Callable[..., nn.Module]) -> None:
-    twins = Twins(wrap, layout)
+    twins = IgnoringTwins(wrap, layout)
     twins.backward()
     twins.sharded.clip_grad_value_(1e-3)  # type: ignore[operator]
     nn.utils.clip_grad_value_(twins.plain.parameters(), 1e-3)

@@ -12,8 +12,7 @@ from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_p
 from tests.helpers.changed_params import LAYOUTS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool
+from tests.helpers.parity import Alone, alone
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -21,10 +20,6 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def layers() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-
-
-def alone(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(model, Alone(), **options)
 
 
 @pytest.mark.parametrize("argument", ["ignored_modules", "ignored_parameters"])
@@ -59,12 +54,8 @@ def test_wrong_kinds_are_named(argument: str, given: Any, message: str) -> None:
 
 
 @parametrize_pairs(layout=list(LAYOUTS), inner=["1", "1.0"])
-def test_what_an_inner_unit_has_sharded_cannot_be_ignored(ranks: RankPool, layout: str, inner: str) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_ignore_sharded, layout, inner)
-
-
-def _ignore_sharded(layout: str, inner: str) -> None:
+@on_ranks(1, 2)
+def test_what_an_inner_unit_has_sharded_cannot_be_ignored(layout: str, inner: str) -> None:
     model = layers()
     weight = model[1][0].weight
     ignored = model.get_submodule(inner)

@@ -67,6 +67,20 @@ def test_the_ranks_keep_every_element_exactly_once(kind: type[Layout], shapes: S
         assert place == slot.numel
 
 
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.sampled_from([1, 8]), block=st.integers(1, 12))
+def test_no_block_of_a_parameter_is_divided_between_ranks(
+    shapes: Shapes, world_size: int, align: int, block: int
+) -> None:
+    named = [(f"p{number}", shape) for number, shape in enumerate(shapes)]
+    layout = ContiguousLayout.of(named, world_size, align, block=block)
+    values = [torch.arange(1, slot.numel + 1).double().view(slot.shape) for slot in layout.slots]
+    assert all(map(torch.equal, layout.unpack(torch.cat(cut(layout, values))), values))
+    for rank in range(world_size):
+        for kept in layout.intervals(rank):
+            assert kept.start % block == 0
+            assert kept.stop % block == 0 or kept.stop == layout.slots[kept.slot].numel
+
+
 @both_kinds
 @for_any(shapes=SHAPES, world_size=WORLD_SIZES)
 def test_a_shard_is_its_intervals_in_order_and_padding(kind: type[Layout], shapes: Shapes, world_size: int) -> None:

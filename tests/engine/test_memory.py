@@ -7,7 +7,6 @@ is where they grow) and at every hook of every module.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,22 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
-from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.phase import Phase
-from fsdp.engine.placeholder import Placeholder
-from fsdp.layers.fingerprints import fingerprint
+from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adam, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import adam, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
 FLOAT = 4  # bytes
-
-
-def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
 def shard_numel(numel: int) -> int:
@@ -46,19 +38,6 @@ def shard_numel(numel: int) -> int:
 
 
 # Between steps
-
-
-def live_bytes() -> int:
-    """Of all tensors with memory, on CPU."""
-    fingerprint(torch.ones(1))  # which keeps a table from the first time on
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        # The storage of a `DTensor` has the size of the whole parameter, and no memory.
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not is_dtensor(item):
-            storage = item.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 def train_step(model: nn.Module, *, sync: bool = True) -> None:
@@ -76,7 +55,7 @@ def shards(flatten_parameters: bool, nested: bool) -> int:
     return sum(map(shard_numel, groups))
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[2, 1],
     make_optimizer=[sgd_with_momentum, adam],
     nested=[True, False],
@@ -84,15 +63,13 @@ def shards(flatten_parameters: bool, nested: bool) -> int:
     flatten_parameters=[True, False],
 )
 @on_ranks("world_size")
-def test_between_steps_there_are_shards_to_the_byte(
-    make_optimizer: MakeOptimizer, nested: bool, reshard_after_forward: bool, flatten_parameters: bool
-) -> None:
+def test_between_steps_there_are_shards_to_the_byte(case: Case) -> None:
     before = live_bytes()
-    wrap = fully_sharded(reshard_after_forward=reshard_after_forward, flatten_parameters=flatten_parameters)
-    model = nested_mlp(wrap, nested=nested)
-    shard = FLOAT * shards(flatten_parameters, nested)
+    wrap = fully_sharded(reshard_after_forward=case.reshard_after_forward, flatten_parameters=case.flatten_parameters)
+    model = nested_mlp(wrap, nested=case.nested)
+    shard = FLOAT * shards(case.flatten_parameters, case.nested)
     assert live_bytes() - before == shard
-    optimizer = make_optimizer(model.parameters())
+    optimizer = case.make_optimizer(model.parameters())
     is_adam = isinstance(optimizer, torch.optim.Adam)
     # Adam: two moments, and a count of steps for every parameter. SGD: the momentum.
     state = 2 * shard + FLOAT * len(handles_of(model)) if is_adam else shard
@@ -237,7 +214,7 @@ def unit_bytes(model: FullyShardedDataParallel) -> tuple[int, list[int]]:
     return root, units
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[2, 3],
     recompute=[None, True, False],
@@ -245,20 +222,13 @@ def unit_bytes(model: FullyShardedDataParallel) -> tuple[int, list[int]]:
     disable_reshard_on_root=[True, False],
     bucket_cap_mb=[0, 25],
 )
-def test_at_most_two_units_beside_the_root_are_whole(
-    ranks: RankPool,
-    world_size: int,
-    recompute: bool | None,
-    flatten_parameters: bool,
-    disable_reshard_on_root: bool,
-    bucket_cap_mb: float,
-) -> None:
+def test_at_most_two_units_beside_the_root_are_whole(ranks: RankPool, world_size: int, case: Case) -> None:
     ranks(world_size).run(
         _watch_a_tower,
-        recompute,
-        flatten_parameters=flatten_parameters,
-        disable_reshard_on_root=disable_reshard_on_root,
-        bucket_cap_mb=bucket_cap_mb,
+        case.recompute,
+        flatten_parameters=case.flatten_parameters,
+        disable_reshard_on_root=case.disable_reshard_on_root,
+        bucket_cap_mb=case.bucket_cap_mb,
     )
 
 

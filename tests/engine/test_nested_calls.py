@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import adam
 
 HOWS: list[dict[str, Any] | None] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, None]
@@ -58,7 +58,7 @@ class Redirected(nn.Module):
         return self(inputs) * self.scale
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 1],
     how=HOWS,
@@ -67,11 +67,9 @@ class Redirected(nn.Module):
     accumulate=[1, 2],
 )
 @on_ranks("world_size")
-def test_a_module_that_is_called_inside_its_own_call_trains_as_the_plain_one(
-    how: dict[str, Any] | None, kind: type[nn.Module], inside: bool, accumulate: int
-) -> None:
-    expected, _ = _trained(kind, inside, accumulate, lambda module: module, alone=True)
-    state, _ = _trained(kind, inside, accumulate, lambda module: _sharded(module, how), alone=False)
+def test_a_module_that_is_called_inside_its_own_call_trains_as_the_plain_one(case: Case) -> None:
+    expected, _ = _trained(case.kind, case.inside, case.accumulate, lambda module: module, alone=True)
+    state, _ = _trained(case.kind, case.inside, case.accumulate, lambda module: _sharded(module, case.how), alone=False)
     for name, value in expected.items():
         torch.testing.assert_close(_whole(state[name]), value, rtol=1e-5, atol=1e-6)
 

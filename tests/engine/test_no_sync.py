@@ -24,7 +24,6 @@ from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
 
 UNITS = 4  # of nested_mlp
@@ -147,54 +146,34 @@ def count(model: nn.Module, *, sync: bool) -> tuple[int, int]:
     ("reshard_after_forward", "unsynchronised", "synchronised"),
     [(True, 2 * UNITS - 1, 2 * UNITS - 2), (False, UNITS, 0)],
 )
+@on_ranks("world_size")
 def test_gathers_and_reductions_of_two_passes(
-    ranks: RankPool, world_size: int, reshard_after_forward: bool, unsynchronised: int, synchronised: int
+    reshard_after_forward: bool, unsynchronised: int, synchronised: int
 ) -> None:
-    for counts in ranks(world_size).run(_count_two_passes, reshard_after_forward):
-        assert counts == [(unsynchronised, 0), (synchronised, UNITS)]
-
-
-def _count_two_passes(reshard_after_forward: bool) -> list[tuple[int, int]]:
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward, bucket_cap_mb=0))
-    return [count(model, sync=False), count(model, sync=True)]
+    counts = [count(model, sync=False), count(model, sync=True)]
+    assert counts == [(unsynchronised, 0), (synchronised, UNITS)]
 
 
-def test_from_the_third_pass_on_the_last_unit_stays_whole(ranks: RankPool) -> None:
-    # The root is gathered only where a synchronised pass came before.
-    for counts in ranks(2).run(_count_many_passes):
-        assert counts == [
-            2 * UNITS - 1,
-            2 * UNITS - 2,
-            2 * UNITS - 2,
-            2 * UNITS - 3,
-            2 * UNITS - 3,
-            2 * UNITS - 3,
-        ]
-
-
-def _count_many_passes() -> list[int]:
+@on_ranks(2)
+def test_from_the_third_pass_on_the_last_unit_stays_whole() -> None:
     model = nested_mlp(fully_sharded())
-    return [count(model, sync=sync)[0] for sync in (False, True, False, False, False, True)]
+    counts = [count(model, sync=sync)[0] for sync in (False, True, False, False, False, True)]
+    assert counts == [2 * UNITS - 1, 2 * UNITS - 2, 2 * UNITS - 2, 2 * UNITS - 3, 2 * UNITS - 3, 2 * UNITS - 3]
 
 
-def test_small_reductions_go_together(ranks: RankPool) -> None:
-    for counts in ranks(2).run(_count_with_buckets):
-        assert counts == [(UNITS, 0), (0, 1)]
-
-
-def _count_with_buckets() -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_small_reductions_go_together() -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=False))
-    return [count(model, sync=False), count(model, sync=True)]
+    counts = [count(model, sync=False), count(model, sync=True)]
+    assert counts == [(UNITS, 0), (0, 1)]
 
 
-def test_a_flat_model_is_gathered_once(ranks: RankPool) -> None:
-    for counts in ranks(2).run(_count_flat):
-        assert counts == [(1, 0), (0, 0), (0, 1), (1, 1)]
-
-
-def _count_flat() -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_a_flat_model_is_gathered_once() -> None:
     model = nested_mlp(fully_sharded(), nested=False)
-    return [count(model, sync=sync) for sync in (False, False, True, True)]
+    counts = [count(model, sync=sync) for sync in (False, False, True, True)]
+    assert counts == [(1, 0), (0, 0), (0, 1), (1, 1)]
 
 
 # Between accumulation and step

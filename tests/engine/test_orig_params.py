@@ -1,7 +1,7 @@
 """`use_orig_params=True`: what optimizers and users see, and what they may do with it.
 
 Every parameter of the model is there under its own name, as this rank's piece of it, a view of the unit's shard. The
-plain model beside it (`Twins`) says what each change should mean.
+plain model beside it (`OrigTwins`) says what each change should mean.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
-from tests.helpers.twins import batch, score
-from tests.training.test_orig_params import (
-    Twins,
+from tests.helpers.orig_twins import (
+    OrigTwins,
     a_rate_for_each,
     half_frozen,
     one_adamw,
@@ -37,6 +33,9 @@ from tests.training.test_orig_params import (
     part_of,
     two_optimizers,
 )
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.twins import batch, score
 
 
 def pieces(model: nn.Module) -> dict[str, LocalShard]:
@@ -112,13 +111,10 @@ def test_flatten_parameters_false_is_refused() -> None:
 
 
 @parametrize_pairs(world_size=[1, 2], offload=[None, "cpu", "disk"])
-def test_pieces_share_the_shards_memory(ranks: RankPool, tmp_path: Path, world_size: int, offload: str | None) -> None:
+@on_ranks("world_size")
+def test_pieces_share_the_shards_memory(tmp_path: Path, offload: str | None) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(world_size).run(_follow_memory, {"offload": offload, **folder})
-
-
-def _follow_memory(options: dict[str, Any]) -> None:
-    model = nested_mlp(original(**options))
+    model = nested_mlp(original(offload=offload, **folder))
     assert_pieces_are_the_shards(model)
     (optimizer,) = one_adamw(model)
     model(torch.ones(2, 5)).sum().backward()
@@ -157,7 +153,7 @@ def test_zeroed_gradients_are_freed_before_the_next_forward_computes() -> None:
 )
 @on_ranks("world_size")
 def test_assigned_data_is_kept(whole: bool, then: str) -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.step(0)
     if then == "forward_before":  # leaves the root's parameters whole, for a backward that doesn't come
         twins.sharded(batch(0, dist.get_rank()))
@@ -196,7 +192,7 @@ def test_data_of_another_shape_is_an_error_that_names_it() -> None:
 @parametrize_pairs(world_size=[1, 2], how=[{}, {"fused": True}, {"foreach": True}])
 @on_ranks("world_size")
 def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) -> None:
-    twins = Twins(nested_mlp, partial(one_adamw, **how))
+    twins = OrigTwins(nested_mlp, partial(one_adamw, **how))
     inputs = batch(7, 0)
     for number in range(3):
         twins.zero()
@@ -209,7 +205,7 @@ def test_a_step_after_a_forward_without_backward_is_seen(how: dict[str, Any]) ->
 
 @on_ranks(1, 2)
 def test_changes_in_place_of_pieces_are_seen() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     inputs = batch(7, 0)
     twins.sharded(inputs)
     with torch.no_grad():
@@ -219,7 +215,7 @@ def test_changes_in_place_of_pieces_are_seen() -> None:
 
 @on_ranks(1, 2)
 def test_a_model_is_cast_between_steps() -> None:
-    twins = Twins(nested_mlp, a_rate_for_each)
+    twins = OrigTwins(nested_mlp, a_rate_for_each)
     twins.step(0)
     for model in (twins.sharded, twins.plain):
         model.half()
@@ -240,7 +236,7 @@ def test_a_model_is_cast_between_steps() -> None:
 
 @on_ranks(1, 2)
 def test_loaded_and_summoned_changes_are_trained_on() -> None:
-    twins = Twins(nested_mlp, two_optimizers)
+    twins = OrigTwins(nested_mlp, two_optimizers)
     twins.step(0)
     state = {name: value * 1.5 for name, value in twins.plain.state_dict().items()}
     for model in (twins.sharded, twins.plain):
@@ -258,7 +254,7 @@ def test_loaded_and_summoned_changes_are_trained_on() -> None:
 
 @on_ranks(1, 2)
 def test_whole_parameters_show_what_is_frozen() -> None:
-    twins = Twins(half_frozen, one_sgd)
+    twins = OrigTwins(half_frozen, one_sgd)
     twins.step(0)
     twins.on_both(_freeze_scale)
     state = twins.sharded.state_dict()
@@ -276,7 +272,7 @@ def _freeze_scale(params: dict[str, nn.Parameter]) -> None:
 
 @on_ranks(2)
 def test_an_optimizers_state_is_saved_and_loaded_per_piece() -> None:
-    twins = Twins(nested_mlp, one_adamw)
+    twins = OrigTwins(nested_mlp, one_adamw)
     twins.step(0)
     for optimizers, model in zip(twins.optimizers, (twins.sharded, twins.plain), strict=True):
         saved = optimizers[0].state_dict()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +15,15 @@ from torch import Tensor, nn
 
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.orig_twins import OrigTwins, one_sgd, one_toolbox, part_of, two_optimizers, use_a
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import toolbox
-from tests.training.test_orig_params import (
-    Twins,
-    one_sgd,
-    one_toolbox,
-    part_of,
-    two_optimizers,
-    use_a,
-)
 
 
 @parametrize_pairs(world_size=[1, 2], sync=[True, False], zeroed=["all", "one", "unused", "one optimizer's"])
 @on_ranks("world_size")
 def test_zeroing_drops_what_was_accumulated(sync: bool, zeroed: str) -> None:
-    twins = Twins(one_toolbox, two_optimizers)
+    twins = OrigTwins(one_toolbox, two_optimizers)
     twins.backward(0, use_a if zeroed == "unused" else _use_all, sync=sync)
     if zeroed == "all":
         twins.on_both(_zero_all)
@@ -62,7 +53,7 @@ def _zero_one(params: dict[str, nn.Parameter], name: str) -> None:
 @on_ranks(1, 2)
 def test_a_unit_that_backward_expects_again_keeps_its_gradient() -> None:
     """It is gathered ahead, in vain, when its gradient is reduced and its pieces do not show it yet."""
-    twins = Twins(partial(toolbox, recompute=False), one_sgd, bucket_cap_mb=0)
+    twins = OrigTwins(partial(toolbox, recompute=False), one_sgd, bucket_cap_mb=0)
     for number, order in enumerate(("bcab", "cab")):
         twins.step(number, partial(_in_order, order))
         twins.assert_close_gradients()
@@ -75,7 +66,7 @@ def _in_order(order: str, model: nn.Module, inputs: Tensor, rank: int) -> Tensor
 
 @on_ranks(1, 2)
 def test_one_optimizers_gradients_are_zeroed_and_accumulated_again() -> None:
-    twins = Twins(nested_mlp, two_optimizers)
+    twins = OrigTwins(nested_mlp, two_optimizers)
     twins.backward(0)
     twins.zero(slice(0, 1))  # the other's stay
     twins.backward(1, sync=False)
@@ -87,7 +78,7 @@ def test_one_optimizers_gradients_are_zeroed_and_accumulated_again() -> None:
 
 @on_ranks(2)
 def test_gradients_that_are_not_reduced_are_not_stepped() -> None:
-    twins = Twins(nested_mlp, two_optimizers)
+    twins = OrigTwins(nested_mlp, two_optimizers)
     twins.backward(0)
     twins.zero(slice(0, 1))
     twins.backward(1, sync=False)
@@ -98,7 +89,7 @@ def test_gradients_that_are_not_reduced_are_not_stepped() -> None:
 
 @on_ranks(2)
 def test_an_unused_parameter_keeps_the_gradient_it_had() -> None:
-    twins = Twins(one_toolbox, one_sgd)
+    twins = OrigTwins(one_toolbox, one_sgd)
     twins.backward(0)
     twins.backward(1, use_a)
     twins.assert_close_gradients()
@@ -110,7 +101,7 @@ def test_an_unused_parameter_keeps_the_gradient_it_had() -> None:
 
 @on_ranks(2)
 def test_users_may_change_a_gradient() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.backward(0)
     twins.on_both(_halve_gradients)
     twins.backward(1)  # is added to what was put there
@@ -130,7 +121,7 @@ def _halve_gradients(params: dict[str, nn.Parameter]) -> None:
 
 @on_ranks(1, 2)
 def test_a_gradient_that_users_assign_is_added_to() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     for name, whole in twins.wholes.items():
         whole.grad = torch.ones_like(whole)
         twins.pieces[name].grad = torch.ones_like(twins.pieces[name])
@@ -139,13 +130,10 @@ def test_a_gradient_that_users_assign_is_added_to() -> None:
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-def test_a_gradient_that_users_keep_stays_as_it_is(ranks: RankPool, tmp_path: Path, offload: str | None) -> None:
+@on_ranks(2)
+def test_a_gradient_that_users_keep_stays_as_it_is(tmp_path: Path, offload: str | None) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(2).run(_keep_gradients, {"offload": offload, **folder})
-
-
-def _keep_gradients(options: dict[str, Any]) -> None:
-    twins = Twins(nested_mlp, one_sgd, **options)
+    twins = OrigTwins(nested_mlp, one_sgd, offload=offload, **folder)
     twins.backward(0)
     kept = {name: piece.grad for name, piece in twins.pieces.items()}
     before = {name: grad.clone() for name, grad in kept.items() if grad is not None}
@@ -156,7 +144,7 @@ def _keep_gradients(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [_zero_one, _halve_gradients], ids=["zeroed", "replaced"])
 @on_ranks(2)
 def test_clipping_sees_what_users_did_to_gradients(change: Callable[..., None]) -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.backward(0)
     twins.on_both(partial(change, name="entry.weight") if change is _zero_one else change)
     _assert_clips_alike(twins)
@@ -164,7 +152,7 @@ def test_clipping_sees_what_users_did_to_gradients(change: Callable[..., None]) 
 
 @on_ranks(2)
 def test_clipping_does_not_see_gradients_of_before_a_freeze() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.step(0)
     twins.zero()
     twins.on_both(_freeze_trunk)  # all of a unit
@@ -177,7 +165,7 @@ def _freeze_trunk(params: dict[str, nn.Parameter]) -> None:
         param.requires_grad_(not name.startswith("trunk"))
 
 
-def _assert_clips_alike(twins: Twins) -> None:
+def _assert_clips_alike(twins: OrigTwins) -> None:
     """Collective. The same norm, and the same gradients afterwards."""
     norm = twins.sharded.clip_grad_norm_(0.01)  # type: ignore[operator]
     expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01)
@@ -187,7 +175,7 @@ def _assert_clips_alike(twins: Twins) -> None:
 
 @on_ranks(2)
 def test_clipping_is_allowed_when_what_was_accumulated_was_zeroed() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.backward(0, sync=False)
     twins.zero()
     assert twins.sharded.clip_grad_norm_(1.0) == 0  # type: ignore[operator]
@@ -195,7 +183,7 @@ def test_clipping_is_allowed_when_what_was_accumulated_was_zeroed() -> None:
 
 @on_ranks(2)
 def test_toggling_keeps_what_was_accumulated() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.backward(0, sync=False)
     twins.on_both(_freeze_scale)
     twins.backward(1)
@@ -208,7 +196,7 @@ def test_toggling_keeps_what_was_accumulated() -> None:
 
 @on_ranks(2)
 def test_a_unit_that_is_frozen_for_a_backward_keeps_what_was_accumulated() -> None:
-    twins = Twins(nested_mlp, one_sgd)
+    twins = OrigTwins(nested_mlp, one_sgd)
     twins.backward(0, sync=False)
     twins.on_both(_freeze_trunk)
     twins.backward(1)  # reduces that of the trunk as well

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from tests.helpers.equality import assert_close
+from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -26,14 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.unused, self.last = nn.Linear(4, 5), nn.Linear(3, 3), nn.Linear(5, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = self.last(self.first(inputs))
-        return result
+def net() -> nn.Module:
+    return Net(
+        lambda net, x: net.last(net.first(x)), first=nn.Linear(4, 5), unused=nn.Linear(3, 3), last=nn.Linear(5, 2)
+    )
 
 
 def _wrapped(plain: nn.Module, kind: str) -> Any:
@@ -78,7 +75,7 @@ def _assert_close(model: Any, plain: nn.Module) -> None:
 @on_ranks(2)
 def test_hooks_of_parameters_see_reduced_gradients(kind: str) -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = net()
     model = _wrapped(plain, kind)
     _step_in_backward(plain, model)
     _change_and_count(plain, model, kind)

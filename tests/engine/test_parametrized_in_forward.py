@@ -13,18 +13,13 @@ from torch.nn.utils import parametrize
 
 from fsdp import FullyShardedDataParallel
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.twins import assert_trains_like_plain, backward_twice, no_grad_between, once
 
 
-class Sum(nn.Module):
-    def __init__(self, added: Tensor) -> None:
-        super().__init__()
-        self.added = added
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.added
+def plus(added: Tensor) -> nn.Module:
+    return Net(lambda net, weight: weight + net.added, added=added)
 
 
 class Experts(nn.Module):
@@ -47,7 +42,7 @@ class Adapted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         needs_grad = self.experts.weight.requires_grad
-        parametrize.register_parametrization(self.experts, "weight", Sum(self.down @ self.up))
+        parametrize.register_parametrization(self.experts, "weight", plus(self.down @ self.up))
         self.experts.parametrizations.weight.original.requires_grad_(needs_grad)  # type: ignore[union-attr]
         try:
             with parametrize.cached():
@@ -85,9 +80,9 @@ def test_a_weight_cannot_be_parametrized_between_steps() -> None:
         model: Any = FullyShardedDataParallel(nn.Linear(5, 5), **options)  # type: ignore[arg-type]
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"weight'? (of this Linear )?is sharded"):
-                parametrize.register_parametrization(model.module.module, "weight", Sum(torch.ones(5, 5)))
+                parametrize.register_parametrization(model.module.module, "weight", plus(torch.ones(5, 5)))
             model(torch.ones(2, 5))
     rows: Any = ours()(nn.Linear(5, 5))
     rows(torch.ones(2, 5))
     with pytest.raises(RuntimeError, match="'weight' of this FSDPLinear is sharded"):
-        parametrize.register_parametrization(rows, "weight", Sum(torch.ones(5, 5)))
+        parametrize.register_parametrization(rows, "weight", plus(torch.ones(5, 5)))

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, Placed, Placement, Placements, ShardingStrategy, fully_shard
 from fsdp.engine.placements import UNREDUCED, UNSHARDED, Axis
-from tests.distributed.test_hybrid_bytes import counting_sent_bytes
-from tests.engine.test_memory import live_bytes
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.memory import live_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import by_group, counting_sent
 
 LAYERS, WIDTH, ITEM = 3, 12, 4
 LAYER = WIDTH * WIDTH
@@ -69,7 +69,7 @@ def expected_bytes(value: str, shape: tuple[int, int], turns: int) -> int:
     """Return the bytes that a rank sends in a step, from the stages of the placements."""
     placements, sizes = VALUES[value], {Axis.REPLICA: shape[0], Axis.SHARD: shape[1]}
     if shape[0] == 1:
-        placements = placements.on_one_axis()
+        placements = placements.on_one_axis
 
     def sent(found: Any) -> int:
         return sum(stage.numel_sent(LAYER, sizes) for stage in found)
@@ -98,7 +98,7 @@ def _count(value: str, form: str, shape: tuple[int, int], turns: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         train(model, optimizer, turns)  # ranks agree, and the order is learned
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_group) as sent:
         train(model, optimizer, turns)
     assert sum(sent.values()) == expected_bytes(value, shape, turns), (value, dict(sent))
 
@@ -114,7 +114,7 @@ def test_backward_gathers_from_neighbours_only() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         train(model, optimizer, 1)
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_group) as sent:
         train(model, optimizer, 1)
     forward_and_reduction, backward = 2 * LAYERS * 3 / 4, (LAYERS - 1) / 2
     assert sum(sent.values()) == LAYER * ITEM * (forward_and_reduction + backward)
@@ -124,7 +124,7 @@ def expected_numel(value: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Return the elements that a rank holds between steps, and those that it holds besides after a backward."""
     placements, sizes = VALUES[value], {Axis.REPLICA: shape[0], Axis.SHARD: shape[1]}
     if shape[0] == 1:
-        placements = placements.on_one_axis()
+        placements = placements.on_one_axis
     shards_and_momentum = 2 * placements.optimizer.numel(LAYER, sizes)
     kept = placements.parameters.numel(LAYER, sizes) if placements.gather else 0
     return LAYERS * shards_and_momentum, LAYERS * (kept + placements.gradients.numel(LAYER, sizes))

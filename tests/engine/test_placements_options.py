@@ -14,8 +14,7 @@ from torch import nn
 import fsdp
 from fsdp import MixedPrecision, Placements, ShardingStrategy, checkpoint_wrapper, use_torch_collectives
 from fsdp.distributed.dtensor import full_tensor
-from tests.engine.test_hybrid import frozen
-from tests.helpers.hybrid import mesh_of
+from tests.helpers.hybrid import frozen, mesh_of
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import Placed, Placement, Placements, ShardingStrategy
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
-from tests.engine.test_placements_training import Net
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.forms import FORMS, batch, full_state, sharded
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.models import scaled_layers
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.uneven_models import Pair
 
@@ -36,9 +36,9 @@ def options_of(strategy: str) -> dict[str, Any]:
     return found
 
 
-def net(seed: int = 0) -> Net:
+def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return Net().double()
+    return scaled_layers().double()
 
 
 def build(strategy: str, form: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
@@ -66,11 +66,9 @@ def moments_of(plain: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: optimizer.state[param]["exp_avg"] for name, param in plain.named_parameters()}
 
 
-@parametrize_pairs(at_most=9, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"], again=["flat", "orig"])
-def test_a_checkpoint_is_loaded_under_any_other(
-    ranks: RankPool, tmp_path: Path, saved: str, loaded: str, form: str, again: str
-) -> None:
-    ranks(4).run(_save_and_load, tmp_path, saved, loaded, form, again)
+@parametrize_cases(at_most=9, saved=STRATEGIES, loaded=STRATEGIES, form=["flat", "orig"], again=["flat", "orig"])
+def test_a_checkpoint_is_loaded_under_any_other(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(4).run(_save_and_load, tmp_path, case.saved, case.loaded, case.form, case.again)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
@@ -192,13 +190,10 @@ class Routed(nn.Module):
 
 
 @parametrize_pairs(strategy=STRATEGIES[:3], form=FORMS)
-def test_ranks_that_use_different_parameters(ranks: RankPool, strategy: str, form: str) -> None:
+@on_ranks(4)
+def test_ranks_that_use_different_parameters(strategy: str, form: str) -> None:
     if form == "rows" and strategy == "HYBRID_SHARD_OPTIM":
         return
-    ranks(4).run(_route, strategy, form)
-
-
-def _route(strategy: str, form: str) -> None:
     torch.manual_seed(0)
     plain = Routed().double()
     model = sharded(copy.deepcopy(plain), form, (), **options_of(strategy))

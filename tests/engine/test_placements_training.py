@@ -15,8 +15,8 @@ from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.equality import assert_close
 from tests.helpers.forms import FORMS, Beside, batch, inside
 from tests.helpers.hybrid import group_option, mesh_of
-from tests.helpers.models import nested_mlp
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.models import nested_mlp, scaled_layers
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -51,7 +51,7 @@ HYBRID = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=12,
     strategy=[ZERO_1, ZERO_2],
     world_size=[2, 3, 4, 1],
@@ -61,18 +61,9 @@ HYBRID = {
     clip=[None, 0.1],
     bucket_cap_mb=[25, 0],
 )
-def test_kept_parameters_train_as_one_process_does(
-    ranks: RankPool,
-    strategy: ShardingStrategy,
-    world_size: int,
-    form: str,
-    accumulate: int,
-    no_sync: bool,
-    clip: float | None,
-    bucket_cap_mb: float,
-) -> None:
-    options = {"sharding_strategy": strategy, "bucket_cap_mb": bucket_cap_mb, **WRAPPERS[form]}
-    ranks(world_size).run(_train, options, accumulate, no_sync, clip)
+def test_kept_parameters_train_as_one_process_does(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {"sharding_strategy": case.strategy, "bucket_cap_mb": case.bucket_cap_mb, **WRAPPERS[case.form]}
+    ranks(world_size).run(_train, options, case.accumulate, case.no_sync, case.clip)
 
 
 def _train(options: dict[str, Any], accumulate: int, no_sync: bool, clip: float | None) -> None:
@@ -80,7 +71,7 @@ def _train(options: dict[str, Any], accumulate: int, no_sync: bool, clip: float 
     assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**options), **training)
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=10,
     shape=[(2, 2), (1, 3), (3, 1), (2, 1)],
     how=["mesh", "pair"],
@@ -90,18 +81,11 @@ def _train(options: dict[str, Any], accumulate: int, no_sync: bool, clip: float 
     clip=[None, 0.1],
     bucket_cap_mb=[25, 0],
 )
-def test_optimizer_state_over_replicas_trains_as_one_process_does(
-    ranks: RankPool,
-    shape: tuple[int, int],
-    how: str,
-    form: str,
-    accumulate: int,
-    no_sync: bool,
-    clip: float | None,
-    bucket_cap_mb: float,
-) -> None:
-    options = {"sharding_strategy": HFSDP, "bucket_cap_mb": bucket_cap_mb, **WRAPPERS[form]}
-    ranks(shape[0] * shape[1]).run(_train_hybrid, shape, how, options, accumulate, no_sync, clip)
+def test_optimizer_state_over_replicas_trains_as_one_process_does(ranks: RankPool, case: Case) -> None:
+    options = {"sharding_strategy": HFSDP, "bucket_cap_mb": case.bucket_cap_mb, **WRAPPERS[case.form]}
+    ranks(case.shape[0] * case.shape[1]).run(
+        _train_hybrid, case.shape, case.how, options, case.accumulate, case.no_sync, case.clip
+    )
 
 
 def _train_hybrid(shape: tuple[int, int], how: str, options: dict[str, Any], *training: Any) -> None:
@@ -113,18 +97,6 @@ def test_parameters_kept_among_neighbours_train_as_one_process_does(
     ranks: RankPool, form: str, accumulate: int
 ) -> None:
     ranks(4).run(_train, {"reshard_after_forward": 2, **WRAPPERS[form]}, accumulate, False, 0.1)
-
-
-class Net(nn.Module):
-    """Two layers that become units, and a root with a parameter of its own. Most numbers of ranks divide no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs))) * self.scale.sum()
 
 
 def learn(model: Any, inputs: Tensor, step: int) -> Tensor:
@@ -151,7 +123,7 @@ def test_every_hybrid_value_trains(ranks: RankPool, value: str, form: str, shape
 
 
 def _beside(form: str, options: dict[str, Any], shape: tuple[int, int] | None = None) -> Beside:
-    both = Beside(Net, form, (nn.Linear,))
+    both = Beside(scaled_layers, form, (nn.Linear,))
     if shape is not None:
         options = {**options, "process_group": mesh_of(*shape)}
     if "dp_mesh_dims" in options:

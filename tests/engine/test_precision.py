@@ -14,15 +14,10 @@ import torch.distributed.fsdp
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import Alone, fully_sharded
-
-HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-def wrap_alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, Alone(), **options)
+from tests.helpers.parity import alone, fully_sharded
 
 
 def layers(dtype: torch.dtype = SINGLE) -> nn.Sequential:
@@ -44,7 +39,7 @@ def test_a_policy_that_says_nothing_changes_nothing() -> None:
     assert policy.cast_forward_inputs
     assert not policy.full_precision_in_eval
     assert policy.full_precision_modules == (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    assert dtypes_of(wrap_alone(layers(), mixed_precision=policy)) == (SINGLE,) * 3
+    assert dtypes_of(alone(layers(), mixed_precision=policy)) == (SINGLE,) * 3
 
 
 def test_a_policy_cannot_be_changed() -> None:
@@ -77,7 +72,7 @@ def test_modules_in_full_precision_are_named_by_their_classes(wrong: Any) -> Non
 @pytest.mark.parametrize("wrong", ["bf16", BRAIN, torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=BRAIN)])
 def test_what_is_neither_a_flag_nor_our_policy_is_not_taken_for_float16(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="mixed_precision"):
-        wrap_alone(layers(), mixed_precision=wrong)
+        alone(layers(), mixed_precision=wrong)
 
 
 # One or the other
@@ -89,19 +84,19 @@ def test_what_is_neither_a_flag_nor_our_policy_is_not_taken_for_float16(wrong: A
 )
 def test_a_policy_has_no_flag_beside_it(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"mixed_precision is a MixedPrecision, .*: {name} cannot be given beside it"):
-        wrap_alone(layers(), mixed_precision=MixedPrecision(), **{name: value})
+        alone(layers(), mixed_precision=MixedPrecision(), **{name: value})
 
 
 def test_all_flags_beside_a_policy_are_named() -> None:
     with pytest.raises(ValueError, match="compute_dtype, buffer_dtype cannot be given beside it"):
-        wrap_alone(layers(), mixed_precision=MixedPrecision(), compute_dtype=HALF, buffer_dtype=HALF)
+        alone(layers(), mixed_precision=MixedPrecision(), compute_dtype=HALF, buffer_dtype=HALF)
 
 
 @pytest.mark.parametrize("silent", [False, None])
 def test_flags_that_say_nothing_are_no_contradiction(silent: Any) -> None:
     policy = MixedPrecision(param_dtype=BRAIN)
     flags: dict[str, Any] = {"fp32_reduce_scatter": silent, "force_input_to_fp32": silent, "compute_dtype": None}
-    assert wrap_alone(layers(), mixed_precision=policy, **flags).compute_dtype is BRAIN
+    assert alone(layers(), mixed_precision=policy, **flags).compute_dtype is BRAIN
 
 
 # What is made of it
@@ -128,7 +123,7 @@ FLAGS: list[tuple[dict[str, Any], tuple[torch.dtype, ...], tuple[torch.dtype, ..
 def test_flags_mean_what_they_mean_in_fairscale(
     flags: dict[str, Any], dtypes: tuple[torch.dtype, ...], shown: tuple[torch.dtype, ...]
 ) -> None:
-    model = wrap_alone(layers(), **flags)
+    model = alone(layers(), **flags)
     assert dtypes_of(model) == dtypes
     assert (model.compute_dtype, model.buffer_dtype) == shown
     assert model.mixed_precision is flags.get("mixed_precision", False)
@@ -149,7 +144,7 @@ POLICIES: list[tuple[dict[str, Any], tuple[torch.dtype, ...], tuple[torch.dtype 
 def test_policies_are_shown_under_fairscales_names(
     policy: dict[str, Any], dtypes: tuple[torch.dtype, ...], shown: tuple[torch.dtype | None, ...]
 ) -> None:
-    model = wrap_alone(layers(), mixed_precision=MixedPrecision(**policy))
+    model = alone(layers(), mixed_precision=MixedPrecision(**policy))
     assert dtypes_of(model) == dtypes
     assert (model.compute_dtype, model.buffer_dtype) == shown
     assert model.mixed_precision == MixedPrecision(**policy)
@@ -159,7 +154,7 @@ def test_policies_are_shown_under_fairscales_names(
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
 def test_without_a_word_parameters_keep_their_dtype(dtype: torch.dtype) -> None:
-    model = wrap_alone(layers(dtype))
+    model = alone(layers(dtype))
     assert dtypes_of(model) == (dtype,) * 3
     assert (model.compute_dtype, model.mixed_precision) == (dtype, False)
 
@@ -168,8 +163,8 @@ def test_without_a_word_parameters_keep_their_dtype(dtype: torch.dtype) -> None:
 def test_16_bit_parameters_can_be_reduced_in_float32(dtype: torch.dtype) -> None:
     """FairScale has no flags for this, and the error of the nearest ones says what to write."""
     with pytest.raises(ValueError, match=r"mixed_precision=MixedPrecision\(reduce_dtype=torch.float32\)"):
-        wrap_alone(layers(dtype), compute_dtype=dtype, fp32_reduce_scatter=True)
-    model = wrap_alone(layers(dtype), mixed_precision=MixedPrecision(reduce_dtype=SINGLE))
+        alone(layers(dtype), compute_dtype=dtype, fp32_reduce_scatter=True)
+    model = alone(layers(dtype), mixed_precision=MixedPrecision(reduce_dtype=SINGLE))
     assert dtypes_of(model) == (dtype, dtype, SINGLE)
 
 
@@ -178,12 +173,12 @@ def test_16_bit_parameters_can_be_reduced_in_float32(dtype: torch.dtype) -> None
 
 def test_reducing_in_float32_is_for_mixed_precision() -> None:
     with pytest.raises(ValueError, match="fp32_reduce_scatter=True needs mixed_precision=True"):
-        wrap_alone(layers(), fp32_reduce_scatter=True)
+        alone(layers(), fp32_reduce_scatter=True)
 
 
 def test_widening_inputs_is_for_full_precision() -> None:
     with pytest.raises(ValueError, match="force_input_to_fp32=True is for units that compute in full precision"):
-        wrap_alone(layers(), mixed_precision=True, force_input_to_fp32=True)
+        alone(layers(), mixed_precision=True, force_input_to_fp32=True)
 
 
 @pytest.mark.parametrize("name", ["compute_dtype", "buffer_dtype"])
@@ -191,7 +186,7 @@ def test_widening_inputs_is_for_full_precision() -> None:
 @pytest.mark.parametrize("wrong", [torch.int32, "half"])
 def test_flags_name_the_dtype_that_they_refuse(name: str, mixed_precision: bool, wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be torch.float16"):
-        wrap_alone(layers(), mixed_precision=mixed_precision, **{name: wrong})
+        alone(layers(), mixed_precision=mixed_precision, **{name: wrong})
 
 
 @pytest.mark.parametrize("flatten_parameters", [True, False])
@@ -202,8 +197,8 @@ def test_a_compute_dtype_alone_is_what_parameters_must_have(
     odd = layers(compute_dtype)
     odd[1].float()
     with pytest.raises(ValueError, match=f"1.weight is torch.float32, but compute_dtype={compute_dtype} without mixed"):
-        wrap_alone(odd, compute_dtype=compute_dtype, flatten_parameters=flatten_parameters)
-    even = wrap_alone(layers(compute_dtype), compute_dtype=compute_dtype, flatten_parameters=flatten_parameters)
+        alone(odd, compute_dtype=compute_dtype, flatten_parameters=flatten_parameters)
+    even = alone(layers(compute_dtype), compute_dtype=compute_dtype, flatten_parameters=flatten_parameters)
     assert {param.dtype for param in even.params} == {compute_dtype}
     assert (even.compute_dtype, even.buffer_dtype) == (compute_dtype, compute_dtype)
 
@@ -213,7 +208,7 @@ def test_fairscales_master_is_float32(dtype: torch.dtype) -> None:
     odd = layers()
     odd[1].to(dtype)
     with pytest.raises(ValueError, match=f"1.weight is {dtype}, but mixed_precision=True keeps float32 parameters"):
-        wrap_alone(odd, mixed_precision=True)
+        alone(odd, mixed_precision=True)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +218,7 @@ def test_a_policys_master_holds_what_is_computed(own: torch.dtype, param_dtype: 
     odd = layers()
     odd[1].to(own)
     with pytest.raises(ValueError, match=f"weight is {own}, which cannot hold .* param_dtype={param_dtype}"):
-        wrap_alone(odd, mixed_precision=MixedPrecision(param_dtype=param_dtype))
+        alone(odd, mixed_precision=MixedPrecision(param_dtype=param_dtype))
 
 
 @pytest.mark.parametrize("own", [BRAIN, HALF, DOUBLE])
@@ -231,7 +226,7 @@ def test_frozen_parameters_need_no_master(own: torch.dtype) -> None:
     """Of a 16-bit base with float32 adapters only the adapters are stepped; all compute in one dtype."""
     adapted = layers()
     adapted[0].to(own).requires_grad_(False)
-    model = wrap_alone(adapted, mixed_precision=True, compute_dtype=BRAIN)
+    model = alone(adapted, mixed_precision=True, compute_dtype=BRAIN)
     assert {(param.dtype, param.requires_grad) for param in model.params} == {(own, False), (SINGLE, True)}
     assert {handle.unsharded.full.dtype for handle in model._unit.handles} == {BRAIN}
     model(torch.ones(2, 5)).sum().backward()
@@ -243,13 +238,13 @@ def test_a_module_that_was_refused_is_left_as_it_was() -> None:
     module.append(nn.BatchNorm1d(5)).register_buffer("table", torch.full((5,), 1 + 2**-10))
     module[1].half()
     with pytest.raises(ValueError, match=r"1\.weight"):
-        wrap_alone(module, mixed_precision=True)
+        alone(module, mixed_precision=True)
     module[1].float()
     assert module.get_buffer("table").dtype is SINGLE
     assert torch.equal(module.get_buffer("table"), torch.full((5,), 1 + 2**-10))
     assert module(torch.ones(2, 5)).dtype is SINGLE
     assert [type(param) for param in module.parameters()] == [nn.Parameter] * 6
-    assert wrap_alone(module, mixed_precision=True)(torch.ones(2, 5)).dtype is HALF
+    assert alone(module, mixed_precision=True)(torch.ones(2, 5)).dtype is HALF
 
 
 # Casting what is wrapped already
@@ -259,7 +254,7 @@ CASTS = [nn.Module.half, nn.Module.bfloat16, nn.Module.double]
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_fairscales_master_cannot_be_cast(cast: Any) -> None:
-    model = wrap_alone(layers(), mixed_precision=True)
+    model = alone(layers(), mixed_precision=True)
     with pytest.raises(ValueError, match=r"after this cast .* mixed_precision=True keeps float32 parameters"):
         cast(model)
     assert dtypes_of(model) == (SINGLE, HALF, HALF)
@@ -267,14 +262,14 @@ def test_fairscales_master_cannot_be_cast(cast: Any) -> None:
 
 
 def test_a_policys_master_can_be_cast_to_what_holds_more() -> None:
-    model = wrap_alone(layers(), mixed_precision=MixedPrecision(param_dtype=BRAIN)).double()
+    model = alone(layers(), mixed_precision=MixedPrecision(param_dtype=BRAIN)).double()
     assert dtypes_of(model) == (DOUBLE, BRAIN, BRAIN)
     model(torch.ones(2, 5)).sum().backward()
     assert [param.grad.dtype for param in model.params if param.grad is not None] == [DOUBLE]
 
 
 def test_a_policys_master_cannot_be_cast_to_what_holds_less() -> None:
-    model = wrap_alone(layers(), mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    model = alone(layers(), mixed_precision=MixedPrecision(param_dtype=BRAIN))
     with pytest.raises(
         ValueError, match=r"after this cast .*float16, which cannot hold what is computed in param_dtype"
     ):
@@ -284,7 +279,7 @@ def test_a_policys_master_cannot_be_cast_to_what_holds_less() -> None:
 
 @pytest.mark.parametrize("cast", [*CASTS, nn.Module.float])
 def test_without_mixed_precision_all_follows_a_cast(cast: Any) -> None:
-    model = cast(wrap_alone(layers(BRAIN)))
+    model = cast(alone(layers(BRAIN)))
     expected = cast(layers())[0].weight.dtype
     assert dtypes_of(model) == (expected,) * 3
     assert model.compute_dtype is expected
@@ -293,8 +288,8 @@ def test_without_mixed_precision_all_follows_a_cast(cast: Any) -> None:
 
 @pytest.mark.parametrize("mixed", [0, 1, 2])
 def test_a_cast_that_one_unit_refuses_changes_no_unit(mixed: int) -> None:
-    units = [wrap_alone(nn.Linear(5, 5), mixed_precision=number == mixed) for number in range(3)]
-    model = wrap_alone(nn.Sequential(*units, nn.Linear(5, 5)))
+    units = [alone(nn.Linear(5, 5), mixed_precision=number == mixed) for number in range(3)]
+    model = alone(nn.Sequential(*units, nn.Linear(5, 5)))
     with pytest.raises(ValueError, match="keeps float32 parameters"):
         model.half()
     assert [param.dtype for wrapper in get_fsdp_instances(model) for param in wrapper.params] == [SINGLE] * 4
@@ -302,7 +297,7 @@ def test_a_cast_that_one_unit_refuses_changes_no_unit(mixed: int) -> None:
 
 def test_moving_in_evaluation_leaves_what_is_computed_in_training() -> None:
     policy = MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)
-    model = wrap_alone(layers(), mixed_precision=policy).eval()
+    model = alone(layers(), mixed_precision=policy).eval()
     model(torch.ones(2, 5))
     model.to("cpu")
     assert model.compute_dtype is BRAIN

@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
-from tests.helpers.models import keep
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
+from tests.helpers.models import Net, keep
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import alone
 
 TO_BRAIN = MixedPrecision(param_dtype=BRAIN)
 
@@ -43,7 +44,7 @@ class Spy(nn.Module):
 def given_to(unit_options: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """What reaches a module that is wrapped with these options and called with these arguments."""
     spy = Spy()
-    wrap_alone(spy, **unit_options)(*args, **kwargs)
+    alone(spy, **unit_options)(*args, **kwargs)
     return spy.got[0]
 
 
@@ -195,7 +196,7 @@ def test_inputs_are_left_alone_where_nothing_else_is_cast(policy: Any) -> None:
 @pytest.mark.parametrize("policy", [TO_BRAIN, True])
 def test_gradients_of_inputs_have_the_inputs_dtype(dtype: torch.dtype, policy: Any) -> None:
     inputs = torch.ones(2, 3, dtype=dtype, requires_grad=True)
-    wrap_alone(nn.Linear(3, 3), mixed_precision=policy)(inputs).sum().backward()
+    alone(nn.Linear(3, 3), mixed_precision=policy)(inputs).sum().backward()
     assert inputs.grad is not None
     assert inputs.grad.dtype is dtype
     assert inputs.grad.any()
@@ -203,7 +204,7 @@ def test_gradients_of_inputs_have_the_inputs_dtype(dtype: torch.dtype, policy: A
 
 def test_recurrent_modules_compute_in_the_policys_dtype() -> None:
     """Their weights are in a list besides, and their states among the inputs and outputs."""
-    model = wrap_alone(nn.LSTM(3, 4, batch_first=True), mixed_precision=TO_BRAIN)
+    model = alone(nn.LSTM(3, 4, batch_first=True), mixed_precision=TO_BRAIN)
     outputs, states = model(packed(torch.ones(2, 3, 3)), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)))
     assert {tensor.dtype for tensor in (outputs.data, *states)} == {BRAIN}
     outputs.data.float().sum().backward()
@@ -244,8 +245,8 @@ class Tree(nn.Module):
 def seen_in(outer: dict[str, Any], inner: dict[str, Any], recompute: bool | None) -> list[set[torch.dtype]]:
     """The dtypes that reached the outer and the inner module in forwards and backwards."""
     recorder = Recorder()
-    tree = Tree(wrap_alone(recorder, **inner), recompute)
-    model = wrap_alone(tree, **outer)
+    tree = Tree(alone(recorder, **inner), recompute)
+    model = alone(tree, **outer)
     for _ in range(2):
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     assert len(recorder.got) == (2 if recompute is None else 4)
@@ -294,10 +295,10 @@ def test_with_flags_of_float32_autocast_says_what_inputs_are_cast_to(
 
 def test_which_unit_is_outermost_is_found_out_again_after_a_reset() -> None:
     recorder = Recorder()
-    inner = wrap_alone(recorder, **FLAG)
+    inner = alone(recorder, **FLAG)
     inner(numbers())
     inner._reset_lazy_init()
-    outer = wrap_alone(Tree(inner, recompute=None), **FLAG)
+    outer = alone(Tree(inner, recompute=None), **FLAG)
     outer(numbers())
     outer._reset_lazy_init()
     inner(numbers())
@@ -326,8 +327,8 @@ def test_without_being_asked_nothing_is_widened() -> None:
 def test_a_unit_of_full_precision_is_widened_inside_a_mixed_one() -> None:
     """FairScale's float32 head in a float16 model."""
     assert seen_in(FLAG, {"force_input_to_fp32": True}, None) == [{BRAIN}, {SINGLE}]
-    head = wrap_alone(nn.Linear(3, 3), force_input_to_fp32=True)
-    model = wrap_alone(nn.Sequential(nn.Linear(3, 3), head), **FLAG)
+    head = alone(nn.Linear(3, 3), force_input_to_fp32=True)
+    model = alone(nn.Sequential(nn.Linear(3, 3), head), **FLAG)
     outputs = model(numbers())
     assert outputs.dtype is SINGLE
     outputs.sum().backward()
@@ -341,7 +342,7 @@ def test_a_unit_of_full_precision_is_widened_inside_a_mixed_one() -> None:
 def test_outputs_are_cast_in_every_nest(nest: Callable[[Tensor], Any], find: Callable[[Any], Tensor]) -> None:
     spy = Spy(nest)
     policy = MixedPrecision(param_dtype=BRAIN, output_dtype=SINGLE)
-    output = wrap_alone(spy, mixed_precision=policy)()
+    output = alone(spy, mixed_precision=policy)()
     assert type(output) is type(nest(numbers()))
     assert find(output).dtype is SINGLE
     find(output).sum().backward()
@@ -349,21 +350,21 @@ def test_outputs_are_cast_in_every_nest(nest: Callable[[Tensor], Any], find: Cal
 
 def test_outputs_keep_the_dtype_of_the_computation_unless_asked() -> None:
     for options in (FLAG, POLICY):
-        assert wrap_alone(nn.Linear(3, 3), **options)(numbers()).dtype is BRAIN
+        assert alone(nn.Linear(3, 3), **options)(numbers()).dtype is BRAIN
 
 
 def test_outputs_that_are_no_floating_point_tensors_stay() -> None:
     policy = MixedPrecision(param_dtype=BRAIN, output_dtype=SINGLE)
-    model = wrap_alone(Spy(lambda x: (x, x.argmax(), x > 0, "text")), mixed_precision=policy)
+    model = alone(Spy(lambda x: (x, x.argmax(), x > 0, "text")), mixed_precision=policy)
     values, where, is_positive, text = model()
     assert [values.dtype, where.dtype, is_positive.dtype, text] == [SINGLE, torch.int64, torch.bool, "text"]
 
 
 def test_every_unit_has_its_own_output_dtype() -> None:
     recorder = Recorder()
-    inner = wrap_alone(nn.Linear(3, 3), mixed_precision=MixedPrecision(param_dtype=BRAIN, output_dtype=DOUBLE))
+    inner = alone(nn.Linear(3, 3), mixed_precision=MixedPrecision(param_dtype=BRAIN, output_dtype=DOUBLE))
     wrap = MixedPrecision(param_dtype=BRAIN, output_dtype=HALF)
-    model = wrap_alone(nn.Sequential(inner, recorder), mixed_precision=wrap)
+    model = alone(nn.Sequential(inner, recorder), mixed_precision=wrap)
     assert model(numbers()).dtype is HALF
     assert recorder.got == [DOUBLE]
 
@@ -371,7 +372,7 @@ def test_every_unit_has_its_own_output_dtype() -> None:
 @on_ranks(2)
 def test_a_returned_parameter_outlives_its_unit_in_the_output_dtype() -> None:
     torch.manual_seed(0)
-    plain, copied = Returning(), Returning()
+    plain, copied = returning(), returning()
     copied.load_state_dict(plain.state_dict())
     policy = MixedPrecision(param_dtype=BRAIN, output_dtype=SINGLE)
     model = FullyShardedDataParallel(copied, mixed_precision=policy, disable_reshard_on_root=False)
@@ -385,13 +386,8 @@ def test_a_returned_parameter_outlives_its_unit_in_the_output_dtype() -> None:
     assert torch.equal(state["layer.bias"], plain.layer.bias - torch.tensor([0.0, 2.0, 2.0]))
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layer(inputs), self.layer.weight, self.layer.bias[1:]
+def returning() -> nn.Module:
+    return Net(lambda net, x: (net.layer(x), net.layer.weight, net.layer.bias[1:]), layer=nn.Linear(3, 3))
 
 
 # Units of different precision
@@ -456,6 +452,6 @@ def test_units_of_different_precision_nest(outer: torch.dtype, inner: torch.dtyp
 
 
 def test_outputs_are_cast_inside_summon_full_params_too() -> None:
-    model = wrap_alone(nn.Linear(3, 2), mixed_precision=MixedPrecision(param_dtype=BRAIN, output_dtype=DOUBLE))
+    model = alone(nn.Linear(3, 2), mixed_precision=MixedPrecision(param_dtype=BRAIN, output_dtype=DOUBLE))
     with torch.no_grad(), model.summon_full_params():
         assert model(torch.ones(1, 3)).dtype == DOUBLE

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
-from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
+from tests.helpers.dtypes import BRAIN, HALF, SINGLE
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.parity import alone, fully_sharded, sgd_with_momentum
 from tests.helpers.twins import assert_at_rest
 
 FULL_IN_EVAL = MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)
@@ -93,18 +93,18 @@ def test_training_takes_no_notice_of_evaluations_between_steps(options: dict[str
 
 def test_the_output_dtype_holds_in_evaluation_too() -> None:
     policy = MixedPrecision(param_dtype=BRAIN, output_dtype=HALF, full_precision_in_eval=True)
-    assert evaluate(wrap_alone(nn.Linear(5, 3), mixed_precision=policy), batch(0)).dtype is HALF
+    assert evaluate(alone(nn.Linear(5, 3), mixed_precision=policy), batch(0)).dtype is HALF
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 def test_inputs_of_16_bits_are_widened_in_evaluation(dtype: torch.dtype) -> None:
-    model = wrap_alone(nn.Linear(5, 3), mixed_precision=FULL_IN_EVAL)
+    model = alone(nn.Linear(5, 3), mixed_precision=FULL_IN_EVAL)
     assert evaluate(model, batch(0).to(dtype)).dtype is SINGLE
 
 
 @pytest.mark.parametrize("options", [{"mixed_precision": True}, {"mixed_precision": MixedPrecision(param_dtype=HALF)}])
 def test_unless_asked_evaluation_is_as_training(options: dict[str, Any]) -> None:
-    model = wrap_alone(nn.Linear(5, 3), **options)
+    model = alone(nn.Linear(5, 3), **options)
     assert evaluate(model, batch(0)).dtype is HALF
 
 
@@ -219,8 +219,8 @@ def test_calls_in_both_modes_that_are_completed_one_by_one_add_up(train_first: b
 
 
 def test_only_units_in_evaluation_are_in_full_precision() -> None:
-    units = [wrap_alone(nn.Linear(5, 5), mixed_precision=FULL_IN_EVAL) for _ in range(3)]
-    model = wrap_alone(nn.Sequential(*units), mixed_precision=FULL_IN_EVAL)
+    units = [alone(nn.Linear(5, 5), mixed_precision=FULL_IN_EVAL) for _ in range(3)]
+    model = alone(nn.Sequential(*units), mixed_precision=FULL_IN_EVAL)
     units[1].eval()
     score(model(batch(0))).backward()
     assert [handle.unsharded.full.dtype for unit in units for handle in unit._unit.handles] == [BRAIN, SINGLE, BRAIN]
@@ -243,7 +243,7 @@ class Table(nn.Module):
 
 def test_buffers_are_in_full_precision_too() -> None:
     policy = MixedPrecision(param_dtype=BRAIN, buffer_dtype=BRAIN, full_precision_in_eval=True)
-    model = wrap_alone(Table(), mixed_precision=policy)
+    model = alone(Table(), mixed_precision=policy)
     table = model.module.module
     for _ in range(2):
         model(batch(0))
@@ -256,7 +256,7 @@ def test_buffers_are_in_full_precision_too() -> None:
 @pytest.mark.parametrize("mode", [True, False])
 def test_looking_at_the_state_does_not_change_the_precision(mode: bool) -> None:
     policy = MixedPrecision(param_dtype=BRAIN, buffer_dtype=BRAIN, full_precision_in_eval=True)
-    model = wrap_alone(Table(), mixed_precision=policy).train(mode)
+    model = alone(Table(), mixed_precision=policy).train(mode)
     expected = model(batch(0))
     assert {value.dtype for value in model.state_dict().values()} == {SINGLE}
     assert torch.equal(model(batch(0)), expected)
@@ -270,7 +270,7 @@ def test_looking_at_the_state_does_not_change_the_precision(mode: bool) -> None:
 def test_buffers_that_were_widened_in_inference_mode_are_ordinary_ones() -> None:
     """An inference tensor could not be loaded into, or updated, outside of inference mode."""
     policy = MixedPrecision(param_dtype=BRAIN, buffer_dtype=BRAIN, full_precision_in_eval=True)
-    model = wrap_alone(Table(), mixed_precision=policy)
+    model = alone(Table(), mixed_precision=policy)
     evaluate(model, batch(0), torch.inference_mode)
     assert not model.module.module.get_buffer("table").is_inference()
     model.load_state_dict(model.state_dict())

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import MixedPrecision as TorchPolicy
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
 
@@ -74,32 +74,22 @@ def gradients(model: FullyShardedDataParallel) -> list[Tensor]:
 # What the optimizer sees
 
 
-@parametrize_pairs(
+@parametrize_cases(
     policy=[*POLICIES, True],
     world_size=[2, 1],
     flatten_parameters=[True, False],
     accumulate=[1, 2],
     bucket_cap_mb=[25, 0],
 )
-def test_the_optimizer_sees_full_precision(
-    ranks: RankPool,
-    policy: str | bool,
-    world_size: int,
-    flatten_parameters: bool,
-    accumulate: int,
-    bucket_cap_mb: float,
-) -> None:
-    options = {"flatten_parameters": flatten_parameters, "bucket_cap_mb": bucket_cap_mb}
-    chosen = POLICIES[policy] if isinstance(policy, str) else policy
-    ranks(world_size).run(_look_at_the_optimizer, {"mixed_precision": chosen, **options}, accumulate)
-
-
-def _look_at_the_optimizer(options: dict[str, Any], accumulate: int) -> None:
-    model: Any = nested_mlp(fully_sharded(**options))
+@on_ranks("world_size")
+def test_the_optimizer_sees_full_precision(case: Case) -> None:
+    options = case.only("flatten_parameters", "bucket_cap_mb")
+    chosen = POLICIES[case.policy] if isinstance(case.policy, str) else case.policy
+    model: Any = nested_mlp(fully_sharded(mixed_precision=chosen, **options))
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
-        for turn in range(accumulate):
-            with model.no_sync() if turn < accumulate - 1 else nullcontext():
+        for turn in range(case.accumulate):
+            with model.no_sync() if turn < case.accumulate - 1 else nullcontext():
                 model(torch.ones(2, 5)).sum().backward()
         for param in model.parameters():
             assert (param.dtype, param.grad.dtype) == (SINGLE, SINGLE)
@@ -137,7 +127,7 @@ def test_updates_below_the_precision_of_the_computation_add_up() -> None:
 # Accumulation
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     policy=list(POLICIES),
     world_size=[2, 1],
@@ -145,13 +135,11 @@ def test_updates_below_the_precision_of_the_computation_add_up() -> None:
     flatten_parameters=[True, False],
 )
 @on_ranks("world_size")
-def test_tiny_gradients_of_many_micro_batches_are_not_lost(
-    policy: str, reduces_at: str, flatten_parameters: bool
-) -> None:
-    policy = POLICIES[policy]
-    model = weights(mixed_precision=policy, flatten_parameters=flatten_parameters)
+def test_tiny_gradients_of_many_micro_batches_are_not_lost(case: Case) -> None:
+    policy = POLICIES[case.policy]
+    model = weights(mixed_precision=policy, flatten_parameters=case.flatten_parameters)
     for turn in range(1 + TIMES):
-        is_reduced = {"every one": True, "the last": turn == TIMES, "some": turn % 16 == 0}[reduces_at]
+        is_reduced = {"every one": True, "the last": turn == TIMES, "some": turn % 16 == 0}[case.reduces_at]
         with nullcontext() if is_reduced else model.no_sync():
             backward(model, TINY if turn else 1.0)
     assert all(torch.equal(value, torch.full((1, 3), TOTAL)) for value in gradients(model))

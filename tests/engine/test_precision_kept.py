@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import alone
 
 
 class Observed(nn.Module):
@@ -80,7 +81,7 @@ def test_a_kept_module_computes_in_its_own_dtype_and_returns_what_came_in(
 ) -> None:
     module = Model()
     policy = keeping([Pair], dtype, buffer_dtype=dtype)
-    model = wrap_alone(module, mixed_precision=policy, flatten_parameters=flatten_parameters)
+    model = alone(module, mixed_precision=policy, flatten_parameters=flatten_parameters)
     backward(model, torch.ones(2, 5))
     assert module.pair.seen == [{SINGLE}]
     assert module.seen == [dtype]
@@ -89,7 +90,7 @@ def test_a_kept_module_computes_in_its_own_dtype_and_returns_what_came_in(
 
 
 def test_kept_parameters_are_a_flat_parameter_of_their_own() -> None:
-    model = wrap_alone(Model(), mixed_precision=keeping([Pair]))
+    model = alone(Model(), mixed_precision=keeping([Pair]))
     kept = {"pair.layers.0.weight", "pair.layers.0.bias", "pair.layers.2.weight", "pair.layers.2.bias"}
     others = {"entry.weight", "entry.bias", "exit.weight", "exit.bias"}
     names = {handle.unsharded.full.dtype: set(handle.flat_param.metadata()[0]) for handle in model._unit.handles}
@@ -103,20 +104,20 @@ def test_subclasses_are_kept_too_and_other_classes_are_not() -> None:
 
     for kind, expected in ((Special, SINGLE), (Pair, SINGLE), (nn.Tanh, BRAIN), (nn.Embedding, BRAIN)):
         module = Model(Special)
-        wrap_alone(module, mixed_precision=keeping([kind]))(torch.ones(2, 5))
+        alone(module, mixed_precision=keeping([kind]))(torch.ones(2, 5))
         assert module.pair.layers[0].weight.dtype is expected
 
 
 @pytest.mark.parametrize("kinds", [(), (nn.Embedding,)])
 def test_nothing_is_kept_unless_it_is_named(kinds: tuple[type[nn.Module], ...]) -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.LayerNorm(3))
-    model = wrap_alone(module, mixed_precision=keeping(kinds))
+    model = alone(module, mixed_precision=keeping(kinds))
     assert [handle.unsharded.full.dtype for handle in model._unit.handles] == [BRAIN]
 
 
 def test_batch_norms_are_kept_by_default_and_layer_norms_are_not() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.LayerNorm(3))
-    model = wrap_alone(module, mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    model = alone(module, mixed_precision=MixedPrecision(param_dtype=BRAIN))
     names = {handle.unsharded.full.dtype: handle.flat_param.metadata()[0] for handle in model._unit.handles}
     assert names == {BRAIN: ("0.weight", "0.bias", "2.weight", "2.bias"), SINGLE: ("1.weight", "1.bias")}
 
@@ -130,7 +131,7 @@ def test_a_kept_module_without_parameters_computes_in_float32() -> None:
             return inputs / inputs.std()
 
     seen: list[torch.dtype] = []
-    model = wrap_alone(nn.Sequential(nn.Linear(5, 3), Norm()), mixed_precision=keeping([Norm]))
+    model = alone(nn.Sequential(nn.Linear(5, 3), Norm()), mixed_precision=keeping([Norm]))
     assert model(torch.randn(2, 5)).dtype is BRAIN
     assert seen == [SINGLE]
 
@@ -138,7 +139,7 @@ def test_a_kept_module_without_parameters_computes_in_float32() -> None:
 def test_a_kept_module_keeps_float64() -> None:
     module = Model()
     module.pair.double()
-    wrap_alone(module, mixed_precision=keeping([Pair]))(torch.ones(2, 5))
+    alone(module, mixed_precision=keeping([Pair]))(torch.ones(2, 5))
     assert module.pair.seen == [{DOUBLE}]
     assert module.seen == [BRAIN]
 
@@ -146,15 +147,15 @@ def test_a_kept_module_keeps_float64() -> None:
 def test_an_inner_units_own_policy_decides_for_its_modules() -> None:
     module = Model()
     pair = module.pair
-    module.pair = wrap_alone(pair, mixed_precision=keeping(()))  # type: ignore[assignment]
-    wrap_alone(module, mixed_precision=keeping([Pair]))(torch.ones(2, 5))
+    module.pair = alone(pair, mixed_precision=keeping(()))  # type: ignore[assignment]
+    alone(module, mixed_precision=keeping([Pair]))(torch.ones(2, 5))
     assert pair.layers[0].weight.dtype is BRAIN
     assert BRAIN in pair.seen[0]
 
 
 def test_without_another_dtype_to_compute_in_buffers_are_kept_all_the_same() -> None:
     module = Model()
-    wrap_alone(module, mixed_precision=MixedPrecision(buffer_dtype=BRAIN, full_precision_modules=[Pair]))
+    alone(module, mixed_precision=MixedPrecision(buffer_dtype=BRAIN, full_precision_modules=[Pair]))
     assert module.pair.get_buffer("table").dtype is SINGLE
 
 
@@ -163,7 +164,7 @@ def test_without_another_dtype_to_compute_in_buffers_are_kept_all_the_same() -> 
 
 def test_the_wrapped_module_may_be_one_that_is_kept() -> None:
     pair = Pair()
-    model = wrap_alone(pair, mixed_precision=keeping([Pair], buffer_dtype=BRAIN))
+    model = alone(pair, mixed_precision=keeping([Pair], buffer_dtype=BRAIN))
     assert backward(model, torch.ones(2, 3, dtype=BRAIN)).dtype is BRAIN
     assert backward(model, torch.ones(2, 3)).dtype is SINGLE
     assert pair.seen == [{SINGLE}, {SINGLE}]
@@ -172,7 +173,7 @@ def test_the_wrapped_module_may_be_one_that_is_kept() -> None:
 
 
 def test_the_output_dtype_is_the_policys_where_it_has_one() -> None:
-    model = wrap_alone(Pair(), mixed_precision=keeping([Pair], output_dtype=HALF))
+    model = alone(Pair(), mixed_precision=keeping([Pair], output_dtype=HALF))
     assert model(torch.ones(2, 3)).dtype is HALF
 
 
@@ -206,7 +207,7 @@ class Caller(nn.Module):
 
 
 def test_nests_are_cast_on_the_way_in_and_back() -> None:
-    model = wrap_alone(Caller(), mixed_precision=keeping([Several]))
+    model = alone(Caller(), mixed_precision=keeping([Several]))
     output = model(torch.ones(2, 3))
     assert {name: value.dtype for name, value in output.items()} == {"hidden": BRAIN, "where": torch.int64}
 
@@ -214,14 +215,14 @@ def test_nests_are_cast_on_the_way_in_and_back() -> None:
 def test_what_came_in_with_several_dtypes_goes_out_as_computed() -> None:
     """There is no dtype to cast back to."""
     module = Several()
-    model = wrap_alone(module, mixed_precision=keeping([Several]))
+    model = alone(module, mixed_precision=keeping([Several]))
     assert model({"x": torch.ones(2, 3, dtype=BRAIN)}, mask=torch.ones(3))["hidden"].dtype is SINGLE
     assert model({"x": torch.ones(2, 3, dtype=BRAIN)}, mask=torch.ones(3, dtype=BRAIN))["hidden"].dtype is BRAIN
 
 
 def test_a_call_that_failed_leaves_the_next_one_right() -> None:
     module = Model()
-    model = wrap_alone(module, mixed_precision=keeping([Pair]))
+    model = alone(module, mixed_precision=keeping([Pair]))
     module.pair.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         model(torch.ones(2, 5))
@@ -300,7 +301,7 @@ def test_a_unit_in_float32_leaves_inputs_to_autocast(options: dict[str, Any]) ->
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 3), SeeingNorm(3), nn.Linear(3, 5))
     sharded = copy.deepcopy(plain)
-    model = wrap_alone(sharded, **options)
+    model = alone(sharded, **options)
     with torch.autocast("cpu", BRAIN):
         found, expected = backward(model, torch.ones(4, 5)), backward(plain, torch.ones(4, 5))
     assert sharded[1].seen == plain[1].seen == [BRAIN]

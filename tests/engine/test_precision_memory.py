@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,15 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.placeholder import Placeholder
-from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
+from fsdp import FullyShardedDataParallel, MixedPrecision
+from tests.helpers.dtypes import BRAIN, HALF, SINGLE
+from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import alone, fully_sharded
+from tests.helpers.traffic import by_dtype, counting_sent
 
 WIDTH, UNITS = 32, 3
 
@@ -62,50 +59,24 @@ def step(model: nn.Module) -> None:
 # On the wire
 
 
-@contextmanager
-def counting_sent_bytes() -> Iterator[Counter[torch.dtype]]:
-    """Bytes of parameters and gradients by the dtype that they are sent in."""
-    sent: Counter[torch.dtype] = Counter()
-    group = dist.group.WORLD
-    assert group is not None
-    send = type(group).send
-
-    def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
-        for tensor in tensors:
-            if tensor.dtype is not torch.uint8:  # which is what ranks tell each other
-                sent[tensor.dtype] += tensor.nbytes
-        return send(self, tensors, *args)
-
-    with mock.patch.object(type(group), "send", count):
-        yield sent
-
-
 def sent_in_a_step(**options: Any) -> Counter[torch.dtype]:
     model = tower(**options)
     step(model)  # the ranks also agree in the first one
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_dtype) as sent:
         step(model)
     return sent
 
 
-@parametrize_pairs(
-    dtype=[BRAIN, HALF, None],
-    world_size=[2, 3],
-    reshard_after_forward=[True, False],
-    bucket_cap_mb=[25, 0],
+@parametrize_cases(
+    dtype=[BRAIN, HALF, None], world_size=[2, 3], reshard_after_forward=[True, False], bucket_cap_mb=[25, 0]
 )
-def test_16_bits_halve_what_is_sent(
-    ranks: RankPool, dtype: torch.dtype | None, world_size: int, reshard_after_forward: bool, bucket_cap_mb: float
-) -> None:
+@on_ranks("world_size")
+def test_16_bits_halve_what_is_sent(world_size: int, case: Case) -> None:
     """Whether a policy says so, or FairScale's default."""
-    options = {"reshard_after_forward": reshard_after_forward, "bucket_cap_mb": bucket_cap_mb}
-    ranks(world_size).run(_compare_with_float32, dtype, options)
-
-
-def _compare_with_float32(dtype: torch.dtype | None, options: dict[str, Any]) -> None:
+    options = case.only("reshard_after_forward", "bucket_cap_mb")
     full = sent_in_a_step(**options)
-    mixed = sent_in_a_step(mixed_precision=MixedPrecision(param_dtype=dtype) if dtype else True, **options)
-    assert mixed == {dtype or HALF: full[SINGLE] // 2}
+    mixed = sent_in_a_step(mixed_precision=MixedPrecision(param_dtype=case.dtype) if case.dtype else True, **options)
+    assert mixed == {case.dtype or HALF: full[SINGLE] // 2}
     assert full.keys() == {SINGLE}
     numel = 6 * WIDTH + UNITS * (WIDTH + 1) * WIDTH
     world_size = dist.get_world_size()
@@ -141,33 +112,15 @@ def test_parameters_in_float32_can_have_gradients_in_16_bits() -> None:
 # Whole parameters
 
 
-def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
-
-
 def linears(model: nn.Module) -> list[nn.Linear]:
     """The root's own layer first."""
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def live_bytes(dtype: torch.dtype) -> int:
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and item.dtype is dtype:
-            storages[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 @parametrize_pairs(world_size=[1, 2], reshard_after_forward=[True, False], flatten_parameters=[True, False])
-def test_gathered_parameters_take_half_and_are_freed(
-    ranks: RankPool, world_size: int, reshard_after_forward: bool, flatten_parameters: bool
-) -> None:
+@on_ranks("world_size")
+def test_gathered_parameters_take_half_and_are_freed(reshard_after_forward: bool, flatten_parameters: bool) -> None:
     options = {"reshard_after_forward": reshard_after_forward, "flatten_parameters": flatten_parameters}
-    ranks(world_size).run(_watch_gathered, options)
-
-
-def _watch_gathered(options: dict[str, Any]) -> None:
     before = live_bytes(BRAIN)
     model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN), **options)
     handles = handles_of(model)
@@ -242,8 +195,7 @@ def test_between_steps_there_are_float32_shards_to_the_byte() -> None:
 
 
 @parametrize_pairs(
-    mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)],
-    world_size=[1, 2],
+    mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)], world_size=[1, 2]
 )
 @on_ranks("world_size")
 def test_a_model_that_nobody_holds_is_collected(mixed_precision: Any) -> None:
@@ -287,9 +239,9 @@ def test_autocasts_weights_are_forgotten_if_so_asked(clears: bool) -> None:
 
 
 def test_an_inner_unit_clears_the_cache_after_its_own_forward() -> None:
-    unit = wrap_alone(nn.Linear(5, 5), clear_autocast_cache=True)
+    unit = alone(nn.Linear(5, 5), clear_autocast_cache=True)
     with mock.patch.object(torch, "clear_autocast_cache") as clear:
-        wrap_alone(nn.Sequential(unit, nn.Linear(5, 5)))(torch.ones(1, 5))
+        alone(nn.Sequential(unit, nn.Linear(5, 5)))(torch.ones(1, 5))
     assert clear.call_count == 1
 
 

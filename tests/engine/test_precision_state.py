@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import alone, fully_sharded
 
 State = dict[str, Tensor]
 
@@ -60,22 +59,14 @@ def master_of(model: FullyShardedDataParallel) -> State:
 # Saving
 
 
-@parametrize_pairs(
-    policy=list(POLICIES),
-    world_size=[2, 1],
-    flatten_parameters=[True, False],
-    reshard_after_forward=[True, False],
+@parametrize_cases(
+    policy=list(POLICIES), world_size=[2, 1], flatten_parameters=[True, False], reshard_after_forward=[True, False]
 )
-def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(
-    ranks: RankPool, policy: str, world_size: int, flatten_parameters: bool, reshard_after_forward: bool
-) -> None:
+@on_ranks("world_size")
+def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(case: Case) -> None:
     """Weights saved while whole parameters are in 16 bits would have lost two thirds of their digits."""
-    options = {"flatten_parameters": flatten_parameters, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_save, policy, options)
-
-
-def _save(policy: str, options: dict[str, Any]) -> None:
-    model, plain = wrapped(POLICIES[policy], **options), nested_mlp()
+    options = case.only("flatten_parameters", "reshard_after_forward")
+    model, plain = wrapped(POLICIES[case.policy], **options), nested_mlp()
     assert_same_state(model.state_dict(), plain.state_dict())
     for _ in range(2):
         step(model)
@@ -127,7 +118,7 @@ def test_pain_point_10_an_export_is_in_the_dtype_that_it_is_asked_for(policy: st
 
 def test_pain_point_10_an_export_leaves_buffers_and_integers() -> None:
     """Statistics and counters are no weights."""
-    model = wrap_alone(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), mixed_precision=POLICIES["bfloat16"])
+    model = alone(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), mixed_precision=POLICIES["bfloat16"])
     exported = model.state_dict(dtype=BRAIN)
     assert {name: value.dtype for name, value in exported.items()} == {
         **dict.fromkeys(["0.weight", "0.bias", "1.weight", "1.bias"], BRAIN),
@@ -148,11 +139,11 @@ def test_pain_point_10_tied_weights_are_exported_once(dtype: torch.dtype | None)
 @pytest.mark.parametrize("wrong", [torch.int8, "bfloat16"])
 def test_an_export_refuses_what_is_no_floating_dtype(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"dtype must be torch.float16, bfloat16.*got "):
-        wrap_alone(nn.Linear(5, 3)).state_dict(dtype=wrong)
+        alone(nn.Linear(5, 3)).state_dict(dtype=wrong)
 
 
 def test_an_export_has_tensors_of_its_own() -> None:
-    model = wrap_alone(nn.Linear(5, 3))
+    model = alone(nn.Linear(5, 3))
     with pytest.raises(ValueError, match="keep_vars=True"):
         model.state_dict(keep_vars=True, dtype=BRAIN)
     model.state_dict(dtype=SINGLE)["weight"].zero_()

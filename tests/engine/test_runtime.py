@@ -9,7 +9,7 @@ options are sampled (`parametrize_pairs`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, fully_shard, get_fsdp_instances
 from fsdp.distributed import paths
 from fsdp.distributed.communicator import CollectiveError
-from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.calls import infer
+from tests.helpers.models import Net, Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
     OPTIONS,
@@ -48,8 +48,6 @@ from tests.helpers.twins import (
     tanh_layers,
     toolbox,
     two_forwards_then_backwards,
-    two_forwards_then_one_backward,
-    with_input_gradient,
 )
 
 
@@ -127,7 +125,7 @@ def several_roots(wrap: Wrap) -> nn.Module:
 def test_units_without_a_common_root_train_side_by_side(step: Step) -> None:
     twins = Twins.of(several_roots)
     for number in range(3):
-        twins.step(number, step)
+        twins.take(number, step)
     for sharded, plain in zip(twins.sharded, twins.plain, strict=True):
         assert sharded._is_root
         Twins(sharded, plain).assert_close()
@@ -173,7 +171,7 @@ def test_an_output_may_go_unused(ranks: RankPool) -> None:
 def test_two_forwards_of_compiled_units_then_backwards() -> None:
     twins = Twins.of(compiled_toolbox)
     for number, step in enumerate([once, two_forwards_then_backwards]):
-        twins.step(number, step)
+        twins.take(number, step)
     assert_at_rest(twins.sharded)
     found = list(twins.sharded.state_dict().values())
     twins.share_plain()
@@ -188,133 +186,6 @@ def compiled_layers() -> nn.Module:
     layers = tanh_layers()
     layers.compile(backend="aot_eager")
     return layers
-
-
-# Activation checkpointing
-
-
-class CheckpointedInside(nn.Module):
-    """A unit that recomputes its two halves one by one; `shared` is used by both."""
-
-    def __init__(self, reentrant: bool, shared: bool = False) -> None:
-        super().__init__()
-        self.halves = nn.ModuleList(tanh_layers() for _ in range(2))
-        self.shared = nn.Linear(5, 5) if shared else nn.Identity()
-        self.reentrant = reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for number in range(2):
-            inputs = checkpoint(self._half, number, inputs, use_reentrant=self.reentrant)
-        return inputs
-
-    def _half(self, number: int, inputs: Tensor) -> Tensor:
-        return self.shared(self.halves[number](inputs))
-
-
-reentrant_or_not = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "other"])
-CHECKPOINTED_STEPS = [once, with_input_gradient, two_forwards_then_backwards, two_forwards_then_one_backward]
-
-
-@parametrize_pairs(at_most=4, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
-def test_checkpointing_around_units(ranks: RankPool, order: str, reentrant: bool, options: dict[str, Any]) -> None:
-    make = partial(toolbox, order=order, recompute=reentrant)
-    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
-
-
-@parametrize_pairs(at_most=4, shared=[False, True], reentrant=[True, False], options=OPTIONS)
-def test_checkpointing_inside_units(ranks: RankPool, shared: bool, reentrant: bool, options: dict[str, Any]) -> None:
-    make = partial(toolbox, tool=partial(CheckpointedInside, reentrant, shared))
-    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
-
-
-class OneLayerTwice(nn.Module):
-    """A unit whose only parameters have all their gradients after the first of its two checkpoints."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-        self.reentrant = reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for _ in range(2):
-            inputs = checkpoint(self._layers, inputs, use_reentrant=self.reentrant)
-        return inputs
-
-    def _layers(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(self.layer(inputs))
-
-
-def test_one_layer_in_two_checkpoints_of_its_unit(ranks: RankPool) -> None:
-    make = partial(toolbox, tool=partial(OneLayerTwice, False))
-    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS)
-
-
-@on_ranks(2)
-def test_one_layer_in_two_reentrant_checkpoints_of_its_unit_is_an_error() -> None:
-    # When the second recomputation starts, backward has left the unit with all its gradients: for good, it seems.
-    model = toolbox(fully_sharded(), tool=partial(OneLayerTwice, True))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"layer\.weight is sharded"):
-            once(model, torch.randn(4, 5))
-    infer(model)
-    assert_at_rest(model)
-
-
-@every_option
-@reentrant_or_not
-def test_checkpointing_around_the_root(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
-    around_root = partial(recompute_all, reentrant, False)
-    around_loss = partial(recompute_all, reentrant, True)
-    ranks(2).run(assert_trains_like_plain, nested_mlp, around_root, around_loss, options=options)
-
-
-def recompute_all(reentrant: bool, and_loss: bool, model: nn.Module, inputs: Tensor) -> None:
-    inputs = inputs.clone().requires_grad_()  # the re-entrant way sees no other reason for a backward
-    if and_loss:
-        checkpoint(lambda x: score(model(x)), inputs, use_reentrant=reentrant).backward()
-    else:
-        score(checkpoint(model, inputs, use_reentrant=reentrant)).backward()
-
-
-class SeveralInOne(nn.Module):
-    """One checkpoint around several units."""
-
-    def __init__(self, wrap: Wrap, reentrant: bool) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 5)
-        self.units = nn.Sequential(*(wrap(tanh_layers()) for _ in range(3)))
-        self.reentrant = reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return checkpoint(self.units, self.entry(inputs), use_reentrant=self.reentrant)
-
-
-def several_in_one(wrap: Wrap, reentrant: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return wrap(SeveralInOne(wrap, reentrant))
-
-
-@every_option
-@reentrant_or_not
-def test_one_checkpoint_around_several_units(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
-    make = partial(several_in_one, reentrant=reentrant)
-    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
-
-
-@parametrize_pairs(options=OPTIONS, saving=["by reference", "by copy", "save_on_cpu"])
-def test_saved_tensors_hooks(ranks: RankPool, saving: str, options: dict[str, Any]) -> None:
-    ranks(2).run(assert_trains_like_plain, nested_mlp, partial(save_otherwise, saving), options=options)
-
-
-def save_otherwise(saving: str, model: nn.Module, inputs: Tensor) -> None:
-    contexts = {
-        "by reference": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-        "by copy": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
-        "save_on_cpu": torch.autograd.graph.save_on_cpu,
-    }
-    with contexts[saving]():
-        loss = score(model(inputs))
-    loss.backward()
 
 
 # Hooks
@@ -426,12 +297,7 @@ def call_inner_unit(model: nn.Module) -> None:
     model.tools["b"](torch.ones(4, 5)).sum().backward()
 
 
-def infer(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(torch.ones(4, 5))
-
-
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     where=["forward", "backward"],
     error=[ValueError, KeyboardInterrupt],
@@ -439,17 +305,15 @@ def infer(model: nn.Module) -> None:
     options=OPTIONS,
 )
 @on_ranks(2)
-def test_after_an_exception_the_model_is_usable(
-    where: str, error: type[BaseException], then: Callable[[nn.Module], None], options: dict[str, Any]
-) -> None:
-    twins = Twins.of(trapped_toolbox, **options)
+def test_after_an_exception_the_model_is_usable(case: Case) -> None:
+    twins = Twins.of(trapped_toolbox, **case.options)
     for number in range(6):
         if number % 2:
-            arm(twins.sharded, where, error("sprung"))
-            with pytest.raises(error, match="sprung"):
+            arm(twins.sharded, case.where, case.error("sprung"))
+            with pytest.raises(case.error, match="sprung"):
                 once(twins.sharded, batch(number, 0))
-            then(twins.sharded)
-        twins.step(number, once)
+            case.then(twins.sharded)
+        twins.take(number, once)
     twins.assert_close()
 
 
@@ -478,7 +342,7 @@ def test_a_users_hook_may_raise(prepend: bool) -> None:
                 once(twins.sharded, batch(number, 0))
             hook.remove()
             assert_at_rest(twins.sharded)
-            twins.step(number, once)
+            twins.take(number, once)
     twins.assert_close()
 
 
@@ -546,12 +410,12 @@ def fail_and_zero_in_place(model: nn.Module, inputs: Tensor) -> None:
 def test_weights_changed_between_forward_and_backward_are_an_error(options: dict[str, Any]) -> None:
     twins = Twins.of(nested_mlp, **options)
     for number in range(2):
-        twins.step(number, once)
+        twins.take(number, once)
         loss = score(twins.sharded(batch(number, 0)))
         message = r"root.*were changed .*between forward and backward"
         with changed(twins.sharded), pytest.raises(RuntimeError, match=message):
             loss.backward()
-    twins.step(2, once)
+    twins.take(2, once)
     twins.assert_close()
 
 
@@ -577,12 +441,8 @@ def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(kind:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
-def test_a_step_between_forward_and_backward_is_an_error(ranks: RankPool, kind: dict[str, Any]) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_step_before_backward, kind)
-
-
-def _step_before_backward(kind: dict[str, Any]) -> None:
+@on_ranks(1, 2)
+def test_a_step_between_forward_and_backward_is_an_error(kind: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded()).double()
     optimizer = torch.optim.AdamW(model.parameters(), **kind)
     score(model(batch(0, 0))).backward()
@@ -592,13 +452,9 @@ def _step_before_backward(kind: dict[str, Any]) -> None:
         loss.backward()
 
 
-def test_a_cast_between_forward_and_backward_is_an_error(ranks: RankPool) -> None:
+@on_ranks(1, 2)
+def test_a_cast_between_forward_and_backward_is_an_error() -> None:
     """The buffers that autograd has saved would be made anew."""
-    for world_size in (1, 2):
-        ranks(world_size).run(_cast_before_backward)
-
-
-def _cast_before_backward() -> None:
     model = nested_mlp(fully_sharded()).double()
     score(model(batch(0, 0))).backward()
     loss = score(model(batch(0, 0)))
@@ -642,15 +498,12 @@ def test_ranks_may_complete_small_gradients_in_different_orders() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-class Choosing(nn.Module):
+def choosing() -> nn.Module:
     """Computes with two of its four layers at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
-
-    def forward(self, inputs: Tensor, first: int) -> Tensor:
-        return self.layers[first](inputs) * self.layers[first + 1](inputs)
+    return Net(
+        lambda net, x, first: net.layers[first](x) * net.layers[first + 1](x),
+        layers=nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4)),
+    )
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -658,7 +511,7 @@ class Choosing(nn.Module):
 def test_ranks_may_complete_the_parameters_of_one_unit_in_different_orders(strategy: str) -> None:
     """Each is reduced by itself, and ranks that wait for different ones would wait for ever."""
     torch.manual_seed(0)
-    plain = Choosing().double()
+    plain = choosing().double()
     model = fully_sharded(flatten_parameters=False, bucket_cap_mb=0, sharding_strategy=ShardingStrategy[strategy])(
         copy.deepcopy(plain)
     )
@@ -680,15 +533,9 @@ class Skipping(nn.Module):
         return torch.tanh(self.after(outputs) if is_used else outputs / 2)
 
 
-class Always(nn.Module):
+def always(inside: nn.Module) -> nn.Module:
     """Has a layer that is always used, so that its output has a gradient."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.inside = nn.Linear(5, 5), inside
-
-    def forward(self, inputs: Tensor, is_used: bool) -> Tensor:
-        return self.inside(self.layer(inputs), is_used)
+    return Net(lambda net, x, is_used: net.inside(net.layer(x), is_used), layer=nn.Linear(5, 5), inside=inside)
 
 
 @pytest.mark.parametrize("kind", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "rows"])
@@ -697,7 +544,7 @@ def test_ranks_may_use_the_parameters_of_a_unit_in_different_ones_of_its_calls(k
     """They complete its gradient early or late in a backward of several calls, and must not wait for each other."""
     torch.manual_seed(0)
     blocks = [Skipping(Skipping(), Skipping()) for _ in range(3)]
-    plain = Always(Skipping(*blocks)).double()
+    plain = always(Skipping(*blocks)).double()
     model = copy.deepcopy(plain)
     every = [module for module in model.modules() if isinstance(module, Skipping)]
     if kind == "rows":
@@ -772,21 +619,11 @@ def test_gradients_of_gradients_are_right_or_refused() -> None:
     inputs = batch(0, 0).requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(score(twins.sharded(inputs)), inputs, create_graph=True)
-    twins.step(0, once)
+    twins.take(0, once)
     twins.assert_close()
 
 
 # Without torch.distributed
-
-
-class DummyGroup:
-    """All that is asked of the group of a world of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 @every_option
@@ -795,8 +632,8 @@ def test_a_world_of_one_needs_no_process_group(options: dict[str, Any]) -> None:
     assert not dist.is_initialized()
     torch.set_default_dtype(torch.float64)
     options = {"process_group_reduce_scatter": None, **options}
-    sharded, plain = nested_mlp(fully_sharded(process_group=DummyGroup(), **options)), nested_mlp(keep)
-    optimizers = sgd(sharded), sgd(plain)
+    sharded, plain = nested_mlp(fully_sharded(process_group=Alone(), **options)), nested_mlp(keep)
+    optimizers = sgd(sharded.parameters()), sgd(plain.parameters())
     for number in range(3):
         for model, optimizer in zip((sharded, plain), optimizers, strict=True):
             optimizer.zero_grad()

@@ -44,19 +44,26 @@ def test_calls_that_were_made_later_are_not_awaited() -> None:
     assert not backward.may_come
 
 
-def test_a_backward_that_leaves_calls_out_is_the_only_one_to_await_them() -> None:
+def test_calls_that_a_backward_leaves_out_are_awaited_while_there_is_a_graph() -> None:
+    """The backward may be one inside of a forward."""
     backward = UnitBackward()
     first, second = made(backward, 2)
     backward.begin(())
     backward.reach(second.number)
     assert backward.may_come
-    backward.begin(())
-    assert not backward.may_come
     (third,) = made(backward, 1)
     backward.begin(())
     backward.reach(third.number)
-    assert (backward.oldest, backward.reached) == (1, 1)
-    assert first.number < third.number
+    assert (backward.oldest, backward.reached) == (3, 1)
+    backward.reach(first.number)
+    assert not backward.may_come
+    made(backward, 1)
+    left_out = made(backward, 1)
+    backward.begin(())
+    assert backward.oldest == 1
+    del left_out
+    backward.begin(())
+    assert backward.oldest == 0
 
 
 def test_backward_is_through_with_all_calls_gradients_and_inputs() -> None:
@@ -93,4 +100,4 @@ def test_forwards_without_a_backward_leave_nothing_behind() -> None:
     backward = UnitBackward()
     for _ in range(1000):
         made(backward, 1)
-    assert len(backward._with_graph) == 1
+    assert len(backward._pending) == 1

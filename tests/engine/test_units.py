@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
@@ -45,13 +45,8 @@ from tests.helpers.twins import (
 # Modules that hold their weights in other ways
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(5, 5, num_layers=2, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.cell(inputs[None])[0][0]
+def recurrent() -> nn.Module:
+    return Net(lambda net, x: net.cell(x[None])[0][0], cell=nn.LSTM(5, 5, num_layers=2, batch_first=True))
 
 
 class Listed(nn.Module):
@@ -66,30 +61,26 @@ class Listed(nn.Module):
         return inputs + self.biases["one"]
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.TransformerEncoderLayer(5, 1, 7, dropout=0.0, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.attention(inputs[None])[0]
+def attending() -> nn.Module:
+    return Net(
+        lambda net, x: net.attention(x[None])[0],
+        attention=nn.TransformerEncoderLayer(5, 1, 7, dropout=0.0, batch_first=True),
+    )
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs)))
+def tied() -> nn.Module:
+    net = Net(
+        lambda net, x: net.second(torch.tanh(net.first(x))), first=nn.Linear(5, 5), second=nn.Linear(5, 5, bias=False)
+    )
+    net.second.weight = net.first.weight
+    return net
 
 
 def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
 
 
-@parametrize_pairs(options=OPTIONS, tool=[Recurrent, Listed, Attending, Tied, weight_normed])
+@parametrize_pairs(options=OPTIONS, tool=[recurrent, Listed, attending, tied, weight_normed])
 def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=tool)
     ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
@@ -141,21 +132,18 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
-class Adapted(nn.Module):
+def adapted(inputs: int, outputs: int) -> nn.Module:
     """A frozen layer with a trained correction of low rank."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.base = frozen(nn.Linear(inputs, outputs))
-        self.down = nn.Linear(inputs, 2, bias=False)
-        self.up = nn.Linear(2, outputs, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.base(inputs) + self.up(self.down(inputs))
+    return Net(
+        lambda net, x: net.base(x) + net.up(net.down(x)),
+        base=frozen(nn.Linear(inputs, outputs)),
+        down=nn.Linear(inputs, 2, bias=False),
+        up=nn.Linear(2, outputs, bias=False),
+    )
 
 
 def adapted_layers() -> nn.Module:
-    return nn.Sequential(Adapted(5, 7), nn.Tanh(), Adapted(7, 5))
+    return nn.Sequential(adapted(5, 7), nn.Tanh(), adapted(7, 5))
 
 
 def frozen_below() -> nn.Module:
@@ -180,18 +168,13 @@ class InPlace(nn.Module):
         return inputs.tanh_()
 
 
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.to(self.dtype)
+def cast(dtype: torch.dtype) -> nn.Module:
+    return Net(lambda net, x: x.to(net.dtype), dtype=dtype)
 
 
 def two_dtypes() -> nn.Module:
-    single = nn.Sequential(Cast(torch.float32), nn.Linear(5, 5, dtype=torch.float32), nn.Tanh())
-    return nn.Sequential(single, Cast(torch.float64), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    single = nn.Sequential(cast(torch.float32), nn.Linear(5, 5, dtype=torch.float32), nn.Tanh())
+    return nn.Sequential(single, cast(torch.float64), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
 
 
 def two_dtypes_frozen() -> nn.Module:
@@ -203,26 +186,22 @@ def two_dtypes_frozen() -> nn.Module:
 GROUPED = [adapted_layers, frozen_below, frozen_above, frozen_layers, two_dtypes, two_dtypes_frozen]
 
 
-@parametrize_pairs(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
-def test_several_groups_of_parameters_in_a_unit(
-    ranks: RankPool, tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
-) -> None:
-    ranks(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
+@parametrize_cases(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
+def test_several_groups_of_parameters_in_a_unit(ranks: RankPool, case: Case) -> None:
+    ranks(2).run(assert_groups_train, partial(toolbox, tool=case.tool), case.step, options=case.options)
 
 
-@parametrize_pairs(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
-def test_checkpointing_around_several_groups_of_parameters(
-    ranks: RankPool, tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
-) -> None:
-    make = partial(toolbox, tool=tool, order=order, recompute=reentrant)
-    ranks(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=options)
+@parametrize_cases(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
+def test_checkpointing_around_several_groups_of_parameters(ranks: RankPool, case: Case) -> None:
+    make = partial(toolbox, tool=case.tool, order=case.order, recompute=case.reentrant)
+    ranks(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=case.options)
 
 
 def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options: dict[str, Any]) -> None:
     """As `assert_trains_like_plain`, where float32 parameters may round."""
     twins = Twins.of(make, **options)
     for number in range(max(3, len(steps) + 1)):
-        twins.step(number, steps[number % len(steps)])
+        twins.take(number, steps[number % len(steps)])
     assert_at_rest(twins.sharded)
     twins.share_plain()
     found = twins.sharded.state_dict()
@@ -242,22 +221,16 @@ def test_flat_parameters_keep_to_one_dtype_and_to_frozen_or_not(tool: Callable[[
     assert len(wrapped.params) == len(groups)
 
 
-class FrozenBetween(nn.Module):
-    """The root's own frozen layer stands between an inner unit and a trained layer of the root."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.inner = wrap(tanh_layers())
-        self.middle = frozen(nn.Linear(5, 5))
-        self.exit = nn.Linear(5, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(torch.tanh(self.middle(self.inner(inputs))))
-
-
 def frozen_between(wrap: Wrap) -> nn.Module:
+    """The root's own frozen layer stands between an inner unit and a trained layer of the root."""
     torch.manual_seed(0)
-    return wrap(FrozenBetween(wrap))
+    net = Net(
+        lambda net, x: net.exit(torch.tanh(net.middle(net.inner(x)))),
+        inner=wrap(tanh_layers()),
+        middle=frozen(nn.Linear(5, 5)),
+        exit=nn.Linear(5, 5),
+    )
+    return wrap(net)
 
 
 @every_option
@@ -273,27 +246,20 @@ class Holder:
         self.value = value
 
 
-class TakesHolder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = frozen_below()
-
-    def forward(self, held: Holder) -> Tensor:
-        return self.layers(held.value)
-
-
-class GivesHolder(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.first, self.second = wrap(tanh_layers()), wrap(TakesHolder())
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(Holder(self.first(inputs)))
+def takes_holder() -> nn.Module:
+    return Net(lambda net, held: net.layers(held.value), layers=frozen_below())
 
 
 def gives_holder(wrap: Wrap) -> nn.Module:
     torch.manual_seed(0)
-    return wrap(nn.Sequential(nn.Linear(5, 5), GivesHolder(wrap)))
+    return wrap(
+        nn.Sequential(
+            nn.Linear(5, 5),
+            Net(
+                lambda net, x: net.second(Holder(net.first(x))), first=wrap(tanh_layers()), second=wrap(takes_holder())
+            ),
+        )
+    )
 
 
 def test_a_partly_frozen_unit_takes_its_inputs_in_any_object(ranks: RankPool) -> None:
@@ -344,7 +310,7 @@ def test_a_unit_may_be_frozen_in_the_middle_of_a_training(options: dict[str, Any
     for number in range(6):
         for model in (twins.sharded, twins.plain):
             model.tools["b"].requires_grad_(number not in (2, 3))
-        twins.step(number, once)
+        twins.take(number, once)
     twins.assert_close()
 
 
@@ -519,20 +485,10 @@ def test_a_unit_may_return_none(ranks: RankPool) -> None:
     ranks(2).run(assert_trains_like_plain, listening, once)
 
 
-class PassesOn(nn.Module):
-    """Returns its input as it is, and as another output what it computed from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = tanh_layers()
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return inputs, self.layers(inputs)
-
-
 def passing_on(wrap: Wrap) -> nn.Module:
+    """Returns its input as it is, and as another output what it computed from it."""
     torch.manual_seed(0)
-    return wrap(PassesOn())
+    return wrap(Net(lambda net, x: (x, net.layers(x)), layers=tanh_layers()))
 
 
 @every_option
@@ -556,16 +512,13 @@ def use_both(model: nn.Module, inputs: Tensor) -> None:
     assert leaf.grad is not None
 
 
-class Position(nn.Module):
+def position(whole: bool) -> nn.Module:
     """A unit whose output is a part of its parameter, or all of it."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 5) if whole else torch.randn(7, 5))
-        self.whole = whole
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.table if self.whole else self.table[: len(inputs)]
+    return Net(
+        lambda net, x: net.table if net.whole else net.table[: len(x)],
+        table=nn.Parameter(torch.randn(1, 5) if whole else torch.randn(7, 5)),
+        whole=whole,
+    )
 
 
 def positioned(wrap: Wrap, whole: bool) -> nn.Module:
@@ -576,7 +529,7 @@ def positioned(wrap: Wrap, whole: bool) -> nn.Module:
 class Positioned(nn.Module):
     def __init__(self, wrap: Wrap, whole: bool) -> None:
         super().__init__()
-        self.position = wrap(Position(whole))
+        self.position = wrap(position(whole))
         self.layers = wrap(tanh_layers())
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -594,7 +547,7 @@ def test_a_unit_may_return_its_parameter(ranks: RankPool, whole: bool, options: 
 @on_ranks(2)
 def test_a_parameter_that_the_root_returned_is_still_there(mode: Callable[[], Any]) -> None:
     torch.manual_seed(0)
-    model = Position(whole=True)
+    model = position(whole=True)
     expected = model.table.detach().clone()
     model = FullyShardedDataParallel(model)
     with mode():
@@ -604,18 +557,12 @@ def test_a_parameter_that_the_root_returned_is_still_there(mode: Callable[[], An
 
 @on_ranks(1, 2)
 def test_a_parameter_that_is_only_used_outside_of_its_units_forward() -> None:
-    model: Any = fully_sharded()(Beside())
+    model: Any = fully_sharded()(beside())
     loss = model(torch.ones(1, 3)).sum()  # the root's parameters stay whole after it
     (loss + 2 * model.module.module.outside.sum()).backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     assert model.state_dict()["outside"].tolist() == [0.0] * 4
 
 
-class Beside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 2)
-        self.outside = nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs)
+def beside() -> nn.Module:
+    return Net(lambda net, x: net.inner(x), inner=nn.Linear(3, 2), outside=nn.Parameter(torch.ones(4)))

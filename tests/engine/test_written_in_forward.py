@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.ranks import RankPool
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "flat": {},
@@ -68,11 +67,8 @@ def _whole(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_what_forward_writes_to_its_own_weights_is_kept(ranks: RankPool, kind: str) -> None:
-    ranks(4 if kind == "hybrid" else 3).run(_train, kind)
-
-
-def _train(kind: str) -> None:
+@on_ranks(lambda kind: 4 if kind == "hybrid" else 3)
+def test_what_forward_writes_to_its_own_weights_is_kept(kind: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain, world = Writer(), dist.get_world_size()

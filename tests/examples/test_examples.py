@@ -25,7 +25,8 @@ import torch.distributed.run
 import fsdp
 from benchmarks._machines import NotAllowedError, two_machines
 from tests.conftest import LitRanks
-from tests.helpers.hugging_face import PATIENCE, needs
+from tests.helpers.hugging_face import PATIENCE
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
@@ -125,18 +126,23 @@ def test_memory_can_be_limited() -> None:
 
 
 @needs("transformers", "peft")
-def test_adapters_are_trained_and_saved(ranks: RankPool, tmp_path: Path) -> None:
-    losses = ranks(2, timeout=PATIENCE).run(_train_adapters, tmp_path)[0]
+@pytest.mark.parametrize("quantise", [False, True])
+def test_adapters_are_trained_and_saved(ranks: RankPool, tmp_path: Path, quantise: bool) -> None:
+    if quantise:
+        pytest.importorskip("torchao")
+    losses = ranks(2, timeout=PATIENCE).run(_train_adapters, tmp_path, quantise)[0]
     assert losses[-1] < losses[0] - 0.5
 
 
-def _train_adapters(folder: Path) -> list[float]:
+def _train_adapters(folder: Path, quantise: bool) -> list[float]:
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls what transformers has renamed
+    warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated", category=UserWarning)
     example = program("adapters")
-    losses: list[float] = example.train(CPU, folder, steps=12)
+    with torch.compiler.set_stance("force_eager"):
+        losses: list[float] = example.train(CPU, folder, steps=12, quantise=quantise)
     dist.barrier()
     torch.manual_seed(0)
     base = LlamaForCausalLM(example.configuration()).bfloat16()

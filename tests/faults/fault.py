@@ -18,6 +18,8 @@ Action = Callable[["Job"], Any]
 # How the harness calls the end of a rank that does not answer.
 STUCK = "still running"
 
+TRAIN = "setup train train train"
+
 # Patterns of what is said.
 ANY = ""  # it makes no sense to ask for one: an error that all ranks make alike names no rank
 GATHER = r"all-gather of (blocks\.[01]|root)"
@@ -34,9 +36,9 @@ class Fault:
     Attributes:
         name: for people.
         kind: of fault, as docs/faults.md counts them.
-        program: the operations of `Job` that all ranks perform, in this order. "setup" and "train" stand for several.
+        do: the fault on the victim. It may raise `Skip` to leave the operation out.
         at: the operation before which the fault strikes; with a number if it is not the first of its name.
-        do: what then happens on the victim. It may raise `Skip` to leave the operation out.
+        program: the operations of `Job` that all ranks perform, in this order. "setup" and "train" stand for several.
         rank, unit, remedy: patterns of what must be said: where it happened, to what, and what to do.
         by: who must say it: "all" that still live, the "others" than the victim, the "victim", or "one" of the others.
         after: operations that all ranks perform when the error was caught.
@@ -52,12 +54,12 @@ class Fault:
 
     name: str
     kind: str
-    at: str
     do: Action
+    at: str
     rank: str = r"rank 1\b"
     unit: str = ANY
     remedy: str = ANY
-    program: str = "setup train train train"
+    program: str = TRAIN
     by: str = "all"
     after: str = ""
     sizes: tuple[int, ...] = (2, 4)
@@ -206,6 +208,6 @@ def usual(
         "late": ("slow ranks", sleeps(5), LATE, {"remedy": "rank 1: in no collective, at .*in do"}),
     }
     return [
-        Fault(f"{name} {where}".strip(), kind, at, within(do), rank=rank, unit=unit, **(how | more))
+        Fault(f"{name} {where}".strip(), kind, within(do), at, rank=rank, unit=unit, **(how | more))
         for name, (kind, do, rank, more) in family.items()
     ]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import (
-    Fault,
-    also,
-    in_backward,
-    sets,
-    skip,
-    usual,
-)
+from functools import partial
+
+from tests.faults.fault import Fault, also, in_backward, sets, skip, usual
 from tests.faults.job import Job
 from tests.faults.optimizer import write
 
@@ -26,67 +21,23 @@ def damage(job: Job) -> None:
     next(job.model.parameters()).detach().numpy()[0] += 1e-3
 
 
+hybrid = partial(Fault, program=HYBRID, at="build", sizes=(4,))
+
+# fmt: off
 FAULTS = {
     "hybrid": [
         *usual("forward 2", in_backward, unit=STEP, program=HYBRID, sizes=(4,)),
-        Fault(
-            "no replicas on one rank", "options", "build", full_sharding, program=HYBRID, sizes=(4,), rank=r"rank 1\b"
-        ),
-        Fault(
-            "other options on one rank",
-            "options",
-            "build",
-            sets(bucket_cap_mb=0),
-            program=HYBRID,
-            sizes=(4,),
-            rank=r"rank 1\b",
-            unit="Unit '",
-            remedy="on every rank",
-        ),
-        Fault("no backward", "skipping", "backward 2", skip, program=HYBRID, sizes=(4,), rank=r"rank 1\b", unit=STEP),
-        Fault(
-            "a state dict on one replica",
-            "extra calls",
-            "batch 2",
-            also("state_dict"),
-            program=HYBRID,
-            sizes=(4,),
-            rank=r"rank 1\b",
-            unit=r"state_dict\(\)",
-        ),
-        Fault(
-            "a replica drifts",
-            "values",
-            "batch 2",
-            damage,
-            program="mesh compare_replicas setup train train train pause train",
-            sizes=(4,),
-            rank=r"ranks? 1\b",
-            unit="head.weight of unit 'root",
-            remedy="go on from a checkpoint",
-            by="victim",
-        ),
-        Fault(
-            "a replica is written on one rank",
-            "values",
-            "batch 2",
-            write(0.0),
-            program=HYBRID + " pause train",
-            sizes=(4,),
-            rank=r"rank 1\b",
-            unit="the shard of root",
-            remedy="on every rank",
-        ),
-        Fault(
-            "other values",
-            "values",
-            "build",
-            lambda job: setattr(job, "seed", 1),
-            program=HYBRID,
-            sizes=(4,),
-            rank="Rank 1 has other values",
-            unit="head",
-            remedy="torch.manual_seed",
-        ),
+        hybrid("no replicas on one rank", "options", full_sharding),
+        hybrid("other options on one rank", "options", sets(bucket_cap_mb=0), unit="Unit '", remedy="on every rank"),
+        hybrid("no backward", "skipping", skip, at="backward 2", unit=STEP),
+        hybrid("a state dict on one replica", "extra calls", also("state_dict"), at="batch 2", unit=r"state_dict\(\)"),
+        hybrid("a replica drifts", "values", damage, at="batch 2",
+            program="mesh compare_replicas setup train train train pause train", rank=r"ranks? 1\b",
+            unit="head.weight of unit 'root", remedy="go on from a checkpoint", by="victim"),
+        hybrid("a replica is written on one rank", "values", write(0.0), at="batch 2", program=HYBRID + " pause train",
+            unit="the shard of root", remedy="on every rank"),
+        hybrid("other values", "values", lambda job: setattr(job, "seed", 1),
+            rank="Rank 1 has other values", unit="head", remedy="torch.manual_seed"),
     ],
 }
+# fmt: on

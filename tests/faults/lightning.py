@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from functools import partial
 
 from tests.faults.fault import ENDED, GONE, LATE, Action, Fault, ends_by, raises, sleeps
 from tests.faults.job import Job
@@ -38,31 +39,19 @@ def fewer_batches(job: Job) -> None:
     job.batches = 2
 
 
-def by_trainer(name: str, kind: str, do: Action, **more: object) -> Fault:
-    return Fault(name, kind, "fit", do, program="fit", sizes=(2,), **more)  # type: ignore[arg-type]
+by_trainer = partial(Fault, at="fit", program="fit", sizes=(2,))
 
-
+# fmt: off
 FAULTS = {
     "Lightning": [
-        by_trainer(
-            "an error in training_step",
-            "exceptions",
-            inside(raises(ValueError("a bad batch"))),
-            rank=f"{ENDED} ValueError: a bad batch",
-            unit=GATHER,
-            by="others",
-        ),
+        by_trainer("an error in training_step", "exceptions", inside(raises(ValueError("a bad batch"))),
+            rank=f"{ENDED} ValueError: a bad batch", unit=GATHER, by="others"),
         by_trainer("killed", "SIGKILL", inside(ends_by(signal.SIGKILL)), rank=GONE, unit=GATHER, ends="SIGKILL"),
         by_trainer("late", "slow ranks", inside(sleeps(6)), rank=LATE, unit=GATHER, raises=False, by="one"),
-        by_trainer(
-            "a checkpoint on one rank only",
-            "extra calls",
-            inside(saves),
-            rank=f"{ENDED} RuntimeError: cannot take a state dict",
-            unit=GATHER,
-            by="others",
-        ),
+        by_trainer("a checkpoint on one rank only", "extra calls", inside(saves),
+            rank=f"{ENDED} RuntimeError: cannot take a state dict", unit=GATHER, by="others"),
         by_trainer("fewer batches on one rank", "skipping", fewer_batches, rank=r"rank 1\b", unit="."),
     ]
     * (importlib.util.find_spec("lightning") is not None)
 }
+# fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -54,46 +55,20 @@ def disk_is_full(job: Job) -> None:
     job.stack.enter_context(mock.patch("os.ftruncate", full))
 
 
+offload_to_disk = partial(Fault, program=DISK)
+
+# fmt: off
 FAULTS = {
     "offload to disk": [
         *usual("forward 2", in_forward, program=DISK),
-        Fault(
-            "in memory on one rank",
-            "options",
-            "build",
-            in_memory,
-            program=DISK,
-            quiet=True,
-            after="trained",
-        ),
-        Fault(
-            "a folder that cannot be written",
-            "disk",
-            "build",
-            no_folder,
-            program=DISK,
-            rank=f"{ENDED} .*/proc/nowhere",
-            by="others",
-        ),
-        Fault(
-            "no space left",
-            "disk",
-            "wrap",
-            disk_is_full,
-            program=DISK,
-            rank=f"{ENDED} RuntimeError.*bytes",
-            by="others",
-        ),
-        Fault(
-            "its file is truncated",
-            "disk",
-            "forward 2",
-            open_files("truncate"),
-            program=DISK,
-            rank=f"{ENDED} .*truncated",
-            unit=GATHER,
-            by="others",
-        ),
-        Fault("a slow disk", "slow ranks", "step 2", sleeps(1), program=DISK, quiet=True, after="trained"),
+        offload_to_disk("in memory on one rank", "options", in_memory, at="build", quiet=True, after="trained"),
+        offload_to_disk("a folder that cannot be written", "disk", no_folder, at="build",
+            rank=f"{ENDED} .*/proc/nowhere", by="others"),
+        offload_to_disk("no space left", "disk", disk_is_full, at="wrap",
+            rank=f"{ENDED} RuntimeError.*bytes", by="others"),
+        offload_to_disk("its file is truncated", "disk", open_files("truncate"), at="forward 2",
+            rank=f"{ENDED} .*truncated", unit=GATHER, by="others"),
+        offload_to_disk("a slow disk", "slow ranks", sleeps(1), at="step 2", quiet=True, after="trained"),
     ],
 }
+# fmt: on

@@ -55,14 +55,8 @@ def step_hook_fails(job: Job) -> None:
 
 def _compared(name: str, at: str, do: Callable[[Job], None], unit: str, **how: Any) -> Fault:
     """Return a fault that ranks find when they compare their steps, while the training goes on."""
-    return Fault(
-        name,
-        how.pop("kind", "optimizer"),
-        at,
-        do,
-        unit=unit,
-        **{"remedy": "Take the same steps on every rank", "program": "setup train train train pause train"} | how,
-    )
+    usually = {"remedy": "Take the same steps on every rank", "program": "setup train train train pause train"}
+    return Fault(name, how.pop("kind", "optimizer"), do, at, unit=unit, **usually | how)
 
 
 def _changed(name: str, at: str, do: Callable[[Job], None], unit: str) -> Fault:
@@ -70,6 +64,7 @@ def _changed(name: str, at: str, do: Callable[[Job], None], unit: str) -> Fault:
     return _compared(name, at, do, unit, kind="values", remedy="Change parameters and gradients on every rank")
 
 
+# fmt: off
 FAULTS = {
     "step": [
         *usual("step 2", unit=GATHER),
@@ -82,22 +77,11 @@ FAULTS = {
         _compared("other groups of parameters", "batch", two_groups, "group"),
         _compared("parameters in another order", "batch", reordered, "order|parameters"),
         _changed("a gradient is dropped before the step", "step 2", without_gradient, "no gradient of head.weight"),
-        _changed(
-            "a gradient is changed before the step",
-            "step 2",
-            double_gradient,
-            "gradients were written",
-        ),
+        _changed("a gradient is changed before the step", "step 2", double_gradient, "gradients were written"),
         _changed("a shard is written between steps", "batch 2", write(0.0), "the shard of root"),
         _changed("a shard is not finite", "batch 2", write(float("nan")), "the shard of root"),
-        Fault(
-            "an error in a hook of the step, which all catch",
-            "exceptions",
-            "step 2",
-            step_hook_fails,
-            victim=None,
-            rank="a hook of the optimizer",
-            after="kept",
-        ),
+        Fault("an error in a hook of the step, which all catch", "exceptions", step_hook_fails, at="step 2",
+            victim=None, rank="a hook of the optimizer", after="kept"),
     ],
 }
+# fmt: on

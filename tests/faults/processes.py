@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 
 from tests.faults.fault import Action, Fault, also, in_forward
 from tests.faults.job import Job
@@ -84,84 +85,26 @@ def signalled_while_waiting(number: signal.Signals) -> Action:
 
 WAITING = "setup train batch let_wait forward backward step"
 
+processes = partial(Fault, at="batch 2")
+
+# fmt: off
 FAULTS = {
     "processes": [
-        Fault(
-            "forward in a forked child",
-            "forks",
-            "batch 2",
-            in_child("forward"),
-            rank=r"rank 1\b",
-            unit="fork",
-            by="victim",
-        ),
-        Fault(
-            "a state dict in a forked child",
-            "forks",
-            "batch 2",
-            in_child("state_dict"),
-            rank=r"rank 1\b",
-            unit="fork",
-            by="victim",
-        ),
-        Fault(
-            "a checkpoint in a forked child",
-            "forks",
-            "batch 2",
-            in_child("save"),
-            rank=r"rank 1\b",
-            unit="fork",
-            by="victim",
-        ),
-        Fault("a child that does nothing", "forks", "batch 2", in_child("batch"), quiet=True, after="trained"),
-        Fault(
-            "evaluation in a thread, in the middle of a forward",
-            "threads",
-            "forward 2",
-            in_thread_meanwhile("evaluate"),
-            rank=r"rank 1\b",
-            unit="thread",
-            by="victim",
-        ),
-        Fault(
-            "the same in all ranks",
-            "threads",
-            "forward 2",
-            in_thread_meanwhile("evaluate"),
-            victim=None,
-            rank="rank|thread",
-            unit="thread",
-        ),
-        Fault(
-            "a state dict in a thread, in the middle of a forward",
-            "threads",
-            "forward 2",
-            in_thread_meanwhile("state_dict"),
-            victim=None,
-            rank="middle of a forward",
-        ),
-        Fault(
-            "Ctrl-C while ranks wait",
-            "interrupts",
-            "let_wait",
-            signalled_while_waiting(signal.SIGINT),
-            program=WAITING,
-            rank="rank 0 was ended by KeyboardInterrupt",
-            unit="all-gather",
-            victim=0,
-            raises=False,
-            by="others",
-        ),
-        Fault(
-            "ended by the launcher while ranks wait",
-            "SIGTERM",
-            "let_wait",
-            signalled_while_waiting(signal.SIGTERM),
-            program=WAITING,
-            rank="rank 0:? is gone",
-            unit="all-gather",
-            victim=0,
-            ends="SIGTERM",
-        ),
+        processes("forward in a forked child", "forks", in_child("forward"), unit="fork", by="victim"),
+        processes("a state dict in a forked child", "forks", in_child("state_dict"), unit="fork", by="victim"),
+        processes("a checkpoint in a forked child", "forks", in_child("save"), unit="fork", by="victim"),
+        processes("a child that does nothing", "forks", in_child("batch"), quiet=True, after="trained"),
+        processes("evaluation in a thread, in the middle of a forward", "threads", in_thread_meanwhile("evaluate"),
+            at="forward 2", unit="thread", by="victim"),
+        processes("the same in all ranks", "threads", in_thread_meanwhile("evaluate"), at="forward 2", victim=None,
+            rank="rank|thread", unit="thread"),
+        processes("a state dict in a thread, in the middle of a forward", "threads", in_thread_meanwhile("state_dict"),
+            at="forward 2", victim=None, rank="middle of a forward"),
+        processes("Ctrl-C while ranks wait", "interrupts", signalled_while_waiting(signal.SIGINT), at="let_wait",
+            program=WAITING, victim=0, rank="rank 0 was ended by KeyboardInterrupt", unit="all-gather", by="others",
+            raises=False),
+        processes("ended by the launcher while ranks wait", "SIGTERM", signalled_while_waiting(signal.SIGTERM),
+            at="let_wait", program=WAITING, victim=0, rank="rank 0:? is gone", unit="all-gather", ends="SIGTERM"),
     ],
 }
+# fmt: on

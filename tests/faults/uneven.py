@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import (
-    DIFFERENT,
-    ENDED,
-    Action,
-    Fault,
-    also,
-    in_backward,
-    in_forward,
-    raises,
-    skip,
-    usual,
-)
+from functools import partial
+
+from tests.faults.fault import DIFFERENT, ENDED, Action, Fault, also, in_backward, in_forward, raises, skip, usual
 from tests.faults.job import Block, Job
 
 COND = "conditional setup train train train"
@@ -37,100 +28,30 @@ def another_block(job: Job) -> None:
     job.asks_for = 0
 
 
+cond = partial(Fault, program=COND, at="forward 2")
+join = partial(Fault, program=JOIN, at="joined_training")
+
+# fmt: off
 FAULTS = {
     "cond": [
         *usual("forward 2", in_forward, program=COND),
-        Fault(
-            "called directly",
-            "modes",
-            "forward 2",
-            runs_directly,
-            program=COND,
-            rank=r"rank 1\b",
-            unit=r"blocks\.1|fsdp\.cond",
-            remedy="fsdp.cond",
-        ),
-        Fault(
-            "for another module",
-            "order",
-            "forward 2",
-            another_block,
-            program=COND,
-            rank=r"rank 1\b",
-            unit=r"blocks\.0",
-            remedy="fsdp.cond",
-        ),
-        Fault(
-            "an error in its module",
-            "exceptions",
-            "forward 2",
-            block_fails,
-            program=COND,
-            rank=r"rank 1 .*failed in fsdp.cond of blocks\.1",
-            unit=r"blocks\.1",
-            by="others",
-        ),
-        Fault("no backward", "skipping", "backward 2", skip, program=COND, rank=r"rank 1\b"),
-        Fault(
-            "an error in the backward",
-            "exceptions",
-            "forward 2",
-            in_backward(raises(ValueError("overflow"))),
-            program=COND,
-            rank=f"{ENDED} ValueError",
-            by="others",
-        ),
-        Fault(
-            "a state dict inside",
-            "order",
-            "forward 2",
-            in_forward(also("state_dict")),
-            program=COND,
-            rank=r"rank 1",
-            by="others",
-        ),
+        cond("called directly", "modes", runs_directly, unit=r"blocks\.1|fsdp\.cond", remedy="fsdp.cond"),
+        cond("for another module", "order", another_block, unit=r"blocks\.0", remedy="fsdp.cond"),
+        cond("an error in its module", "exceptions", block_fails,
+            rank=r"rank 1 .*failed in fsdp.cond of blocks\.1", unit=r"blocks\.1", by="others"),
+        cond("no backward", "skipping", skip, at="backward 2"),
+        cond("an error in the backward", "exceptions", in_backward(raises(ValueError("overflow"))),
+            rank=f"{ENDED} ValueError", by="others"),
+        cond("a state dict inside", "order", in_forward(also("state_dict")), rank=r"rank 1", by="others"),
     ],
     "join": [
         *usual("joined_training", inside, program=JOIN),
-        Fault(
-            "saved inside",
-            "order",
-            "joined_training",
-            inside(also("save")),
-            program=JOIN,
-            rank=ENDED,
-            unit="fsdp.join|join",
-            by="others",
-        ),
-        Fault(
-            "summoned inside",
-            "order",
-            "joined_training",
-            inside(also("summon")),
-            program=JOIN,
-            rank=ENDED,
-            unit="fsdp.join|join",
-            by="others",
-        ),
-        Fault("left out", "skipping", "joined_training", skip, program=JOIN, rank=r"rank 1\b"),
-        Fault(
-            "not entered",
-            "modes",
-            "joined_training",
-            lambda job: setattr(job, "joins", False),
-            program=JOIN,
-            rank=r"rank 1\b",
-            remedy=DIFFERENT,
-        ),
-        Fault(
-            "a second optimizer on one rank",
-            "optimizer",
-            "joined_training",
-            lambda job: setattr(job, "joins_twice", True),
-            program=JOIN,
-            rank=r"rank 1\b",
-            remedy="Every rank must have the same",
-            unit="optimizers in fsdp.join",
-        ),
+        join("saved inside", "order", inside(also("save")), rank=ENDED, unit="fsdp.join|join", by="others"),
+        join("summoned inside", "order", inside(also("summon")), rank=ENDED, unit="fsdp.join|join", by="others"),
+        join("left out", "skipping", skip),
+        join("not entered", "modes", lambda job: setattr(job, "joins", False), remedy=DIFFERENT),
+        join("a second optimizer on one rank", "optimizer", lambda job: setattr(job, "joins_twice", True),
+            unit="optimizers in fsdp.join", remedy="Every rank must have the same"),
     ],
 }
+# fmt: on

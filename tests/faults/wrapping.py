@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -59,23 +60,19 @@ def other_torch(job: Job) -> None:
 
 
 def option(name: str, unit: str = ROOT, **options: Any) -> Fault:
-    return Fault(
-        f"{name} on one rank only",
-        "options",
-        "wrap",
-        sets(**options),
-        rank=DIFFERS,
-        unit=unit,
-        remedy=BUILD_ALIKE,
-        after="kept",
-    )
+    known = {"rank": DIFFERS, "unit": unit, "remedy": BUILD_ALIKE, "after": "kept"}
+    return Fault(f"{name} on one rank only", "options", sets(**options), "wrap", **known)
 
 
 def structure(name: str, do: Action, unit: str = BLOCK_1, **more: Any) -> Fault:
     known = {"rank": DIFFERS, "unit": unit, "remedy": BUILD_ALIKE, "after": "kept"}
-    return Fault(name, "structure", "wrap", do, **(known | more))
+    return Fault(name, "structure", do, "wrap", **(known | more))
 
 
+wrapping = partial(Fault, at="wrap")
+first_use = partial(Fault, at="forward")
+
+# fmt: off
 FAULTS = {
     "wrapping": [
         option("reshard_after_forward=False", reshard_after_forward=False),
@@ -90,145 +87,41 @@ FAULTS = {
         structure("a parameter more", assigned("extra", lambda: nn.Parameter(torch.zeros(3)))),
         structure("a block in half precision", in_half),
         structure("a frozen parameter", frozen),
-        structure(
-            "tied on one rank only",
-            tied,
-            rank=f"{ENDED} ValueError: linear.weight is the same",
-            unit="",
-            remedy="",
-            by="others",
-            after="",
-        ),
+        structure("tied on one rank only", tied,
+            rank=f"{ENDED} ValueError: linear.weight is the same", unit="", remedy="", by="others", after=""),
         structure("a block that is no unit", unwrapped, unit="blocks.1"),
-        Fault("an older version of the library", "other versions", "wrap", older, rank=DIFFERS, unit="fsdp 0"),
-        Fault("another torch", "other versions", "wrap", other_torch, rank=DIFFERS, unit="torch 2"),
-        Fault(
-            "other values",
-            "values",
-            "build",
-            other_seed,
-            rank="Rank 1 has other values",
-            unit=r"head\.weight of unit 'root",
-            remedy="torch.manual_seed",
-        ),
-        Fault(
-            "an error while building",
-            "exceptions",
-            "build",
-            raises(FileNotFoundError("vocabulary.txt")),
-            rank="rank 1 was ended by FileNotFoundError: vocabulary.txt",
-            by="others",
-        ),
-        Fault(
-            "an error while wrapping",
-            "exceptions",
-            "wrap",
-            raises(TypeError("unhashable")),
-            rank="rank 1 was ended by TypeError: unhashable",
-            by="others",
-        ),
-        Fault(
-            "killed before wrapping",
-            "SIGKILL",
-            "wrap",
-            ends_by(signal.SIGKILL),
-            rank=r"rank 1\b",
-            ends="SIGKILL",
-        ),
-        Fault(
-            "building for long",
-            "slow ranks",
-            "build",
-            sleeps(5),
-            rank=LATE + "|rank 1: has wrapped no model yet",
-            raises=False,
-            by="one",
-            after="trained",
-        ),
-        Fault(
-            "sync_module_states on one rank only",
-            "options",
-            "wrap",
-            sets(sync_module_states=True),
-            rank="rank 1",
-            unit="sync_module_states",
-            remedy="on every rank",
-        ),
+        wrapping("an older version of the library", "other versions", older, rank=DIFFERS, unit="fsdp 0"),
+        wrapping("another torch", "other versions", other_torch, rank=DIFFERS, unit="torch 2"),
+        wrapping("other values", "values", other_seed, at="build",
+            rank="Rank 1 has other values", unit=r"head\.weight of unit 'root", remedy="torch.manual_seed"),
+        wrapping("an error while building", "exceptions", raises(FileNotFoundError("vocabulary.txt")), at="build",
+            rank="rank 1 was ended by FileNotFoundError: vocabulary.txt", by="others"),
+        wrapping("an error while wrapping", "exceptions", raises(TypeError("unhashable")),
+            rank="rank 1 was ended by TypeError: unhashable", by="others"),
+        wrapping("killed before wrapping", "SIGKILL", ends_by(signal.SIGKILL), ends="SIGKILL"),
+        wrapping("building for long", "slow ranks", sleeps(5), at="build",
+            rank=LATE + "|rank 1: has wrapped no model yet", by="one", raises=False, after="trained"),
+        wrapping("sync_module_states on one rank only", "options", sets(sync_module_states=True),
+            rank="rank 1", unit="sync_module_states", remedy="on every rank"),
     ],
     "first use": [
         *usual("forward"),
-        Fault(
-            "evaluation where others train",
-            "modes",
-            "forward",
-            lambda job: job.model.eval(),
-            rank=DIFFERS,
-            unit="eval",
-            remedy="[Ee]very rank",
-            after="kept",
-        ),
-        Fault(
-            "a layer added after wrapping",
-            "structure",
-            "forward",
-            lambda job: job.plain.add_module("late", nn.Linear(2, 2)),
-            rank=ENDED,
-            unit="late",
-            by="others",
-        ),
-        Fault(
-            "cast after wrapping",
-            "structure",
-            "forward",
-            lambda job: job.model.half(),
-            rank=DIFFERS,
-            unit="Unit",
-            remedy=BUILD_ALIKE,
-        ),
-        Fault(
-            "a second model on one rank",
-            "structure",
-            "wrap",
-            also("wrap_another"),
-            quiet=True,
-            after="trained",
-        ),
-        Fault(
-            "a checkpoint loaded on one rank only",
-            "extra calls",
-            "forward",
-            also("state_dict"),
-            rank="rank 1",
-            unit="state_dict",
-            remedy="Make the same calls on every rank",
-        ),
-        Fault(
-            "late for the first forward",
-            "slow ranks",
-            "forward",
-            sleeps(5),
-            rank=LATE,
-            raises=False,
-            by="one",
-            after="trained",
-        ),
-        Fault(
-            "a gradient divisor set on one rank",
-            "options",
-            "forward",
-            lambda job: job.model.set_gradient_divide_factors(1.0, 8.0),
-            rank=DIFFERS,
-            unit=ROOT,
-            remedy=BUILD_ALIKE,
-        ),
-        Fault(
-            "no_sync on one rank",
-            "modes",
-            "forward",
-            lambda job: job.stack.enter_context(job.model.no_sync()),
-            rank=r"rank 1\b",
-            unit="root|blocks",
-            remedy="no_sync",
-        ),
+        first_use("evaluation where others train", "modes", lambda job: job.model.eval(),
+            rank=DIFFERS, unit="eval", remedy="[Ee]very rank", after="kept"),
+        first_use("a layer added after wrapping", "structure",
+            lambda job: job.plain.add_module("late", nn.Linear(2, 2)), rank=ENDED, unit="late", by="others"),
+        first_use("cast after wrapping", "structure", lambda job: job.model.half(),
+            rank=DIFFERS, unit="Unit", remedy=BUILD_ALIKE),
+        first_use("a second model on one rank", "structure", also("wrap_another"), at="wrap",
+            quiet=True, after="trained"),
+        first_use("a checkpoint loaded on one rank only", "extra calls", also("state_dict"),
+            rank="rank 1", unit="state_dict", remedy="Make the same calls on every rank"),
+        first_use("late for the first forward", "slow ranks", sleeps(5),
+            rank=LATE, by="one", raises=False, after="trained"),
+        first_use("a gradient divisor set on one rank", "options",
+            lambda job: job.model.set_gradient_divide_factors(1.0, 8.0), rank=DIFFERS, unit=ROOT, remedy=BUILD_ALIKE),
+        first_use("no_sync on one rank", "modes", lambda job: job.stack.enter_context(job.model.no_sync()),
+            unit="root|blocks", remedy="no_sync"),
     ],
 }
+# fmt: on

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.engine.test_accelerator import global_batches
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, global_batches, later_kernels
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter

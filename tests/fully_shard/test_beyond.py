@@ -32,7 +32,7 @@ from tests.helpers.dtensor_twins import (
     wholes,
 )
 from tests.helpers.equality import assert_same
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -44,44 +44,38 @@ INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
 # What torch's refuses
 
 
-class TiedUnits(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        first, second = nn.Linear(5, 5), nn.Linear(5, 5)
-        second.weight = first.weight
-        self.first, self.second = wrap(first), wrap(second)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs)))
+def tied_units(wrap: Wrap) -> nn.Module:
+    first, second = nn.Linear(5, 5), nn.Linear(5, 5)
+    second.weight = first.weight
+    return Net(lambda net, x: net.second(torch.tanh(net.first(x))), first=wrap(first), second=wrap(second))
 
 
 @on_ranks(1, 2)
 def test_a_parameter_tied_across_units_stays_tied() -> None:
-    assert_trains_as_plain(partial(seeded, TiedUnits))
-    model: Any = seeded(TiedUnits, ours())
+    assert_trains_as_plain(partial(seeded, tied_units))
+    model: Any = seeded(tied_units, ours())
     assert model.first.weight is model.second.weight
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in seeded(TiedUnits).named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in seeded(tied_units).named_parameters()]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not refuse it")
 @on_ranks(2)
 def test_a_parameter_tied_across_units_is_refused_by_torchs() -> None:
     with pytest.raises(ValueError, match=r"'second.weight' is shared"):
-        once(seeded(TiedUnits, torchs()), INPUTS)
+        once(seeded(tied_units, torchs()), INPUTS)
 
 
-class TwoDtypes(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4).to(torch.float32), nn.Linear(4, 3).to(torch.float64)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(self.first(inputs.to(torch.float32)).to(torch.float64))
+def two_dtypes(wrap: Wrap) -> nn.Module:
+    return Net(
+        lambda net, x: net.second(net.first(x.to(torch.float32)).to(torch.float64)),
+        first=nn.Linear(5, 4).to(torch.float32),
+        second=nn.Linear(4, 3).to(torch.float64),
+    )
 
 
 @on_ranks(2)
 def test_one_unit_may_have_parameters_of_two_dtypes() -> None:
-    model, plain = seeded(TwoDtypes, ours()), seeded(TwoDtypes)
+    model, plain = seeded(two_dtypes, ours()), seeded(two_dtypes)
     for each in (model, plain):
         optimizer = sgd_with_momentum(each.parameters())
         once(each, INPUTS)
@@ -93,46 +87,38 @@ def test_one_unit_may_have_parameters_of_two_dtypes() -> None:
 @on_ranks(2)
 def test_two_dtypes_in_one_unit_are_refused_by_torchs() -> None:
     with pytest.raises(AssertionError, match=r"uniform original parameter dtype"):
-        once(seeded(TwoDtypes, torchs()), INPUTS)
+        once(seeded(two_dtypes, torchs()), INPUTS)
 
 
-class Scaled(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.inner, self.scale = wrap(nn.Linear(5, 3)), nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs) * self.scale
+def scaled(wrap: Wrap) -> nn.Module:
+    return Net(
+        lambda net, x: net.inner(x) * net.scale, inner=wrap(nn.Linear(5, 3)), scale=nn.Parameter(torch.tensor(0.7))
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_may_have_no_dimensions(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_trains_as_plain, partial(seeded, Scaled))
+    ranks(world_size).run(assert_trains_as_plain, partial(seeded, scaled))
 
 
 @on_ranks(1)
 def test_a_parameter_without_dimensions_is_refused_by_torchs() -> None:
     with pytest.raises(ValueError, match=r"doesn't support scalar parameters"):
-        seeded(Scaled, torchs())
+        seeded(scaled, torchs())
 
 
-class Transposed(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5).t())
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ self.weight
+def transposed(wrap: Wrap) -> nn.Module:
+    return Net(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.randn(3, 5).t()))
 
 
 def test_a_parameter_may_be_non_contiguous(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_as_plain, partial(seeded, Transposed))
+    ranks(2).run(assert_trains_as_plain, partial(seeded, transposed))
 
 
 @on_ranks(1)
 def test_a_non_contiguous_parameter_is_refused_by_torchs() -> None:
     with pytest.raises(NotImplementedError, match=r"non-contiguous"):
-        seeded(Transposed, torchs())
+        seeded(transposed, torchs())
 
 
 def last_dim(param: nn.Parameter) -> Shard:
@@ -144,15 +130,13 @@ def test_a_parameter_may_be_cut_unevenly_along_another_dimension(ranks: RankPool
     ranks(world_size).run(assert_trains_as_plain, uneven, shard_placement_fn=last_dim)
 
 
-class Convolutions(nn.Module):
+def convolutions(wrap: Wrap) -> nn.Module:
     """Weights of four dimensions, and as many biases as channels: five on four ranks leave one without any."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.first, self.second = wrap(nn.Conv2d(1, 5, (3, 2))), wrap(nn.Conv2d(5, 2, (2, 3), padding=1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs[None, None]))).sum(dim=(0, 1))
+    return Net(
+        lambda net, x: net.second(torch.tanh(net.first(x[None, None]))).sum(dim=(0, 1)),
+        first=wrap(nn.Conv2d(1, 5, (3, 2))),
+        second=wrap(nn.Conv2d(5, 2, (2, 3), padding=1)),
+    )
 
 
 def third_dim_of_convolutions(param: nn.Parameter) -> Shard:
@@ -161,7 +145,7 @@ def third_dim_of_convolutions(param: nn.Parameter) -> Shard:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_convolutions_may_be_cut_along_the_dimensions_of_their_kernels(ranks: RankPool, world_size: int) -> None:
-    make = partial(seeded, Convolutions)
+    make = partial(seeded, convolutions)
     ranks(world_size).run(assert_trains_as_plain, make, shard_placement_fn=third_dim_of_convolutions)
 
 

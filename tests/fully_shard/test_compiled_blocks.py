@@ -18,7 +18,7 @@ from tests.helpers.compile_backends import Counter, torchs_own_deprecations
 from tests.helpers.dtensor_twins import ROUNDING, Plan, assert_side_by_side
 from tests.helpers.hugging_face import PATIENCE
 from tests.helpers.models import Wrap
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tensor_parallel import SENTENCES, Layer, gpt, mesh_of
 
 
@@ -52,13 +52,10 @@ RECOMPUTING = {
         ((1, 2), "sequence", "ours", "eager", True),
     ],
 )
+@on_ranks(lambda shape: shape[0] * shape[1], timeout=PATIENCE)
 def test_recomputed_and_compiled_blocks(
-    ranks: RankPool, shape: tuple[int, int], kind: str | None, recomputing: str, backend: str, reshards: bool
+    shape: tuple[int, int], kind: str | None, recomputing: str, backend: str, reshards: bool
 ) -> None:
-    ranks(shape[0] * shape[1], timeout=PATIENCE).run(_compare, shape, kind, recomputing, backend, reshards)
-
-
-def _compare(shape: tuple[int, int], kind: str | None, recomputing: str, backend: str, reshards: bool) -> None:
     mesh, counter = mesh_of(*shape), Counter(backend)
     make = partial(_as_torchtitan, mesh, kind, recomputing, counter)
     if kind is not None:

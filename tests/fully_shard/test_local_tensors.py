@@ -29,10 +29,9 @@ from tests.helpers.dtensor_twins import (
     uneven,
     whole,
 )
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
 
 INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
@@ -193,11 +192,8 @@ def test_parameters_that_are_frozen_later_are_not_reduced(plan: dict[str, Any], 
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["held unsharded", "held in shards"])
-def test_what_is_thawed_between_the_backwards_of_a_step(ranks: RankPool, mesh: tuple[int, ...]) -> None:
-    ranks(math.prod(mesh)).run(_thaw_while_accumulating, mesh)
-
-
-def _thaw_while_accumulating(mesh: tuple[int, ...]) -> None:
+@on_ranks(lambda mesh: math.prod(mesh))
+def test_what_is_thawed_between_the_backwards_of_a_step(mesh: tuple[int, ...]) -> None:
     plain, model = uneven(), cast("Any", uneven(ours(mesh=mesh_of(*mesh))))
     model.entry.weight.requires_grad_(False)
     model(INPUTS).sum().backward()  # makes no room for it
@@ -214,22 +210,19 @@ def _thaw_while_accumulating(mesh: tuple[int, ...]) -> None:
         assert_within(name, whole(param.grad), expected.grad / dist.get_world_size(), 1e-6)
 
 
-class Tied(nn.Module):
+def tied(wrap: Wrap) -> nn.Module:
     """An embedding and a projection with one weight."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.entry, self.exit = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
-        self.exit.weight = self.entry.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.exit(self.entry(tokens))
+    net = Net(
+        lambda net, tokens: net.exit(net.entry(tokens)), entry=nn.Embedding(6, 3), exit=nn.Linear(3, 6, bias=False)
+    )
+    net.exit.weight = net.entry.weight
+    return net
 
 
 @pytest.mark.parametrize("form", ["one memory", "copies"])
 @on_ranks(2)
 def test_ties_outlast_a_load_that_assigns(form: str) -> None:
-    model, source = seeded(Tied, ours()), seeded(Tied, ours(), seed=5)
+    model, source = seeded(tied, ours()), seeded(tied, ours(), seed=5)
     state = source.state_dict()
     if form == "copies":
         state = {name: value.detach().clone() for name, value in state.items()}

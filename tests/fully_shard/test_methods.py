@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ import fsdp
 from fsdp import FSDPModule, UnshardHandle
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.kept_shard import KeptShard
-from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.unit import unit_of
 from tests.helpers.dtensor_twins import (
     Uneven,
@@ -36,6 +34,7 @@ from tests.helpers.dtensor_twins import (
     uneven,
 )
 from tests.helpers.equality import assert_same
+from tests.helpers.memory import live_bytes
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.twins import once
@@ -391,17 +390,6 @@ def test_between_steps_there_are_shards_and_nothing_else() -> None:
         assert live_bytes() - before == shards + kept  # the outermost module's, for the next forward, as with torch's
     model.reshard()
     assert live_bytes() - before == shards
-
-
-def live_bytes() -> int:
-    """Of all tensors with memory."""
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, Placeholder) and not item.is_meta:
-            storage = (local(item) if isinstance(item, DTensor) else item).untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 @on_ranks(2)

@@ -22,7 +22,6 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.ranks import RankPool
 
 Gives = tuple[bool, bool]  # a gradient for the weight, and one for the bias
 
@@ -67,11 +66,9 @@ def plan_of(turns: list[Gives], **what: Any) -> Plan:
 
 @pytest.mark.parametrize("gives", [(True, False), (False, True), (False, False)], ids=["weight", "bias", "neither"])
 @pytest.mark.parametrize("mesh", [(2,), (2, 1), (2, 2)], ids=["sharded", "replicated", "hybrid"])
-def test_none_trains_as_with_torchs_and_does_not_travel(ranks: RankPool, gives: Gives, mesh: tuple[int, ...]) -> None:
-    ranks(4 if mesh == (2, 2) else 2).run(_train, [gives], mesh)
-
-
-def _train(turns: list[Gives], mesh: tuple[int, ...]) -> None:
+@on_ranks(lambda mesh: 4 if mesh == (2, 2) else 2)
+def test_none_trains_as_with_torchs_and_does_not_travel(gives: Gives, mesh: tuple[int, ...]) -> None:
+    turns = [gives]
     assert_side_by_side(plan_of(turns), mesh=mesh)
     assert_side_by_side(plan_of(turns, accumulate=2), mesh=mesh)
 

@@ -25,10 +25,10 @@ from tests.helpers.dtensor_twins import (
     seeded,
     uneven,
 )
-from tests.helpers.models import Block, Wrap, keep, tiny_transformer
+from tests.helpers.models import Block, Net, Wrap, keep, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import TOKENS, MakeModel
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import TOKENS
 from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
@@ -66,7 +66,7 @@ def compare(what: dict[str, Any], options: dict[str, Any], **how: Any) -> None:
 IN_BFLOAT16, IN_FLOAT = 0.15, 1e-5
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     policy=[
         {"param_dtype": BF16, "reduce_dtype": FLOAT},
@@ -79,17 +79,11 @@ IN_BFLOAT16, IN_FLOAT = 0.15, 1e-5
     reshard_after_forward=[True, False],
     training=[{}, {"accumulate": 2}, {"clip": 0.1}],
 )
-def test_mixed_precision(
-    ranks: RankPool,
-    policy: dict[str, Any],
-    make: MakeModel,
-    reshard_after_forward: bool,
-    training: dict[str, Any],
-) -> None:
-    reduced_in = policy.get("reduce_dtype", policy.get("param_dtype"))
-    options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+def test_mixed_precision(ranks: RankPool, case: Case) -> None:
+    reduced_in = case.policy.get("reduce_dtype", case.policy.get("param_dtype"))
+    options = {"mp_policy": case.policy, "reshard_after_forward": case.reshard_after_forward}
     options["tolerance"] = IN_BFLOAT16 if reduced_in is BF16 else None
-    ranks(2).run(compare, {"make_model": make}, options, steps=3, **training)
+    ranks(2).run(compare, {"make_model": case.make}, options, steps=3, **case.training)
 
 
 @pytest.mark.parametrize(
@@ -146,34 +140,29 @@ def test_meshes(ranks: RankPool, shape: tuple[int, ...], reshard_after_forward: 
 
 @on_ranks(2, 3)
 def test_placements_along_an_even_dimension() -> None:
-    plan = Plan(make_model=partial(seeded, Even), clip=0.1, make_optimizer=adamw_at_once)
+    plan = Plan(make_model=partial(seeded, even), clip=0.1, make_optimizer=adamw_at_once)
     # What is cut along another dimension lies transposed with us, and products of matrices round otherwise.
     assert_side_by_side(plan, tolerance=IN_FLOAT, shard_placement_fn=last_dim_if_even)
     model = plan.make_model(ours(shard_placement_fn=last_dim_if_even))
     assert [placement.dim for placement in model.get_parameter("exit.weight").placements] == [1]
 
 
-class Even(nn.Module):
+def even(wrap: Wrap) -> nn.Module:
     """Its inner dimensions are 12."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.inner = wrap(nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.LayerNorm(12)))
-        self.exit = nn.Linear(12, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(self.inner(inputs))
+    return Net(
+        lambda net, x: net.exit(net.inner(x)),
+        inner=wrap(nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.LayerNorm(12))),
+        exit=nn.Linear(12, 1),
+    )
 
 
 # Activation checkpointing
 
 
-@parametrize_pairs(reshard_after_forward=[True, False], reentrant=[True, False], recompute=["inside", "outside"])
-def test_activation_checkpointing(
-    ranks: RankPool, recompute: str, reentrant: bool, reshard_after_forward: bool
-) -> None:
-    make = partial(tiny_transformer, recompute=recompute, reentrant=reentrant)
-    options = {"reshard_after_forward": reshard_after_forward}
+@parametrize_cases(reshard_after_forward=[True, False], reentrant=[True, False], recompute=["inside", "outside"])
+def test_activation_checkpointing(ranks: RankPool, case: Case) -> None:
+    make = partial(tiny_transformer, recompute=case.recompute, reentrant=case.reentrant)
+    options = {"reshard_after_forward": case.reshard_after_forward}
     ranks(2).run(compare, {"make_model": make, "task": TOKENS}, options)
 
 

@@ -30,7 +30,7 @@ from tests.helpers.dtensor_twins import (
     torchs,
     uneven,
 )
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
 from tests.helpers.pairs import parametrize_pairs
@@ -251,20 +251,18 @@ def test_the_outermost_module_reshards_after_forward_if_told_to(asked: bool | No
             assert_at_rest(model)
 
 
-class Embedded(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.table = wrap(nn.Embedding(9, 5))
-        self.exit = wrap(nn.Linear(5, 2))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(self.table((inputs.abs() * 3).long() % 9).sum(1))
+def embedded(wrap: Wrap) -> nn.Module:
+    return Net(
+        lambda net, x: net.exit(net.table((x.abs() * 3).long() % 9).sum(1)),
+        table=wrap(nn.Embedding(9, 5)),
+        exit=wrap(nn.Linear(5, 2)),
+    )
 
 
 @on_ranks(2)
 def test_backward_unshards_nothing_where_it_needs_nothing() -> None:
-    assert_alike(lambda wrap: seeded(Embedded, wrap), _sharded_in_backward)
-    model: Any = seeded(Embedded, ours())
+    assert_alike(lambda wrap: seeded(embedded, wrap), _sharded_in_backward)
+    model: Any = seeded(embedded, ours())
     model.table.set_unshard_in_backward(False)
     for number in range(3):
         backward(model, number)

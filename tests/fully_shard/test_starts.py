@@ -189,8 +189,7 @@ def _materialized() -> dict[str, Tensor]:
 
 
 @parametrize_pairs(
-    world_size=[1, 2],
-    options=[{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}],
+    world_size=[1, 2], options=[{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}]
 )
 @on_ranks("world_size")
 def test_a_deep_copy_is_independent(options: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp
 from tests.helpers.dtensor_twins import assert_within, conv_net, local, ours, torchs, uneven, whole, wholes
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded
@@ -295,16 +295,9 @@ def test_a_state_dict_can_be_copied() -> None:
     assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """With a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.linear = nn.Linear(5, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.linear(inputs) * self.scale
+    return Net(lambda net, x: net.linear(x) * net.scale, scale=nn.Parameter(torch.tensor(1.5)), linear=nn.Linear(5, 3))
 
 
 def _make_adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -325,7 +318,7 @@ def _make_nadam(model: nn.Module) -> torch.optim.Optimizer:
 def test_a_full_state_of_a_parameter_without_dimensions(from_first: bool, make: Any) -> None:
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = Scaled()
+        model = scaled()
         fsdp.fully_shard(model)
         return model, make(model)
 

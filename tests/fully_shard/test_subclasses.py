@@ -84,15 +84,8 @@ def _compare(plan: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
-def test_methods_are_called_with_what_torchs_gives_them(ranks: RankPool, shape: tuple[int, ...]) -> None:
-    ranks(dist_size(shape)).run(_compare_calls, shape)
-
-
-def dist_size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def _compare_calls(shape: tuple[int, ...]) -> None:
+@on_ranks(lambda shape: torch.Size(shape).numel())
+def test_methods_are_called_with_what_torchs_gives_them(shape: tuple[int, ...]) -> None:
     options: dict[str, Any] = {"mesh": shape, "mp_policy": {"param_dtype": torch.bfloat16}}
     seen = []
     for wrap in (torchs(**options), ours(**options)):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import fsdp
 from tests.helpers.convert_formats import converted
@@ -37,7 +37,7 @@ from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import REGRESSION
 from tests.helpers.ranks import RankPool
-from tests.helpers.tensor_parallel import SENTENCES, gpt, mesh_of, perceptron
+from tests.helpers.tensor_parallel import SENTENCES, Experts, gpt, mesh_of, perceptron
 from tests.helpers.traffic import Counting, Traffic
 
 
@@ -51,11 +51,8 @@ def cube_of(*shape: int) -> DeviceMesh:
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((2, 2), "sequence"), ((1, 2), "heads"), ((2, 1), "sequence")])
-def test_trains_as_torchs(ranks: RankPool, shape: tuple[int, int], kind: str) -> None:
-    ranks(shape[0] * shape[1]).run(_train_sentences, shape, kind)
-
-
-def _train_sentences(shape: tuple[int, int], kind: str) -> None:
+@on_ranks(lambda shape: shape[0] * shape[1])
+def test_trains_as_torchs(shape: tuple[int, int], kind: str) -> None:
     mesh = mesh_of(*shape)
     model = partial(gpt, mesh=mesh, kind=kind, vocabulary=True)
     plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], accumulate=2)
@@ -79,11 +76,8 @@ def test_sizes_that_divide_by_nothing(placements: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_two_tensor_dimensions(ranks: RankPool, shape: tuple[int, int, int]) -> None:
-    ranks(shape[0] * shape[1] * shape[2]).run(_train_in_two_tensor_dimensions, shape)
-
-
-def _train_in_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
+@on_ranks(lambda shape: shape[0] * shape[1] * shape[2])
+def test_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
     mesh = cube_of(*shape)
     placements = [(Shard(0), Shard(0)), (Shard(1), Shard(0))]
     model = partial(perceptron, mesh=mesh["b", "c"], hidden=8, placements=placements)
@@ -293,20 +287,6 @@ def test_experts_that_data_parallel_ranks_have_divided_among_them() -> None:
         received.append(traffic.values)
     torch.testing.assert_close(*trained, rtol=ROUNDING, atol=ROUNDING)
     assert 0 < received[0] <= received[1]
-
-
-class Experts(nn.Module):
-    """Every rank computes with the experts that it has, on its own inputs."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        # Three over two: the ranks have different numbers of them.
-        self.weight = nn.Parameter(distribute_tensor(torch.randn(3, 5, 5, dtype=torch.double), mesh, [Shard(0)]))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        weight = self.weight
-        own = weight.to_local() if isinstance(weight, DTensor) else weight
-        return torch.einsum("bi,eij->bj", inputs, own)
 
 
 def _with_experts(fully_shard: Any) -> Any:

@@ -29,7 +29,7 @@ from tests.helpers.dtensor_twins import (
     train,
     uneven,
 )
-from tests.helpers.models import Wrap, keep, tiny_transformer
+from tests.helpers.models import Net, Wrap, keep, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS
 from tests.helpers.ranks import RankPool
@@ -77,17 +77,15 @@ def _freeze_some(model: Any, step: int) -> None:
         param.requires_grad_(step == 0)
 
 
-class Sometimes(nn.Module):
+def sometimes(wrap: Wrap) -> nn.Module:
     """One of its parts is never used."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.used, self.unused = wrap(nn.Linear(5, 9)), wrap(nn.Linear(5, 9))
-        self.both = wrap(nn.ModuleDict({"used": nn.Linear(9, 1), "unused": nn.Linear(9, 1)})["used"])
-        self.spare = nn.Linear(3, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.both(torch.tanh(self.used(inputs)))
+    return Net(
+        lambda net, x: net.both(torch.tanh(net.used(x))),
+        used=wrap(nn.Linear(5, 9)),
+        unused=wrap(nn.Linear(5, 9)),
+        both=wrap(nn.ModuleDict({"used": nn.Linear(9, 1), "unused": nn.Linear(9, 1)})["used"]),
+        spare=nn.Linear(3, 3),
+    )
 
 
 class UsedInPart(nn.Module):
@@ -96,7 +94,7 @@ class UsedInPart(nn.Module):
     def __init__(self, wrap: Wrap, alternates: bool = False) -> None:
         super().__init__()
         layers = [nn.ModuleDict({"used": nn.Linear(12, 12), "unused": nn.Linear(12, 12)}) for _ in range(3)]
-        self.layers = nn.ModuleList(wrap(_UsedInPart(layer)) for layer in layers)
+        self.layers = nn.ModuleList(wrap(used_in_part(layer)) for layer in layers)
         self.entry, self.exit, self.spare = nn.Linear(5, 12), nn.Linear(12, 1), nn.Linear(12, 6)
         self.calls, self.alternates = 0, alternates
 
@@ -108,13 +106,8 @@ class UsedInPart(nn.Module):
         return self.exit(hidden)
 
 
-class _UsedInPart(nn.Module):
-    def __init__(self, parts: nn.ModuleDict) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, inputs: Tensor, part: str) -> Tensor:
-        return self.parts[part](inputs)
+def used_in_part(parts: nn.ModuleDict) -> nn.Module:
+    return Net(lambda net, x, part: net.parts[part](x), parts=parts)
 
 
 HALF = {"mp_policy": {"param_dtype": torch.bfloat16}}
@@ -136,10 +129,10 @@ RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "gradients in float32": (2, {}, SUMMED_IN_FLOAT),
     "mixed precision, hybrid": (4, {}, {"mesh": (2, 2), **SUMMED_IN_FLOAT}),
     "frozen part": (2, {"make_model": _partly_frozen}, {}),
-    "unused parameters": (2, {"make_model": partial(seeded, Sometimes)}, {}),
+    "unused parameters": (2, {"make_model": partial(seeded, sometimes)}, {}),
     "used in part": (2, PARTLY, {}),
     "frozen part, replicated": (2, {"make_model": _partly_frozen}, {"mesh": (2, 1)}),
-    "unused parameters, replicated": (2, {"make_model": partial(seeded, Sometimes)}, {"mesh": (2, 1)}),
+    "unused parameters, replicated": (2, {"make_model": partial(seeded, sometimes)}, {"mesh": (2, 1)}),
     "used in part, replicated": (2, PARTLY, {"mesh": (2, 1)}),
     "frozen in the middle, replicated": (2, {"before_step": _freeze_some}, {"mesh": (2, 1)}),
     "used in part, accumulated": (2, {"accumulate": 2, **PARTLY}, {}),
@@ -166,11 +159,8 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("accumulate", "mesh"), [(1, (3,)), (2, (2,)), (3, (2, 2))], ids=str)
-def test_what_is_used_now_and_then_trains_as_torchs(ranks: RankPool, accumulate: int, mesh: tuple[int, ...]) -> None:
-    ranks(4 if len(mesh) > 1 else mesh[0]).run(_train_now_and_then, accumulate, mesh)
-
-
-def _train_now_and_then(accumulate: int, mesh: tuple[int, ...]) -> None:
+@on_ranks(lambda mesh: 4 if len(mesh) > 1 else mesh[0])
+def test_what_is_used_now_and_then_trains_as_torchs(accumulate: int, mesh: tuple[int, ...]) -> None:
     make_model = partial(seeded, partial(UsedInPart, alternates=True))
     # What is gathered in advance, and then not used, is not compared.
     plan = Plan(make_model=make_model, steps=5, accumulate=accumulate, is_counted=False)

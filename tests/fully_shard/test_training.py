@@ -9,14 +9,7 @@ from functools import partial
 from typing import Any
 
 import fsdp
-from tests.helpers.dtensor_twins import (
-    Plan,
-    adamw_at_once,
-    adamw_one_by_one,
-    assert_side_by_side,
-    conv_net,
-    uneven,
-)
+from tests.helpers.dtensor_twins import Plan, adamw_at_once, adamw_one_by_one, assert_side_by_side, conv_net, uneven
 from tests.helpers.models import tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, MakeOptimizer, adam, sgd_with_momentum

@@ -29,7 +29,7 @@ from tests.helpers.dtensor_twins import (
     units,
 )
 from tests.helpers.equality import assert_same
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -85,19 +85,16 @@ def test_unused_parameters_have_no_gradient_as_with_torchs(ranks: RankPool) -> N
 
 
 def test_a_parameter_may_be_called_for_outside_of_its_modules_forward(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_as_plain, partial(seeded, Borrowing))
+    ranks(2).run(assert_trains_as_plain, partial(seeded, borrowing))
 
 
-class Borrowing(nn.Module):
+def borrowing(wrap: Wrap) -> nn.Module:
     """The root uses a parameter of its own in a module that is not called."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.holder = nn.Linear(5, 5)
-        self.inner = wrap(nn.Linear(5, 3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs @ self.holder.weight.t()) + self.holder.bias.sum()
+    return Net(
+        lambda net, x: net.inner(x @ net.holder.weight.t()) + net.holder.bias.sum(),
+        holder=nn.Linear(5, 5),
+        inner=wrap(nn.Linear(5, 3)),
+    )
 
 
 # What modules return
@@ -134,15 +131,13 @@ def by_name(result: Any) -> Tensor:
     return result.score
 
 
-class Returning(nn.Module):
-    def __init__(self, wrap: Wrap, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.inner = wrap(Packing(pack))
-        self.exit = nn.Linear(4, 3)
-        self.unpack = unpack
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(self.unpack(self.inner(inputs)))
+def returning(wrap: Wrap, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> nn.Module:
+    return Net(
+        lambda net, x: net.exit(net.unpack(net.inner(x))),
+        inner=wrap(Packing(pack)),
+        exit=nn.Linear(4, 3),
+        unpack=unpack,
+    )
 
 
 class Packing(nn.Linear):
@@ -160,26 +155,23 @@ class Packing(nn.Linear):
     ids=lambda f: f.__name__,
 )
 def test_outputs_in_containers(ranks: RankPool, pack: Any, unpack: Any) -> None:
-    ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Returning, pack=pack, unpack=unpack)))
+    ranks(2).run(assert_trains_as_plain, partial(seeded, partial(returning, pack=pack, unpack=unpack)))
 
 
 @on_ranks(2)
 def test_units_whose_outputs_need_no_gradient() -> None:
-    twins = trained_twins(partial(seeded, Masking))
+    twins = trained_twins(partial(seeded, masking))
     assert twins.sharded.get_parameter("mask.weight").grad is None
 
 
-class Masking(nn.Module):
+def masking(wrap: Wrap) -> nn.Module:
     """A unit's output is used without its gradient: nothing of the unit gets one, and its memory is given back."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.mask = wrap(Packing(torch.Tensor.detach))
-        self.inner = wrap(nn.Linear(5, 4))
-        self.exit = nn.Linear(4, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(torch.tanh(self.inner(inputs)) * self.mask(inputs).sigmoid())
+    return Net(
+        lambda net, x: net.exit(torch.tanh(net.inner(x)) * net.mask(x).sigmoid()),
+        mask=wrap(Packing(torch.Tensor.detach)),
+        inner=wrap(nn.Linear(5, 4)),
+        exit=nn.Linear(4, 1),
+    )
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "one_unit"])

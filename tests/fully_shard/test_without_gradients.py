@@ -183,11 +183,8 @@ class _Counts(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
-def test_what_it_writes_to_its_weights_is_kept(ranks: RankPool, mesh: tuple[int, ...]) -> None:
-    ranks(torch.Size(mesh).numel()).run(_write_inside, mesh)
-
-
-def _write_inside(mesh: tuple[int, ...]) -> None:
+@on_ranks(lambda mesh: torch.Size(mesh).numel())
+def test_what_it_writes_to_its_weights_is_kept(mesh: tuple[int, ...]) -> None:
     model: Any = seeded(_Counts, ours(mesh=mesh))
     for _ in range(3):
         look(model)

@@ -21,6 +21,7 @@ from fsdp.distributed.gathered_part import LEAST_TORCH
 from tests.helpers.dtensor_twins import local
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.forms import FORMS, full_state, sharded
+from tests.helpers.models import Net
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -29,13 +30,8 @@ from tests.helpers.traffic import Counting, Traffic
 ROWS = 5  # of 2 or 3 ranks: never as many for each, and on 4 ranks less than two
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.exit = nn.Linear(ROWS, ROWS), nn.Linear(ROWS, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(torch.tanh(self.inner(inputs)))
+def net() -> nn.Module:
+    return Net(lambda net, x: net.exit(torch.tanh(net.inner(x))), inner=nn.Linear(ROWS, ROWS), exit=nn.Linear(ROWS, 3))
 
 
 def _inputs() -> Tensor:
@@ -43,7 +39,7 @@ def _inputs() -> Tensor:
 
 
 def _net() -> Any:
-    return seeded(Net).double()
+    return seeded(net).double()
 
 
 # Ways to write all of a model's parameters. Each does the same to the plain model. The parameters are those that an
@@ -99,15 +95,7 @@ def _alone() -> Any:
     return groups[dist.get_rank()]
 
 
-WRITES = [
-    foreach,
-    foreach_of_data,
-    foreach_detached,
-    data_assigned,
-    data_swapped,
-    local_numpy,
-    sent_alone,
-]
+WRITES = [foreach, foreach_of_data, foreach_detached, data_assigned, data_swapped, local_numpy, sent_alone]
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)

@@ -25,25 +25,24 @@ from fsdp import (
     get_fsdp_instances,
 )
 from fsdp.layers.options import Options
-from tests.helpers.models import Wrap, keep
+from tests.helpers.calls import users
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
-from tests.helpers.ranks import RankPool
+from tests.helpers.parity import (
+    Alone,
+    RanksTestCase,
+    alone,
+    assert_parity,
+    fully_sharded,
+    nested_mlp,
+    sgd_with_momentum,
+)
 
 
 def inputs() -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return torch.randn(3, 5, generator=generator)
-
-
-def users(model: Any) -> Any:
-    """The module that was wrapped."""
-    return model.module.module
-
-
-def wrap_alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, Alone(), **options)
 
 
 def step(model: nn.Module) -> None:
@@ -156,12 +155,8 @@ def test_a_proxy_of_a_group_of_one() -> None:
 # Names
 
 
-def test_raw_names_are_fairscales(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_read_raw_names)
-
-
-def _read_raw_names() -> None:
+@on_ranks(1, 2)
+def test_raw_names_are_fairscales() -> None:
     flat = "_fsdp_wrapped_module.flat_param_0"
     below = "_fsdp_wrapped_module._fpw_module"
     model = nested_mlp(fully_sharded())
@@ -181,7 +176,7 @@ def _read_raw_names() -> None:
 
 def test_several_groups_of_parameters_are_numbered() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2).requires_grad_(False), nn.Linear(3, 2).double())
-    names = [name for name, _ in wrap_alone(module).named_parameters()]
+    names = [name for name, _ in alone(module).named_parameters()]
     assert names == [f"_fsdp_wrapped_module.flat_param_{number}" for number in range(3)]
 
 
@@ -268,12 +263,9 @@ def test_module_and_its_module() -> None:
         FullyShardedDataParallel(nn.Linear(5, 3))[0]
 
 
-def test_the_inner_module_goes_on_working(ranks: RankPool) -> None:
-    for flatten_parameters in (True, False):
-        ranks(2).run(_use_the_inner_module, flatten_parameters)
-
-
-def _use_the_inner_module(flatten_parameters: bool) -> None:
+@pytest.mark.parametrize("flatten_parameters", [True, False])
+@on_ranks(2)
+def test_the_inner_module_goes_on_working(flatten_parameters: bool) -> None:
     torch.manual_seed(0)
     module = Model()
     module.layers[0] = FullyShardedDataParallel(module.layers[0])  # what is nested counts as well
@@ -323,7 +315,7 @@ ATTRIBUTES: dict[str, Any] = {
 class Attributes(RanksTestCase):
     @parameterized.expand(sorted(ATTRIBUTES))
     def test_a_plain_attribute(self, name: str) -> None:
-        assert getattr(wrap_alone(nn.Linear(5, 3)), name) == ATTRIBUTES[name]
+        assert getattr(alone(nn.Linear(5, 3)), name) == ATTRIBUTES[name]
 
 
 def test_attributes_that_are_objects() -> None:
@@ -377,7 +369,7 @@ def test_training_states_have_fairscales_names() -> None:
 
 
 def test_repr_tells_how_it_is_wrapped() -> None:
-    short, long = wrap_alone(nn.Linear(5, 3)), wrap_alone(nn.Linear(5, 3), verbose=True)
+    short, long = alone(nn.Linear(5, 3)), alone(nn.Linear(5, 3), verbose=True)
     assert short.extra_repr() == "world_size=1, flatten_parameters=True, mixed_precision=False"
     assert long.extra_repr().startswith(short.extra_repr())
     for name in ("rank=0", "reshard_after_forward=True", "compute_dtype=torch.float32", "bucket_cap_mb=25"):
@@ -390,7 +382,7 @@ def test_repr_tells_how_it_is_wrapped() -> None:
 @on_ranks(2)
 def test_params_with_grad() -> None:
     wrap = fully_sharded()
-    model = wrap(Branches(wrap))
+    model = wrap(branches(wrap))
     assert model.params == []
     assert model.params_with_grad == []
     model(inputs()).sum().backward()
@@ -399,15 +391,9 @@ def test_params_with_grad() -> None:
     assert model.params_with_grad == []
 
 
-class Branches(nn.Module):
+def branches(wrap: Wrap) -> nn.Module:
     """Two units, of which one call uses one."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.left, self.right = wrap(nn.Linear(5, 1)), wrap(nn.Linear(5, 1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.left(inputs)
+    return Net(lambda net, x: net.left(x), left=wrap(nn.Linear(5, 1)), right=wrap(nn.Linear(5, 1)))
 
 
 @on_ranks(2)
@@ -442,7 +428,7 @@ def test_the_factor_before_the_sum(world_size: int, factor: float) -> None:
 
 def test_a_factor_of_the_users() -> None:
     assert Options(gradient_predivide_factor=3).predivide_factor(8) == 3.0
-    model = wrap_alone(nn.Linear(5, 3), gradient_predivide_factor=4.0)
+    model = alone(nn.Linear(5, 3), gradient_predivide_factor=4.0)
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (4.0, 0.25)
 
 
@@ -604,7 +590,7 @@ def test_gradients_are_cast_with_the_parameters() -> None:
 
 
 def test_buffers_are_cast_too() -> None:
-    model = wrap_alone(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))).double()
+    model = alone(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))).double()
     assert users(model)[1].running_mean.dtype is torch.float64
     step(model)
 

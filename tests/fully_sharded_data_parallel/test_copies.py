@@ -7,7 +7,6 @@ With which options is in `test_copies_options`, what a copy costs and how it is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import (
-    FullyShardedDataParallel,
-    get_fsdp_instances,
-)
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
+    CopiedTwins,
     Travel,
-    Twins,
     assert_goes_on_alike,
     every_form,
     every_travel,
-    handles_of,
     nested,
     recurrent,
     state_of,
@@ -37,17 +32,17 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap
+from tests.helpers.memory import handles_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
 # Independent, and right
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -55,11 +50,9 @@ from tests.helpers.twins import batch, score
     make=[nested, tied_and_frozen, recurrent],
 )
 @on_ranks("world_size")
-def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(
-    make_optimizer: MakeOptimizer, options: dict[str, Any], make: Callable[[Wrap], nn.Module]
-) -> None:
+def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(case: Case) -> None:
     travel = copy.deepcopy
-    first = Twins.of(make, make_optimizer, **options)
+    first = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
     first.train(0, 1)
     second = first.copied(travel)
     second.assert_close()
@@ -73,7 +66,7 @@ def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(
 @every_form
 @on_ranks(2)
 def test_a_copy_made_before_the_first_use_trains(options: dict[str, Any]) -> None:
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     second = first.copied()
     for twins in (second, first):
         twins.train(0, 1)
@@ -84,7 +77,7 @@ def test_a_copy_made_before_the_first_use_trains(options: dict[str, Any]) -> Non
 @on_ranks("world_size")
 def test_a_copy_made_between_forward_and_backward_trains_and_so_does_the_original(options: dict[str, Any]) -> None:
     """After a forward the root is still whole."""
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     loss = score(first.sharded(batch(1, dist.get_rank())))
     second = first.copied()
@@ -103,12 +96,12 @@ def test_a_copy_made_between_forward_and_backward_trains_and_so_does_the_origina
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
 @on_ranks("world_size")
 def test_a_copy_made_in_inference_mode_trains(options: dict[str, Any]) -> None:
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     with torch.inference_mode():
         first.sharded(batch(0, 0))
         copied = copy.deepcopy(first.sharded)
         copied(batch(0, 0))
-    second = Twins(copied, first.plain, (sgd_with_momentum(copied.parameters()), first.optimizers[1]))
+    second = CopiedTwins(copied, first.plain, (sgd_with_momentum(copied.parameters()), first.optimizers[1]))
     second.train(0, 1)
     second.assert_close()
 
@@ -117,7 +110,7 @@ def test_a_copy_made_in_inference_mode_trains(options: dict[str, Any]) -> None:
 @on_ranks(2)
 def test_gradients_are_not_copied(options: dict[str, Any]) -> None:
     """Neither those of a backward nor what is accumulated; the original keeps both."""
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     first.backward(0)
     with first.sharded.no_sync():
         score(first.sharded(batch(1, dist.get_rank()))).backward()
@@ -136,7 +129,7 @@ def test_gradients_are_not_copied(options: dict[str, Any]) -> None:
 @on_ranks(2)
 def test_what_users_put_in_the_place_of_a_parameter_is_copied(options: dict[str, Any]) -> None:
     """It is in no shard before the next gather."""
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     for module in (first.sharded.module.module, first.plain):
         module.entry.weight = nn.Parameter(torch.full((7, 5), 0.25))
@@ -144,7 +137,7 @@ def test_what_users_put_in_the_place_of_a_parameter_is_copied(options: dict[str,
         piece = dict(first.sharded.named_parameters())["exit.bias"]
         piece.data = torch.full_like(piece, 3.0)
         first.plain.exit.bias.data.fill_(3.0)
-    Twins(copy.deepcopy(first.sharded), first.plain, first.optimizers).assert_close()
+    CopiedTwins(copy.deepcopy(first.sharded), first.plain, first.optimizers).assert_close()
     first.assert_close()
 
 
@@ -162,10 +155,10 @@ def test_a_parent_is_copied_with_the_wrapped_models_in_it(travel: Travel, option
 @every_form
 @on_ranks(2)
 def test_a_wrapper_inside_can_be_copied_and_used_by_itself(options: dict[str, Any]) -> None:
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     inner, plain = copy.deepcopy((first.sharded.module.module.trunk, first.plain.trunk))
-    second = Twins(inner, plain, (sgd_with_momentum(inner.parameters()), sgd_with_momentum(plain.parameters())))
+    second = CopiedTwins(inner, plain, (sgd_with_momentum(inner.parameters()), sgd_with_momentum(plain.parameters())))
     for number in (1, 2):
         inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(number))
         for model in (inner, plain):
@@ -186,13 +179,13 @@ def test_the_module_inside_can_be_copied_without_its_wrapper(
 
 
 def _copy_inside(travel: Travel, options: dict[str, Any]) -> None:
-    first = Twins.of(nested, sgd_with_momentum, **options)
+    first = CopiedTwins.of(nested, sgd_with_momentum, **options)
     first.train(0)
     first.sharded(batch(1, dist.get_rank()))  # the root shows its weights
     inner, plain = travel(first.sharded.module.module), copy.deepcopy(first.plain)
     before = state_of(first.sharded)
     optimizers = (sgd_with_momentum(inner.parameters()), sgd_with_momentum(plain.parameters()))
-    second = Twins(inner, plain, optimizers)
+    second = CopiedTwins(inner, plain, optimizers)
     second.train(2, 3)
     for rank in range(dist.get_world_size()):
         found = inner(batch(4, rank))

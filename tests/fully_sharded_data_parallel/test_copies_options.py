@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from tests.helpers.copied_twins import (
     Travel,
     assert_goes_on_alike,
     every_travel,
-    handles_of,
     nested,
     normed,
     recurrent,
@@ -36,11 +33,11 @@ from tests.helpers.copied_twins import (
     tied_and_frozen,
     train,
 )
+from tests.helpers.memory import handles_of
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch
 
 
@@ -93,7 +90,7 @@ KEPT = MixedPrecision(param_dtype=torch.bfloat16, full_precision_modules=[nn.Bat
 PRECISIONS = {"full": None, "bfloat16": BFLOAT16, "partly kept": KEPT, "by flags": True}
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=9,
     travel=[copy.deepcopy, through_pickle],
     world_size=[3, 2, 1],
@@ -103,25 +100,12 @@ PRECISIONS = {"full": None, "bfloat16": BFLOAT16, "partly kept": KEPT, "by flags
     reshard=[{}, {"reshard_after_forward": False}],
     make=[normed, nested, recurrent, tied_and_frozen, checkpointed, auto_wrapped, partly_ignored, grouped],
 )
-def test_a_copy_goes_on_as_its_original_whatever_the_options(
-    ranks: RankPool,
-    tmp_path: Path,
-    travel: Travel,
-    world_size: int,
-    form: dict[str, Any],
-    precision: str,
-    offload: dict[str, Any],
-    reshard: dict[str, Any],
-    make: Callable[[Wrap], nn.Module],
-) -> None:
-    folder = {"offload_folder": tmp_path} if offload.get("offload") == "disk" else {}
-    mixed = {"mixed_precision": PRECISIONS[precision]}
-    ranks(world_size).run(_go_on_alike, make, travel, {**form, **mixed, **offload, **folder, **reshard})
-
-
-def _go_on_alike(make: Callable[[Wrap], nn.Module], travel: Travel, options: dict[str, Any]) -> None:
-    model = make(fully_sharded(**options))
-    copied = assert_goes_on_alike(model, sgd_with_momentum, travel)
+@on_ranks("world_size")
+def test_a_copy_goes_on_as_its_original_whatever_the_options(tmp_path: Path, case: Case) -> None:
+    folder = {"offload_folder": tmp_path} if case.offload.get("offload") == "disk" else {}
+    mixed = {"mixed_precision": PRECISIONS[case.precision]}
+    model = case.make(fully_sharded(**case.form, **mixed, **case.offload, **folder, **case.reshard))
+    copied = assert_goes_on_alike(model, sgd_with_momentum, case.travel)
     assert repr(copied) == repr(model)
     for handle, other in zip(handles_of(copied), handles_of(model), strict=True):
         assert describe_handle(handle) == describe_handle(other)

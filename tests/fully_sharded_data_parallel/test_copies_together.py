@@ -17,11 +17,9 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
+    CopiedTwins,
     Travel,
-    Twins,
     every_travel,
-    handles_of,
-    live_bytes,
     nested,
     shard_bytes,
     state_of,
@@ -29,6 +27,7 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import handles_of, live_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
@@ -93,7 +92,7 @@ def test_student_and_teacher_compute_in_turns_in_one_step(options: dict[str, Any
     students = [nested(fully_sharded(**options)), nested()]
     teachers = [copy.deepcopy(student).requires_grad_(False) for student in students]
     optimizers = sgd_with_momentum(students[0].parameters()), sgd_with_momentum(students[1].parameters())
-    student = Twins(students[0], students[1], optimizers)
+    student = CopiedTwins(students[0], students[1], optimizers)
     world = dist.get_world_size()
     for number in range(2):
         _loss(student.sharded, teachers[0], batch(number, dist.get_rank())).backward()
@@ -112,7 +111,7 @@ def _loss(student: nn.Module, teacher: nn.Module, inputs: Tensor) -> Tensor:
 @on_ranks(2)
 def test_one_backward_goes_through_both() -> None:
     torch.set_default_dtype(torch.float64)
-    twins = Twins.of(nested, sgd_with_momentum)
+    twins = CopiedTwins.of(nested, sgd_with_momentum)
     other = twins.copied()
     for number in range(3):
         inputs = batch(number, dist.get_rank())

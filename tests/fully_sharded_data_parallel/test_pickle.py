@@ -25,11 +25,10 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
-    Twins,
+    CopiedTwins,
     assert_goes_on_alike,
     connected,
     every_form,
-    handles_of,
     nested,
     recurrent,
     shard_bytes,
@@ -40,10 +39,10 @@ from tests.helpers.copied_twins import (
     wrappers_in,
 )
 from tests.helpers.equality import assert_same_state
-from tests.helpers.models import Wrap
+from tests.helpers.memory import handles_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
@@ -68,7 +67,7 @@ def connected_through_torch(item: Any) -> Any:
 # There and back
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1],
     travel=[through_pickle, connected_through_torch],
@@ -77,15 +76,10 @@ def connected_through_torch(item: Any) -> Any:
     make=[nested, tied_and_frozen, recurrent],
 )
 @on_ranks("world_size")
-def test_training_goes_on_as_if_nothing_had_been_pickled(
-    travel: Callable[[Any], Any],
-    make_optimizer: MakeOptimizer,
-    options: dict[str, Any],
-    make: Callable[[Wrap], nn.Module],
-) -> None:
-    first = Twins.of(make, make_optimizer, **options)
+def test_training_goes_on_as_if_nothing_had_been_pickled(case: Case) -> None:
+    first = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
     first.train(0, 1)
-    second = first.copied(travel)
+    second = first.copied(case.travel)
     second.assert_close()
     second.train(2, 3)
     first.train(4)
@@ -292,7 +286,7 @@ def test_none_stands_for_the_defaults() -> None:
 
 @on_ranks(2)
 def test_a_live_model_changes_over_to_another_group_between_steps() -> None:
-    twins = Twins.of(nested, sgd_with_momentum)
+    twins = CopiedTwins.of(nested, sgd_with_momentum)
     twins.train(0, 1)
     group = dist.new_group()
     for wrapper in wrappers_in(twins.sharded):

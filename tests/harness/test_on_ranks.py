@@ -47,8 +47,13 @@ def test_a_parameter_may_be_the_world_size(size: int) -> None:
     assert dist.get_world_size() == size
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3)])
+@on_ranks(lambda shape: shape[0] * shape[1])
+def test_a_function_of_a_parameter_may_be_the_world_size(shape: tuple[int, int]) -> None:
+    assert dist.get_world_size() == shape[1]
+
+
+@on_ranks(1, 3)
 def test_a_body_need_not_take_its_world_size(tmp_path: Path) -> None:
     (tmp_path / str(dist.get_rank())).touch()
     dist.barrier()

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
 from fsdp.state_dict_utils import host_memory
 from tests import simulated
@@ -62,3 +62,8 @@ def page_locking() -> Iterator[None]:
 def has_accelerator() -> bool:
     """Return whether there is one, or a compiler that makes one, and a torch that bears it."""
     return not IS_SIMULATED or (simulated.compiler() is not None and torch.__version__ >= simulated.LEAST_TORCH)
+
+
+def global_batches(steps: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(24, 5, generator=generator).to(ACCELERATOR) for _ in range(steps)]

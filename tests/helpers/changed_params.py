@@ -7,19 +7,17 @@ plain one: there, assigning would leave the optimizer with the old parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.engine.names import clean_name
 from fsdp.engine.phase import Phase
-from tests.helpers.equality import assert_close, assert_close_state
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.parity import fully_sharded
-from tests.helpers.twins import batch, score
+from tests.helpers.twins import Twins, batch, score
 
 # What optimizers see: one vector per unit, this rank's piece of each parameter, a vector per parameter.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,8 +40,8 @@ def find(model: nn.Module, path: str) -> Any:
     return {clean_name(name): module for name, module in model.named_modules()}[path]
 
 
-class Twins:
-    """A wrapped model and its plain twin, each with an optimizer of one making."""
+class ChangedTwins(Twins):
+    """Twins whose parameters are changed in the middle of training."""
 
     def __init__(
         self,
@@ -55,39 +53,15 @@ class Twins:
         **options: Any,
     ) -> None:
         torch.set_default_dtype(dtype)
-        self.sharded, self.plain = make(fully_sharded(**LAYOUTS[layout], **options)), make(keep)
-        self.number, self.is_tight = 0, dtype is torch.float64
+        super().__init__(make(fully_sharded(**LAYOUTS[layout], **options)), make(keep))
+        self.tolerance = {} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
         self.new_optimizers(make_optimizer)
-
-    @property
-    def models(self) -> tuple[nn.Module, nn.Module]:
-        return self.sharded, self.plain
 
     def new_optimizers(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
         self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
 
-    def backward(self, *, sync: bool = True) -> None:
-        """Collective. Add the next batch's gradients in both; the losses agree."""
-        world = dist.get_world_size()
-        self.number += 1
-        dtype = next(self.plain.parameters()).dtype
-        with nullcontext() if sync else self.sharded.no_sync():  # type: ignore[operator]
-            found = score(self.sharded(batch(self.number, dist.get_rank()).to(dtype)))
-            found.backward()
-        for rank in range(world):
-            expected = score(self.plain(batch(self.number, rank).to(dtype)))
-            (expected / world).backward()
-            if rank == dist.get_rank():
-                assert_close(found, expected, "loss", **self.tolerance)
-
-    def optimize(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        self.backward()
-        self.optimize()
+    def loss(self, model: nn.Module, rank: int) -> Tensor:
+        return score(model(batch(self.number, rank).to(next(self.plain.parameters()).dtype)))
 
     def train(self, change: Callable[[], Any], *, whole: bool = False) -> None:
         """Collective. Steps, the change, more steps; `whole` makes it while units wait with whole parameters."""
@@ -113,6 +87,11 @@ class Twins:
         """Collective. Names, dtypes and values of the unsharded states agree."""
         assert_close_state(self.sharded.state_dict(), self.plain.state_dict(), **self.tolerance)
 
-    @property
-    def tolerance(self) -> dict[str, float]:
-        return {} if self.is_tight else {"rtol": 1e-5, "atol": 1e-5}
+
+def in_place(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(0.5)
+
+
+def by_data(param: nn.Parameter) -> None:
+    param.data = param.data * 0.5

@@ -50,3 +50,14 @@ def counted_writes() -> Iterator[list[int]]:
 
     with mock.patch("os.pwrite", pwrite):
         yield sizes
+
+
+def tied_state(make: Callable[..., nn.Module], seed: int) -> dict[str, Tensor]:
+    """A plain model's state with tied parameters under their first names only."""
+    model = make(seed=seed)
+    params = dict(model.named_parameters())  # which has them once
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if name in params or name in dict(model.named_buffers())
+    }

@@ -1,16 +1,14 @@
 """What tests of copies share: twins that are copied together, and a check that a copy goes on as its original would.
 
-`Twins` are a wrapped model with its optimizer and the same model plain, in float64 so that nothing is hidden by
+`CopiedTwins` are a wrapped model with its optimizer and the same model plain, in float64 so that nothing is hidden by
 rounding. Copying them copies both; what is trained afterwards must stay the same in each pair.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
-from fsdp.engine.placeholder import Placeholder
-from tests.helpers.equality import assert_close_state, assert_same_state
+from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import handles_of
 from tests.helpers.models import NestedMlp, Wrap, keep
-from tests.helpers.parity import MakeOptimizer, fully_sharded
-from tests.helpers.twins import batch, score
+from tests.helpers.parity import MakeOptimizer
+from tests.helpers.twins import Twins, batch, score
 
 Travel = Callable[[Any], Any]
 
@@ -116,49 +114,22 @@ def normed(wrap: Wrap = keep) -> Any:
     return _seeded(Normed, wrap)
 
 
-# Twins
+# CopiedTwins
 
 
-@dataclass
-class Twins:
-    """A wrapped model and the same model plain, each with its optimizer."""
+class CopiedTwins(Twins):
+    """Twins that can be copied with their optimizers."""
 
-    sharded: Any
-    plain: Any
-    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
-
-    @classmethod
-    def of(cls, make: Callable[[Wrap], nn.Module], make_optimizer: MakeOptimizer, **options: Any) -> Twins:
-        torch.set_default_dtype(torch.float64)
-        sharded, plain = make(fully_sharded(**options)), make(keep)
-        return cls(sharded, plain, (make_optimizer(sharded.parameters()), make_optimizer(plain.parameters())))
-
-    def copied(self, travel: Travel = copy.deepcopy) -> Twins:
+    def copied(self, travel: Travel = copy.deepcopy) -> CopiedTwins:
         """Both with their optimizers, copied at once so that they stay together."""
         sharded, optimizer = travel((self.sharded, self.optimizers[0]))
         plain, plain_optimizer = copy.deepcopy((self.plain, self.optimizers[1]))
-        return Twins(sharded, plain, (optimizer, plain_optimizer))
-
-    def backward(self, number: int) -> None:
-        """Collective. Gradients of the mean over ranks are added in both."""
-        score(self.sharded(batch(number, dist.get_rank()))).backward()
-        for rank in range(dist.get_world_size()):
-            (score(self.plain(batch(number, rank))) / dist.get_world_size()).backward()
-
-    def optimize(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        return CopiedTwins(sharded, plain, (optimizer, plain_optimizer))
 
     def train(self, *numbers: int) -> None:
         """Collective. One step with each of these batches."""
         for number in numbers:
-            self.backward(number)
-            self.optimize()
-
-    def assert_close(self) -> None:
-        """Collective. Their states agree."""
-        assert_close_state(self.sharded.state_dict(), self.plain.state_dict())
+            self.step(number)
 
 
 # One model, of any precision
@@ -202,22 +173,9 @@ def assert_goes_on_alike(model: Any, make_optimizer: MakeOptimizer, travel: Trav
 # Memory
 
 
-def live_bytes() -> int:
-    """Of all tensors with memory, each storage counted once."""
-    gc.collect()
-    tensors = (item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, Placeholder))
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
 def shard_bytes(model: nn.Module) -> int:
     return sum(handle.flat_param.numel() * handle.flat_param.element_size() for handle in handles_of(model))
 
 
 def wrappers_in(model: nn.Module) -> list[Any]:
     return list(get_fsdp_instances(model))
-
-
-def handles_of(model: nn.Module) -> Iterator[Any]:
-    for wrapper in wrappers_in(model):
-        yield from wrapper._unit.handles

@@ -26,7 +26,7 @@ from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import REGRESSION, MakeModel, MakeOptimizer, Task
 from tests.helpers.traffic import Counting, Traffic
-from tests.helpers.twins import Step, Twins, once
+from tests.helpers.twins import Step, Twins, once, sgd, take_all
 
 FullyShard = Callable[..., Any]
 ROUNDING = 1e-10  # of float64 sums in another order, relative to the largest element
@@ -287,7 +287,8 @@ class RowTwins(Twins):
     @classmethod
     def of(cls, make: Callable[[Wrap], nn.Module], **options: Any) -> RowTwins:
         torch.set_default_dtype(torch.float64)
-        return cls(make(ours(**options)), make(keep))
+        models = make(ours(**options)), make(keep)
+        return cls(*models, [sgd(model.parameters()) for model in models])
 
     def assert_close(self) -> None:
         assert_at_rest(self.sharded)
@@ -302,12 +303,8 @@ def assert_trains_as_plain(make: Callable[[Wrap], nn.Module], *steps: Step, **op
 
 def trained_twins(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> RowTwins:
     """Collective. Two rounds of the given steps leave the same weights sharded and plain."""
-    twins, steps = RowTwins.of(make, **options), steps or (once,)
-    before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
-    for number in range(2 * len(steps)):
-        twins.step(number, steps[number % len(steps)])
-    twins.assert_close()
-    assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
+    twins = RowTwins.of(make, **options)
+    take_all(twins, *(steps or (once,)) * 2)
     return twins
 
 

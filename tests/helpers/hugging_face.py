@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,17 +32,7 @@ MODULES = [  # what ranks import for these
 ]
 
 # Ways to shard, by the name that tests have for them.
-FORMS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "original": {"use_orig_params": True},
-}
-
-
-def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skip, with a reason, where a package is not installed."""
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    reason = f"{', '.join(absent)}: not installed (an extra of that name; `make test` tries to)"
-    return pytest.mark.skipif(bool(absent), reason=reason)
+FORMS: dict[str, dict[str, Any]] = {"flat": {}, "original": {"use_orig_params": True}}
 
 
 def made(family: str, seed: int = 0) -> tuple[Any, type[nn.Module]]:
@@ -155,3 +144,37 @@ def as_launched() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+BATCH = 6  # rows in a global batch
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    import transformers
+
+    usual: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH // dist.get_world_size(),
+        "per_device_eval_batch_size": BATCH // dist.get_world_size(),
+        "max_steps": 3,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "max_grad_norm": 0.2,  # less than the norms that are met
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    return transformers.TrainingArguments(**usual | options)
+
+
+def trainer_of(model: Any, folder: Path, **options: Any) -> Any:
+    """Ours for a model that is sharded, and `transformers`' own for another."""
+    import transformers
+
+    from fsdp.accelerate import outermost
+    from fsdp.transformers import Trainer
+
+    kind: Any = transformers.Trainer if outermost(model) is None else Trainer
+    return kind(model, arguments(folder, **options), train_dataset=rows(5 * BATCH), eval_dataset=rows(BATCH, seed=1))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp import get_fsdp_instances
+from tests.helpers.models import Net, Wrap
 from tests.helpers.parity import Trained
 
 
@@ -78,3 +79,16 @@ def assert_same_on_every_rank(trained: Trained) -> None:
     dist.all_gather(copies, flat)
     if any(not torch.equal(copy, flat) for copy in copies):
         raise AssertionError("ranks hold different models")
+
+
+def frozen(wrap: Wrap) -> nn.Module:
+    """Frozen layers beside trained ones, and a unit that is not used."""
+    torch.manual_seed(0)
+    net = Net(
+        lambda net, x: net.exit(torch.tanh(net.frozen(net.entry(x)))),
+        entry=wrap(nn.Linear(5, 7)),
+        frozen=wrap(nn.Linear(7, 7).requires_grad_(False)),
+        unused=wrap(nn.Linear(7, 7)),
+        exit=nn.Linear(7, 1),
+    )
+    return wrap(net)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.safetensors import DTYPES
+from tests.helpers.paths import DATA
+from tests.tools.record_fairscale_checkpoint import CASES
 
 
 def all_of(reader: TensorReader) -> dict[str, Tensor]:
@@ -62,3 +65,13 @@ def assert_same_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
             own, other = torch.as_tensor(found[name][key]), torch.as_tensor(value)
             assert own.shape == other.shape, (name, key)
             assert torch.equal(own, other.to(own.dtype)), (name, key)
+
+
+RECORDED = DATA / "fairscale"
+every_case = pytest.mark.parametrize("name", CASES)
+NAMES = ("first.weight", "first.bias", "norm.weight", "norm.bias")
+NAMES_INSIDE = ("inner.0.weight", "inner.2.bias", "inner.3.weight", "inner.3.bias")
+
+
+def truth(name: str) -> dict[str, Any]:
+    return torch.load(RECORDED / name / "whole.pt", weights_only=True)

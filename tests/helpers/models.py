@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,22 @@ Recompute = Literal["no", "outside", "inside"]
 def keep(module: nn.Module) -> nn.Module:
     """The wrap of a model that is not wrapped."""
     return module
+
+
+class Net(nn.Module):
+    """A module of the given modules, parameters, buffers and settings, whose forward calls a function with itself.
+
+    `Net(lambda net, x: net.exit(torch.tanh(net.entry(x))), entry=nn.Linear(5, 7), exit=nn.Linear(7, 1))`
+    """
+
+    def __init__(self, compute: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self, *args, **kwargs)
 
 
 class NestedMlp(nn.Module):
@@ -137,3 +153,13 @@ def tiny_transformer(
         torch.manual_seed(seed)
         inner = wrap if nested else keep
         return wrap(TinyTransformer(inner, tied=tied, recompute=recompute, reentrant=reentrant))
+
+
+def scaled_layers() -> nn.Module:
+    """Two layers that become units, and a root with a parameter of its own. Most numbers of ranks divide no rows."""
+    layers = {"first": nn.Linear(5, 7), "second": nn.Linear(7, 5)}
+    return Net(_scaled, **layers, scale=nn.Parameter(torch.ones(3)))
+
+
+def _scaled(net: Any, inputs: Tensor) -> Tensor:  # no lambda, so that it can be pickled
+    return net.second(torch.tanh(net.first(inputs))) * net.scale.sum()

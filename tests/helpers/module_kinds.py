@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import auto_wrap, default_auto_wrap_policy, enable_wrap
-from tests.helpers.equality import assert_close, assert_close_state
+from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap
 from tests.helpers.parity import MakeOptimizer, fully_sharded, sgd_with_momentum
-from tests.helpers.twins import assert_at_rest, batch, score
+from tests.helpers.twins import Twins, batch, score
 
 Make = Callable[[], nn.Module]  # a plain model that takes [rows, 5]; rows do not see each other
 
@@ -55,8 +55,8 @@ Units = Callable[[nn.Module, Wrap], nn.Module]
 UNITS: list[Units] = [whole, auto_wrapped]
 
 
-class SideBySide:
-    """A sharded model and its plain twin, which take the same steps.
+class SideBySide(Twins):
+    """Twins of one kind of module, in units of a kind.
 
     Args:
         make: the model; it is made twice from the same seed.
@@ -78,20 +78,22 @@ class SideBySide:
         torch.set_default_dtype(torch.float64)
         self._apart = apart
         self._make, self._units, self._wrap = make, units, fully_sharded(**options)
-        self.sharded: Any = self._new()
-        self.plain: Any = seeded(make)
-        self.optimizers = [make_optimizer(model.parameters()) for model in (self.sharded, self.plain)]
+        models = self._new(), seeded(make)
+        super().__init__(*models, [make_optimizer(model.parameters()) for model in models])
+        self.tolerance = {}
 
     def _new(self, seed: int = 0) -> nn.Module:
         return self._units(seeded(self._make, seed), self._wrap)
 
-    def backward(self, number: int) -> None:
+    def backward(self, number: int | None = None, *, sync: bool = True) -> None:
         """Collective. The rank's loss is that of its rows on the plain twin."""
-        parts = [batch(number, rank) for rank in range(dist.get_world_size())]
+        assert sync, "these twins do not accumulate"
+        self.number = self.number + 1 if number is None else number
+        parts = [batch(self.number, rank) for rank in range(dist.get_world_size())]
         loss = score(self.sharded(parts[dist.get_rank()]))
         loss.backward()
         losses = self._losses_apart(parts) if self._apart else self._losses_together(parts)
-        assert_close(loss, losses[dist.get_rank()], f"loss of step {number}")
+        assert_close(loss, losses[dist.get_rank()], f"loss of step {self.number}")
 
     def _losses_together(self, parts: list[Tensor]) -> list[Tensor]:
         outputs = self.plain(torch.cat(parts))
@@ -107,27 +109,15 @@ class SideBySide:
                 param.grad /= len(parts)
         return losses
 
-    def step(self, number: int) -> None:
-        """Collective."""
-        self.backward(number)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
     def on_both(self, change: Callable[[Any], Any]) -> None:
-        for model in (self.sharded, self.plain):
+        for model in self.models:
             change(model)
-
-    def assert_close(self) -> None:
-        """Collective. The state is the plain one's, and nothing is left whole."""
-        assert_at_rest(self.sharded)
-        assert_close_state(self.sharded.state_dict(), self.plain.state_dict())
 
     def assert_close_gradients(self) -> None:
         """Collective. As a step of size one shows them, which it takes."""
         before = self.plain.state_dict()
         before = {name: value.clone() for name, value in before.items()}
-        for model in (self.sharded, self.plain):
+        for model in self.models:
             torch.optim.SGD(model.parameters(), lr=1.0).step()
         found, expected = self.sharded.state_dict(), self.plain.state_dict()
         for name, value in before.items():
@@ -147,7 +137,7 @@ class SideBySide:
         assert_close(outputs[0], outputs[1], "what the loaded model computes")
 
 
-def assert_trains_like_plain(
+def assert_kind_trains(
     make: Make,
     units: Units = whole,
     make_optimizer: MakeOptimizer = sgd_with_momentum,

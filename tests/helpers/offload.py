@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.distributed.devices import CopyStream
 from fsdp.layers.offload import DiskStorage, HostStorage
-from tests.helpers.parity import Alone
 
 BOTH: dict[str, Any] = {"offload": "cpu"}
 PARAMS: dict[str, Any] = {"move_params_to_cpu": True, "move_grads_to_cpu": False}
@@ -27,11 +27,6 @@ GRADS: dict[str, Any] = {"move_grads_to_cpu": True}
 KINDS = [BOTH, PARAMS, GRADS]
 
 every_kind = pytest.mark.parametrize("options", KINDS, ids=["both", "params", "grads"])
-
-
-def alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """`module` wrapped in a world of one."""
-    return FullyShardedDataParallel(module, Alone(), **options)
 
 
 class AlwaysReducing(FullyShardedDataParallel):
@@ -101,3 +96,7 @@ def accelerated() -> Iterator[None]:
 
 def on(machine: str) -> AbstractContextManager[None]:
     return accelerated() if machine == "accelerated" else nullcontext()
+
+
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options

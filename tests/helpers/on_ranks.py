@@ -12,12 +12,15 @@ import pytest
 Test = Callable[..., None]
 
 
-def on_ranks(*world_sizes: int | str, pool: str = "ranks", **options: Any) -> Callable[[Test], Test]:
+def on_ranks(
+    *world_sizes: int | str | Callable[..., int], pool: str = "ranks", **options: Any
+) -> Callable[[Test], Test]:
     """Run the decorated test on every rank of a world of this size at once, with the arguments that pytest gives it.
 
     - `on_ranks(2)`: two ranks.
     - `on_ranks(2, 3)`: a parameter `world_size` of the test, which the test may take as an argument as well.
     - `on_ranks("size")`: as many ranks as the parameter `size` says, which the test may take as an argument as well.
+    - `on_ranks(lambda shape: prod(shape))`: the number that a function returns for arguments of the test.
 
     `pool` is the fixture that gives the ranks, and `options` are its options (`timeout`, `grace`, `backend`). The test
     is a function at the top of a module, since ranks find it by name. Fixtures and parameters travel by pickle.
@@ -38,6 +41,8 @@ def on_ranks(*world_sizes: int | str, pool: str = "ranks", **options: Any) -> Ca
             start, world_size = arguments.pop(pool), first
             if name:
                 world_size = arguments[name] if name in parameters else arguments.pop(name)
+            elif callable(first):
+                world_size = first(*(arguments[each] for each in inspect.signature(first).parameters))
             start(world_size, **options).run(test, *args, **arguments)
 
         more = [pool, *([name] if name and name not in parameters else [])]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.parity import (
     NOISE_FACTOR,
     NOISE_FLOOR,
@@ -21,6 +21,7 @@ from tests.helpers.parity import (
     Trained,
     distance,
     every_rank,
+    fully_sharded,
     reordered,
 )
 
@@ -161,3 +162,23 @@ def from_first(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box)
     return copy.deepcopy(box[0])
+
+
+def stepped(make_optimizer: MakeOptimizer, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, `nested_mlp` by default, whose optimizer took a step before wrapping."""
+    model = model or nested_mlp(keep)
+    optimizer = make_optimizer(model)
+    model(torch.ones(3, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
+
+
+def trained(make_optimizer: Any = adam, model: Any = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Collective. A model and its optimizer after two steps."""
+    model = garden(fully_sharded(**options)) if model is None else model
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2))
+    return model, optimizer

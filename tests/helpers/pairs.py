@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections import UserList
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -57,19 +58,40 @@ def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) ->
 
     Without `at_most` there are a third as many rows as every pair would take, or what every value takes.
     """
-    return pytest.mark.parametrize(list(values), _Sample(at_most, values))
+    return pytest.mark.parametrize(list(values), _Sample(at_most, values, lambda row: tuple(row.values())))
 
 
-def parametrize_rows(name: str, *, at_most: int, **values: Sequence[Any]) -> Callable[..., Any]:
-    """As `parametrize_pairs`, for a test that takes a whole row as the argument of this name: a dictionary."""
-    return pytest.mark.parametrize(name, _Sample(at_most, values, is_whole=True))
+@dataclass(frozen=True)
+class Case:
+    """A row of a grid, whose values are attributes."""
+
+    values: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self.values:  # pickle asks for methods before there are values
+            raise AttributeError(f"the grid has no {name}")
+        return self.values[name]
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Return the values of these names, to be passed on as options."""
+        return {name: self.values[name] for name in names}
+
+
+def parametrize_cases(*, at_most: int | None = None, **values: Sequence[Any]) -> Callable[..., Any]:
+    """As `parametrize_pairs`, for a test that takes all values as a `case`; `world_size` stays an argument."""
+    if "world_size" not in values:
+        return pytest.mark.parametrize("case", _Sample(at_most, values, lambda row: (Case(row),)))
+    sample = _Sample(at_most, values, lambda row: (row.pop("world_size"), Case(row)))
+    return pytest.mark.parametrize(("world_size", "case"), sample)
 
 
 class _Sample(UserList[Any]):
     """Rows that are chosen when they are first looked at: ranks import tests as well, and never do."""
 
-    def __init__(self, at_most: int | None, values: dict[str, Sequence[Any]], *, is_whole: bool = False) -> None:
-        self._at_most, self._values, self._is_whole = at_most, values, is_whole
+    def __init__(
+        self, at_most: int | None, values: dict[str, Sequence[Any]], make: Callable[..., tuple[Any, ...]]
+    ) -> None:
+        self._at_most, self._values, self._make = at_most, values, make
 
     @cached_property
     def data(self) -> list[Any]:
@@ -77,9 +99,8 @@ class _Sample(UserList[Any]):
         if at_most is None:
             at_most = max(*map(len, values.values()), len(every_pair(**values)) // 3)
         rows = every_pair(at_most=at_most, **values)
-        arguments = [(row,) if self._is_whole else tuple(row.values()) for row in rows]
         ids = ["-".join(map(_shown, row.values())) for row in rows]
-        return [pytest.param(*each, id=name) for each, name in zip(arguments, ids, strict=True)]
+        return [pytest.param(*self._make(row), id=name) for row, name in zip(rows, ids, strict=True)]
 
 
 def _shown(value: Any) -> str:

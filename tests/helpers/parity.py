@@ -49,6 +49,11 @@ class Alone:
         return 1
 
 
+def alone(module: nn.Module, **options: Any) -> Any:
+    """Wrap a module in a world of one."""
+    return fully_sharded(process_group=Alone(), **options)(module)
+
+
 class RanksTestCase(unittest.TestCase):
     """For grids with `parameterized.expand`, whose methods take no fixtures: `self.ranks(n).run(body)`."""
 
@@ -72,6 +77,10 @@ def fully_sharded(**options: Any) -> Wrap:
 def sgd_with_momentum(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The strictest: a wrong factor on all gradients changes its weights, where Adam hides it."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def fused_adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
 def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -391,3 +400,10 @@ def _relative(one: Tensor, other: Tensor, *, elementwise: bool = False) -> float
     if not elementwise:
         size = size.max()
     return float(((one - other).abs() / size.clamp_min(1e-30)).max())
+
+
+def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Collective for wrapped models. The whole gradients, from a step of size one."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return {name: before[name] - value for name, value in model.state_dict().items()}

@@ -26,14 +26,7 @@ from torch.func import functional_call
 
 from fsdp import MixedPrecision
 from tests.helpers.models import Wrap, keep
-from tests.helpers.parity import (
-    Trained,
-    Training,
-    every_rank,
-    fully_sharded,
-    reordered,
-    train_alone,
-)
+from tests.helpers.parity import Trained, Training, every_rank, fully_sharded, reordered, train_alone
 
 # The noise is the largest of four samples, not a bound; that of single numbers may be small by chance.
 NOISE_FACTORS = {"loss": 8.0, "norm": 8.0, "tensors": 4.0, "units": 4.0}

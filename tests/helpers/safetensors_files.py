@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,16 +19,23 @@ from tests.helpers.models import nested_mlp
 
 
 def save(folder: Path, state: dict[str, Tensor], files: int = 1) -> Path:
-    """A state in one file, or spread over several with an index."""
-    names = list(state)
+    """Write a state to one file, or to several with an index. On ranks: collective, rank 0 writes."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _write(folder, state, files)
+    if dist.is_initialized():
+        dist.barrier()
+    return folder
+
+
+def _write(folder: Path, state: dict[str, Tensor], files: int) -> None:
     if files == 1:
         save_file(state, folder / "model.safetensors")
-        return folder
+        return
+    names = list(state)
     places = {name: f"part-{number % files}.safetensors" for number, name in enumerate(names)}
     for file in set(places.values()):
         save_file({name: state[name] for name in names if places[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return folder
 
 
 def other_values() -> dict[str, Tensor]:

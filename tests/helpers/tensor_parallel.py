@@ -190,12 +190,7 @@ class Whole(nn.Module):
 
 
 def perceptron(
-    wrap: Wrap = keep,
-    *,
-    mesh: DeviceMesh,
-    hidden: int,
-    placements: Sequence[Sequence[Placement]],
-    each: bool = False,
+    wrap: Wrap = keep, *, mesh: DeviceMesh, hidden: int, placements: Sequence[Sequence[Placement]], each: bool = False
 ) -> nn.Module:
     """Two layers with weights of the given `placements` on `mesh`, and plain ones around; for `REGRESSION`.
 
@@ -265,3 +260,17 @@ def assert_parallel_parity(
         task=SENTENCES,
         **training,
     )
+
+
+class Experts(nn.Module):
+    """Every rank computes with the experts that it has, on its own inputs."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        # Three over two: the ranks have different numbers of them.
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(3, 5, 5, dtype=torch.double), mesh, [Shard(0)]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.weight
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        return torch.einsum("bi,eij->bj", inputs, own)

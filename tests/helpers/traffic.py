@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -73,3 +77,28 @@ def _received(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> int:
 def _all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """Each rank sums one part of equal size, and sends it to all."""
     return 2 * (group.size() - 1) * -(-tensor.numel() // group.size()) * tensor.element_size()
+
+
+def by_group(group: Any, tensor: Tensor) -> Any:
+    return group
+
+
+def by_dtype(group: Any, tensor: Tensor) -> torch.dtype:
+    return tensor.dtype
+
+
+@contextmanager
+def counting_sent(key: Callable[[Any, Tensor], Any]) -> Iterator[Counter[Any]]:
+    """Count the bytes of parameters and gradients that this rank sends, by a `key` of process group and tensor."""
+    sent: Counter[Any] = Counter()
+    kind = type(dist.group.WORLD)
+    send: Any = kind.send  # type: ignore[union-attr]
+
+    def count(group: Any, tensors: list[Tensor], *args: Any) -> Any:
+        for tensor in tensors:
+            if tensor.dtype is not torch.uint8:  # which is what ranks tell each other
+                sent[key(group, tensor)] += tensor.nbytes
+        return send(group, tensors, *args)
+
+    with mock.patch.object(kind, "send", count):
+        yield sent

@@ -5,10 +5,9 @@ In float64 and with SGD without momentum, so that nothing is hidden by rounding 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,9 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import TrainingState, get_fsdp_instances
-from tests.helpers.equality import assert_close_state
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep
-from tests.helpers.parity import from_one_rank, fully_sharded
+from tests.helpers.parity import MakeOptimizer, from_one_rank, fully_sharded
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Step = Callable[[nn.Module, Tensor], None]
 
@@ -35,34 +37,62 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in params if param.requires_grad], lr=0.1)
 
 
-@dataclass
 class Twins:
-    """The same model wrapped and plain, each with its optimizer."""
+    """A sharded model and the same model plain, each with an optimizer of one making, which take the same steps."""
 
-    sharded: nn.Module
-    plain: nn.Module
+    def __init__(self, sharded: Any, plain: Any, optimizers: Sequence[Any] = ()) -> None:
+        self.sharded, self.plain, self.optimizers = sharded, plain, optimizers
+        self.number = 0  # of the last batch
+        self.tolerance = {"rtol": 1e-11, "atol": 1e-13}
 
     @classmethod
-    def of(cls, make: Callable[[Wrap], nn.Module], **options: Any) -> Twins:
+    def of(cls, make: Callable[[Wrap], nn.Module], make_optimizer: MakeOptimizer = sgd, **options: Any) -> Self:
         torch.set_default_dtype(torch.float64)
-        return cls(make(fully_sharded(**options)), make(keep))
+        models = make(fully_sharded(**options)), make(keep)
+        return cls(*models, [make_optimizer(model.parameters()) for model in models])
 
-    def __post_init__(self) -> None:
-        self.optimizers = [sgd(self.sharded), sgd(self.plain)]
+    @property
+    def models(self) -> tuple[Any, Any]:
+        return self.sharded, self.plain
 
-    def step(self, number: int, step: Step) -> None:
-        """Collective. One step of both, with the mean gradient over ranks; the first rank has the plain one."""
+    def loss(self, model: nn.Module, rank: int) -> Tensor:
+        return score(model(batch(self.number, rank)))
+
+    def backward(self, number: int | None = None, *, sync: bool = True) -> None:
+        """Collective. Add the gradients of a batch, the next one by default. The losses agree."""
+        self.number = self.number + 1 if number is None else number
+        with nullcontext() if sync else self.sharded.no_sync():
+            found = self.loss(self.sharded, dist.get_rank())
+            found.backward()
+        for rank in range(dist.get_world_size()):
+            expected = self.loss(self.plain, rank)
+            (expected / dist.get_world_size()).backward()
+            if rank == dist.get_rank():
+                assert_close(found, expected, "loss", **self.tolerance)
+
+    def optimize(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self, number: int | None = None) -> None:
+        """Collective."""
+        self.backward(number)
+        self.optimize()
+
+    def take(self, number: int, step: Step) -> None:
+        """Collective. One step of both, whose `step` computes gradients; only rank 0 trains the plain model."""
         self.optimizers[0].zero_grad()
         step(self.sharded, batch(number, dist.get_rank()))
         self.optimizers[0].step()
         if dist.get_rank() == 0:
-            self._step_plain(number, step)
+            self._take_plain(number, step)
 
-    def _step_plain(self, number: int, step: Step) -> None:
+    def _take_plain(self, number: int, step: Step) -> None:
         self.optimizers[1].zero_grad()
         for rank in range(dist.get_world_size()):
             step(self.plain, batch(number, rank))
@@ -72,24 +102,28 @@ class Twins:
         self.optimizers[1].step()
 
     def share_plain(self) -> None:
-        """Collective. Have the plain one on all ranks."""
+        """Collective. Broadcast the plain state of rank 0."""
         self.plain.load_state_dict(from_one_rank(self.plain.state_dict))
 
     def assert_close(self) -> None:
-        """Collective. The weights agree, and the wrapped model is at rest."""
+        """Collective. The states agree, and the sharded model is at rest."""
         assert_at_rest(self.sharded)
         self.share_plain()
-        assert_close_state(self.sharded.state_dict(), self.plain.state_dict(), rtol=1e-11, atol=1e-13)
+        assert_close_state(self.sharded.state_dict(), self.plain.state_dict(), **self.tolerance)
 
 
 def assert_trains_like_plain(
     make: Callable[[Wrap], nn.Module], *steps: Step, options: dict[str, Any] | None = None
 ) -> None:
-    """Collective. The given steps and the first one again leave the same weights wrapped and plain."""
-    twins = Twins.of(make, **(options or {}))
+    """Collective. The given steps and the first one again leave the same weights sharded and plain."""
+    take_all(Twins.of(make, **(options or {})), *steps, steps[0])
+
+
+def take_all(twins: Twins, *steps: Step) -> None:
+    """Collective. After these steps the sharded and the plain weights are the same, and not those from before."""
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
-    for number in range(len(steps) + 1):
-        twins.step(number, steps[number % len(steps)])
+    for number, step in enumerate(steps):
+        twins.take(number, step)
     twins.assert_close()
     assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
 
@@ -218,11 +252,7 @@ class Toolbox(nn.Module):
     """
 
     def __init__(
-        self,
-        wrap: Wrap,
-        tool: Callable[[], nn.Module] = tanh_layers,
-        order: str = "abc",
-        recompute: bool | None = None,
+        self, wrap: Wrap, tool: Callable[[], nn.Module] = tanh_layers, order: str = "abc", recompute: bool | None = None
     ) -> None:
         super().__init__()
         self.entry = nn.Linear(5, 5)

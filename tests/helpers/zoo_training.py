@@ -13,11 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, fully_shard, register_fsdp_forward_method, wrap
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict

@@ -23,13 +23,13 @@ from tests.helpers.hugging_face import (
     from_pretrained,
     logits,
     made,
-    needs,
     plain_of,
     recipe,
     rows,
     sharded,
     whole_state,
 )
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 

@@ -87,8 +87,7 @@ class TestNames:
 @pytest.mark.usefixtures("installed")
 class TestWhatIsNotThere:
     @pytest.mark.parametrize(
-        "statement",
-        ["from fairscale.nn import Pipe", "import fairscale.nn.pipe", "from fairscale.nn.pipe import Pipe"],
+        "statement", ["from fairscale.nn import Pipe", "import fairscale.nn.pipe", "from fairscale.nn.pipe import Pipe"]
     )
     def test_an_import_says_what_to_use_instead(self, statement: str) -> None:
         with pytest.raises(ImportError, match=r"has no fairscale\.nn\.[pP]ipe: .*torch\.distributed\.pipelining"):

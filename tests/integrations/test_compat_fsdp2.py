@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, local, whole
 from tests.helpers.fsdp2_clients import Decoder, installed
-from tests.helpers.hugging_face import PATIENCE, TOKENS, made, needs
+from tests.helpers.hugging_face import PATIENCE, TOKENS, made
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.traffic import Counting, Traffic
 

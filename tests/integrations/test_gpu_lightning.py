@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.needs import needs
 from tests.helpers.ranks import Ranks
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = [pytest.mark.gpu, needs_lightning]
+pytestmark = [pytest.mark.gpu, needs("lightning")]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp.checkpoint import writer
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 

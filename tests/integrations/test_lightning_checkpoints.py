@@ -14,28 +14,20 @@ from torch import nn
 
 import fsdp
 from tests.conftest import LitRanks
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.integrations.test_lightning_training import needs_lightning
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 WRAPS: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {nn.Linear}}, {"flatten_parameters": False}]
 
 
-@parametrize_pairs(at_most=3, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
-def test_training_goes_on_at_another_number_of_ranks(
-    lit_ranks: LitRanks,
-    tmp_path: Path,
-    kind: str,
-    saved_by: int,
-    loaded_by: int,
-    saved: dict[str, Any],
-    loaded: dict[str, Any],
-) -> None:
-    lit_ranks(saved_by).run(_fit, tmp_path, kind, saved, epochs=2)
-    lit_ranks(loaded_by).run(_fit, tmp_path, kind, loaded, epochs=4)
+@parametrize_cases(at_most=3, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
+def test_training_goes_on_at_another_number_of_ranks(lit_ranks: LitRanks, tmp_path: Path, case: Case) -> None:
+    lit_ranks(case.saved_by).run(_fit, tmp_path, case.kind, case.saved, epochs=2)
+    lit_ranks(case.loaded_by).run(_fit, tmp_path, case.kind, case.loaded, epochs=4)
 
 
 def _fit(folder: Path, kind: str, options: dict[str, Any], epochs: int) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 

@@ -10,9 +10,9 @@ import torch
 
 import fsdp
 from tests.conftest import LitRanks
-from tests.integrations.test_lightning_training import needs_lightning
+from tests.helpers.needs import needs
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 # By precision: the dtype of shards, of what is computed with, and how far from one process it may end.

@@ -12,11 +12,11 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+from tests.helpers.needs import needs
 from tests.helpers.paths import DATA, ROOT
 from tests.helpers.ranks import RankPool
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 
 SCRIPT = DATA / "recipes" / "lightning_trainer.py"
 

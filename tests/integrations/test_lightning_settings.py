@@ -12,10 +12,10 @@ from torch import nn
 
 import fsdp
 from fsdp import module_wrap_policy
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
-from tests.integrations.test_lightning_training import needs_lightning
 
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 # The arguments of Lightning 1.9's strategy for FairScale in its order, with values that are not the defaults.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 
-needs_lightning = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None,
-    reason="lightning is not installed (the extra `lightning`; `make test` tries to)",
-)
-pytestmark = needs_lightning
+pytestmark = needs("lightning")
 PRELOAD = ["fsdp.lightning"]
 
 NORM, VALUE = 0.05, 0.002
@@ -198,7 +194,7 @@ def test_a_module_goes_on_with_another_trainer() -> None:
 # Manual optimization
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     options=[
         {},
@@ -211,17 +207,15 @@ def test_a_module_goes_on_with_another_trainer() -> None:
     accumulate=[1, 2],
 )
 @on_lit_ranks(2)
-def test_two_optimizers_take_turns_and_are_clipped_apart(
-    options: dict[str, Any], clips: str | None, accumulate: int
-) -> None:
+def test_two_optimizers_take_turns_and_are_clipped_apart(case: Case) -> None:
     from tests.helpers import lightning as lit
     from tests.helpers.lightning_manual import Adversaries, turns_alone
 
-    module = Adversaries(clips, accumulate)
-    trainer = lit.trainer(strategy=lit.fsdp.lightning.FullyShardedStrategy(**options))
+    module = Adversaries(case.clips, case.accumulate)
+    trainer = lit.trainer(strategy=lit.fsdp.lightning.FullyShardedStrategy(**case.options))
     with lit.quiet():
         trainer.fit(module, lit.batches())
     own = [param for param in trainer.model.params if param.numel()]
     assert not own, "the outermost unit, whose forward is not run"
-    expected = turns_alone(Adversaries(clips, accumulate))
+    expected = turns_alone(Adversaries(case.clips, case.accumulate))
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)

@@ -22,15 +22,16 @@ from tests.helpers.hugging_face import (
     as_launched,
     logits,
     made,
-    needs,
     plain_of,
     recipe,
     rows,
+    trainer_of,
     whole_state,
 )
+from tests.helpers.models import Net
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
-from tests.integrations.test_transformers_trainer import trainer_of
 
 pytestmark = [
     needs("transformers", "peft"),
@@ -258,15 +259,9 @@ def counts(model: Any) -> tuple[Any, ...]:
 # Names, and what is assigned through a wrapper
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Whose adapters are directly in what is wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry, self.out = nn.Linear(5, 7), nn.Linear(7, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.out(self.entry(inputs).tanh())
+    return Net(lambda net, x: x + net.out(net.entry(x).tanh()), entry=nn.Linear(5, 7), out=nn.Linear(7, 5))
 
 
 @every_form
@@ -277,7 +272,7 @@ def test_adapters_directly_in_a_wrapped_module_are_merged(form: str) -> None:
     def blocks() -> Any:
         torch.manual_seed(0)
         config = LoraConfig(r=2, target_modules=["entry"], init_lora_weights=False)
-        return get_peft_model(nn.Sequential(Block(), Block()), config)
+        return get_peft_model(nn.Sequential(block(), block()), config)
 
     plain, inner = blocks(), blocks()
     sequence = inner.base_model.model

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, assert_within, local, spread_of
 from tests.helpers.fsdp2_clients import installed
-from tests.helpers.hugging_face import LENGTH, PATIENCE, VOCABULARY, needs
+from tests.helpers.hugging_face import LENGTH, PATIENCE, VOCABULARY
+from tests.helpers.needs import needs
 from tests.helpers.ranks import RankPool
 
 LAYOUTS: dict[str, dict[str, Any]] = {

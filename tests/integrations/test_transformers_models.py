@@ -21,7 +21,6 @@ from tests.helpers.hugging_face import (
     from_pretrained,
     logits,
     made,
-    needs,
     plain_of,
     recipe,
     rows,
@@ -29,6 +28,7 @@ from tests.helpers.hugging_face import (
     whole_state,
     wrapped,
 )
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 

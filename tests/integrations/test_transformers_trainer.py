@@ -15,57 +15,28 @@ from torch import Tensor, nn
 
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
+    BATCH,
     MODULES,
     PATIENCE,
+    arguments,
     as_launched,
     from_pretrained,
     logits,
     made,
-    needs,
     plain_of,
     recipe,
     rows,
     sharded,
+    trainer_of,
 )
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = needs("transformers", "accelerate")
 PRELOAD = MODULES
 
-BATCH = 6  # rows in a global batch
 Log = list[dict[str, float]]
-
-
-def arguments(folder: Path, **options: Any) -> Any:
-    import transformers
-
-    usual: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "per_device_train_batch_size": BATCH // dist.get_world_size(),
-        "per_device_eval_batch_size": BATCH // dist.get_world_size(),
-        "max_steps": 3,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "max_grad_norm": 0.2,  # less than the norms that are met
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
-    return transformers.TrainingArguments(**usual | options)
-
-
-def trainer_of(model: Any, folder: Path, **options: Any) -> Any:
-    """Ours for a model that is sharded, and `transformers`' own for another."""
-    import transformers
-
-    from fsdp.accelerate import outermost
-    from fsdp.transformers import Trainer
-
-    kind: Any = transformers.Trainer if outermost(model) is None else Trainer
-    return kind(model, arguments(folder, **options), train_dataset=rows(5 * BATCH), eval_dataset=rows(BATCH, seed=1))
 
 
 def model_of(family: str, form: str | None) -> Any:

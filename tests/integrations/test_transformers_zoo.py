@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.hugging_face import MODULES, PATIENCE, needs
+from tests.helpers.hugging_face import MODULES, PATIENCE
+from tests.helpers.needs import needs
 from tests.helpers.ranks import RankPool
 from tests.helpers.zoo import FAMILIES, FORMS, names
 

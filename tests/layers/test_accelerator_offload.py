@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
-from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
-from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
+from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, with_folder
 from tests.helpers.on_ranks import on_accelerators
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
 
 pytestmark = pytest.mark.accelerator
 
@@ -31,10 +31,6 @@ HOSTED = [BOTH, PARAMS, DISK]  # with shards on the host
 
 every_kind = pytest.mark.parametrize("options", KINDS, ids=["both", "params", "grads", "disk"])
 every_hosted = pytest.mark.parametrize("options", HOSTED, ids=["both", "params", "disk"])
-
-
-def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options
 
 
 def inputs(number: int, rows: int = 12) -> Tensor:
@@ -48,7 +44,7 @@ def own_part(batch: Tensor) -> Tensor:
 # What comes out
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[2, 1, 3],
     options=KINDS,
     accumulate=[(1, True), (3, True), (2, False)],
@@ -56,28 +52,17 @@ def own_part(batch: Tensor) -> Tensor:
     flatten_parameters=[True, False],
     clip=[None, 0.3],
 )
-def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(
-    accelerator_ranks: AcceleratorRanks,
-    tmp_path: Path,
-    world_size: int,
-    options: dict[str, Any],
-    accumulate: tuple[int, bool],
-    make_optimizer: MakeOptimizer,
-    flatten_parameters: bool,
-    clip: float | None,
-) -> None:
-    how = with_folder(options, tmp_path) | {"flatten_parameters": flatten_parameters, "compute_device": ACCELERATOR}
-    accelerator_ranks(world_size).run(_train_and_compare, how, accumulate, make_optimizer, clip)
-
-
-def _train_and_compare(
-    options: dict[str, Any], accumulate: tuple[int, bool], make_optimizer: MakeOptimizer, clip: float | None
-) -> None:
-    turns, under_no_sync = accumulate
+@on_accelerators("world_size")
+def test_offloaded_training_on_an_accelerator_equals_the_plain_model_on_the_cpu(tmp_path: Path, case: Case) -> None:
+    how = with_folder(case.options, tmp_path) | {
+        "flatten_parameters": case.flatten_parameters,
+        "compute_device": ACCELERATOR,
+    }
+    turns, under_no_sync = case.accumulate
     wrapper = FullyShardedDataParallel if under_no_sync else AlwaysReducing
-    model: Any = nested_mlp(lambda module: wrapper(module, **options))
+    model: Any = nested_mlp(lambda module: wrapper(module, **how))
     plain = nested_mlp()
-    optimizer, plain_optimizer = make_optimizer(model.parameters()), make_optimizer(plain.parameters())
+    optimizer, plain_optimizer = case.make_optimizer(model.parameters()), case.make_optimizer(plain.parameters())
     for step in range(4):
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
@@ -86,9 +71,9 @@ def _train_and_compare(
             with model.no_sync() if turn + 1 < turns else nullcontext():
                 (model(own_part(batch).to(ACCELERATOR)).square().mean() / turns).backward()
             (plain(batch).square().mean() / turns).backward()
-        if clip is not None:
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            torch.testing.assert_close(model.clip_grad_norm_(clip).cpu(), expected, rtol=1e-4, atol=1e-6)
+        if case.clip is not None:
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), case.clip)
+            torch.testing.assert_close(model.clip_grad_norm_(case.clip).cpu(), expected, rtol=1e-4, atol=1e-6)
         optimizer.step()
         plain_optimizer.step()
     assert_close_models(model, plain)
@@ -100,13 +85,9 @@ def assert_close_models(model: nn.Module, plain: nn.Module) -> None:
 
 
 @every_kind
-def test_float16_with_a_scaler_trains_as_without_offload(
-    accelerator_ranks: AcceleratorRanks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    accelerator_ranks(2).run(_train_scaled, with_folder(options, tmp_path))
-
-
-def _train_scaled(offload: dict[str, Any]) -> None:
+@on_accelerators(2)
+def test_float16_with_a_scaler_trains_as_without_offload(tmp_path: Path, options: dict[str, Any]) -> None:
+    offload = with_folder(options, tmp_path)
     states, scales = [], []
     for options in ({}, offload):
         policy = MixedPrecision(param_dtype=torch.float16)

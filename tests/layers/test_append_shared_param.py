@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fsdp import MixedPrecision, get_fsdp_instances
 from tests.helpers.equality import assert_close, assert_close_state
-from tests.helpers.models import Wrap
-from tests.helpers.module_kinds import SideBySide, assert_trains_like_plain, seeded
+from tests.helpers.models import Net, Wrap
+from tests.helpers.module_kinds import SideBySide, assert_kind_trains, seeded
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tied_siblings import (
     KINDS,
@@ -40,7 +40,7 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     kind=[0, 1, 2, 3, 4],
     world_size=[2, 3, 1],
@@ -48,16 +48,9 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
     reshard_after_forward=[True, False],
     options=OUTER,
 )
-def test_trains_as_the_tied_model_on_one_process(
-    ranks: RankPool,
-    kind: int,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-    options: dict[str, Any],
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, *KINDS[kind], make_optimizer, options)
+def test_trains_as_the_tied_model_on_one_process(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_kind_trains, *KINDS[case.kind], case.make_optimizer, options)
 
 
 @parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[2, 1], options=OUTER)
@@ -115,7 +108,7 @@ def test_trains_in_mixed_precision_and_evaluates_in_full() -> None:
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_trains_offloaded(ranks: RankPool, offload: str, tmp_path: Path) -> None:
     options = {"offload": offload} | ({"offload_folder": tmp_path} if offload == "disk" else {})
-    ranks(2).run(assert_trains_like_plain, Siblings, under_the_root, adamw, options)
+    ranks(2).run(assert_kind_trains, Siblings, under_the_root, adamw, options)
 
 
 @on_ranks(2)
@@ -166,7 +159,7 @@ def test_the_lowest_unit_around_all_uses_runs_it() -> None:
 
 
 def test_a_unit_in_two_places_is_left_around_all_of_them(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_like_plain, Crossed, crossed)
+    ranks(2).run(assert_kind_trains, Crossed, crossed)
 
 
 class Crossed(nn.Module):
@@ -191,16 +184,11 @@ def crossed(model: Any, wrap: Wrap) -> nn.Module:
     return wrap(model)
 
 
-class Outside(nn.Module):
+def outside() -> nn.Module:
     """The module itself uses the weight of a module inside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.own = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.weight = self.inner.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.own(self.inner(inputs)) @ self.weight
+    net = Net(lambda net, x: net.own(net.inner(x)) @ net.weight, inner=nn.Linear(5, 5), own=nn.Linear(5, 5))
+    net.weight = net.inner.weight
+    return net
 
 
 def shared_with_a_module_inside(model: Any, wrap: Wrap) -> nn.Module:
@@ -212,7 +200,7 @@ def shared_with_a_module_inside(model: Any, wrap: Wrap) -> nn.Module:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_unit_may_share_with_one_inside_of_it(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(assert_trains_like_plain, Outside, shared_with_a_module_inside)
+    ranks(world_size).run(assert_kind_trains, outside, shared_with_a_module_inside)
 
 
 @parametrize_pairs(world_size=[1, 2], given=["what the module shows", "shard", "original"])

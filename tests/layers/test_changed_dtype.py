@@ -11,11 +11,11 @@ from torch import nn
 
 from fsdp import fully_shard
 from fsdp.state_dict_utils import gather_state_dict
-from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, find, momentum
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
 
 Cast = Callable[[nn.Module], Any]
@@ -70,21 +70,19 @@ class Holder(nn.Module):
 # The whole model
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6, cast=CASTS, world_size=[2, 1], layout=list(LAYOUTS), whole=[False, True], of=[around, inside]
 )
 @on_ranks("world_size")
-def test_a_model_is_cast_between_steps(
-    cast: Cast, layout: str, whole: bool, of: Callable[[nn.Module], nn.Module]
-) -> None:
-    twins = Twins(layout, dtype=torch.float32, reshard_after_forward=not whole)
+def test_a_model_is_cast_between_steps(case: Case) -> None:
+    twins = ChangedTwins(case.layout, dtype=torch.float32, reshard_after_forward=not case.whole)
     twins.step()
-    if whole:
+    if case.whole:
         twins.backward(sync=False)
         for optimizer in twins.optimizers:
             optimizer.zero_grad()
     for model in twins.models:
-        cast(of(model))
+        case.cast(case.of(model))
     twins.assert_close()
     dtypes = {param.dtype for param in twins.plain.parameters()}
     assert {param.dtype for param in twins.sharded.parameters()} == dtypes
@@ -92,7 +90,7 @@ def test_a_model_is_cast_between_steps(
         _go_on(twins)
 
 
-def _go_on(twins: Twins) -> None:
+def _go_on(twins: ChangedTwins) -> None:
     for make_optimizer in (None, momentum, adamw):
         if make_optimizer is not None:
             twins.new_optimizers(make_optimizer)
@@ -105,7 +103,7 @@ def _go_on(twins: Twins) -> None:
 @on_ranks("world_size")
 def test_a_narrowed_model_trains_on_in_its_new_dtype(dtype: torch.dtype, layout: str) -> None:
     # On the same batch on every rank a mean over ranks is exact, so there is nothing to differ in.
-    twins = Twins(layout, dtype=torch.float32)
+    twins = ChangedTwins(layout, dtype=torch.float32)
     for model in twins.models:
         model.to(dtype)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in twins.models]
@@ -126,7 +124,7 @@ def test_a_narrowed_model_trains_on_in_its_new_dtype(dtype: torch.dtype, layout:
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS), make_optimizer=[momentum, adamw])
 @on_ranks("world_size")
 def test_an_accumulated_gradient_is_cast_with_its_parameter(layout: str, make_optimizer: MakeOptimizer) -> None:
-    twins = Twins(layout, dtype=torch.float32)
+    twins = ChangedTwins(layout, dtype=torch.float32)
     twins.backward()
     for model in twins.models:
         model.double()
@@ -218,16 +216,14 @@ def test_a_part_may_be_sent_where_it_is(part: str) -> None:
 # When it cannot be
 
 
-@parametrize_pairs(at_most=3, cast=[to_double, to_half], world_size=[2, 1], layout=list(LAYOUTS), of=[around, inside])
+@parametrize_cases(at_most=3, cast=[to_double, to_half], world_size=[2, 1], layout=list(LAYOUTS), of=[around, inside])
 @on_ranks("world_size")
-def test_casting_inside_summon_full_params_is_refused(
-    cast: Cast, layout: str, of: Callable[[nn.Module], nn.Module]
-) -> None:
-    twins = Twins(layout, dtype=torch.float32)
+def test_casting_inside_summon_full_params_is_refused(case: Case) -> None:
+    twins = ChangedTwins(case.layout, dtype=torch.float32)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
         with pytest.raises(RuntimeError, match=r"inside summon_full_params\(\) there are only copies"):
-            cast(of(twins.sharded))
+            case.cast(case.of(twins.sharded))
         assert {param.dtype for param in twins.sharded.parameters()} == {torch.float32}
     _go_on(twins)
 
@@ -235,7 +231,7 @@ def test_casting_inside_summon_full_params_is_refused(
 @every_layout
 @on_ranks(2)
 def test_casting_around_a_summoned_unit_is_refused_before_anything_is_changed(layout: str) -> None:
-    twins = Twins(layout, dtype=torch.float32)
+    twins = ChangedTwins(layout, dtype=torch.float32)
     twins.step()
     trunk = twins.sharded.trunk
     with trunk.summon_full_params():  # type: ignore[operator, union-attr]
@@ -248,7 +244,7 @@ def test_casting_around_a_summoned_unit_is_refused_before_anything_is_changed(la
 @parametrize_pairs(world_size=[2, 1], layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_sending_a_summoned_model_where_it_is_changes_nothing(layout: str) -> None:
-    twins = Twins(layout, dtype=torch.float32)
+    twins = ChangedTwins(layout, dtype=torch.float32)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
         to_the_same(twins.sharded)
@@ -265,7 +261,7 @@ def test_sending_a_summoned_model_where_it_is_changes_nothing(layout: str) -> No
 @every_layout
 @on_ranks(2)
 def test_casting_with_unreduced_gradients_is_refused_before_anything_is_changed(layout: str) -> None:
-    twins = Twins(layout, dtype=torch.float32)
+    twins = ChangedTwins(layout, dtype=torch.float32)
     twins.backward(sync=False)
     with pytest.raises(RuntimeError, match=r"cannot move or cast gradients that were accumulated under no_sync"):
         twins.sharded.double()
@@ -279,7 +275,7 @@ def test_casting_with_unreduced_gradients_is_refused_before_anything_is_changed(
 @every_layout
 @on_ranks(2)
 def test_casting_between_forward_and_backward_is_refused(layout: str) -> None:
-    model = Twins(layout, dtype=torch.float32).sharded
+    model = ChangedTwins(layout, dtype=torch.float32).sharded
     loss = model(torch.ones(2, 5)).sum()
     model.double()
     with pytest.raises(RuntimeError, match=r"changed \(by an optimizer step, or a cast"):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, fully_sharded, trained_gradients
 from tests.helpers.ranks import RankPool
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf, 2, 0.5]
@@ -23,13 +23,6 @@ NORM_TYPES = [2.0, 1.0, 3.0, math.inf, 2, 0.5]
 def backward(model: nn.Module, rank: int) -> None:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
     model(inputs).square().mean().backward()
-
-
-def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Collective for wrapped models. The whole gradients, from a step of size one."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return {name: before[name] - value for name, value in model.state_dict().items()}
 
 
 def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_type: float, **options: Any) -> None:
@@ -51,7 +44,7 @@ def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_
         torch.testing.assert_close(gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=8,
     norm_type=NORM_TYPES,
     world_size=[3, 1, 2, 4],
@@ -60,15 +53,13 @@ def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_
     flatten_parameters=[True, False],
 )
 @on_ranks("world_size")
-def test_norm_and_gradients_are_those_of_the_unsharded_model(
-    norm_type: float, max_norm: float, nested: bool, flatten_parameters: bool
-) -> None:
+def test_norm_and_gradients_are_those_of_the_unsharded_model(case: Case) -> None:
     torch.set_default_dtype(torch.float64)
 
     def make(wrap: Wrap) -> nn.Module:
-        return nested_mlp(wrap, nested=nested)
+        return nested_mlp(wrap, nested=case.nested)
 
-    assert_clips_alike(make, max_norm, norm_type, flatten_parameters=flatten_parameters)
+    assert_clips_alike(make, case.max_norm, case.norm_type, flatten_parameters=case.flatten_parameters)
 
 
 class Mixed(nn.Module):

@@ -25,8 +25,8 @@ import fsdp
 from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import fully_sharded
-from tests.layers.test_clip import backward, trained_gradients
+from tests.helpers.parity import fully_sharded, trained_gradients
+from tests.layers.test_clip import backward
 
 FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 Twins = tuple[nn.Module, nn.Module]

@@ -90,12 +90,7 @@ def test_a_shared_parameter_may_be_listed_under_both_its_names() -> None:
 
 @pytest.mark.parametrize(
     ("group", "numels", "managed", "left"),
-    [
-        ("some", [20], 2, 32),
-        ("two groups", [20, 24], 5, 8),
-        ("nothing", [], 0, NUMEL),
-        ("an empty list", [], 0, NUMEL),
-    ],
+    [("some", [20], 2, 32), ("two groups", [20, 24], 5, 8), ("nothing", [], 0, NUMEL), ("an empty list", [], 0, NUMEL)],
 )
 def test_groups_become_flat_parameters_and_the_rest_is_left(
     group: str, numels: list[int], managed: int, left: int

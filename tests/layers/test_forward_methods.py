@@ -13,7 +13,7 @@ import fsdp
 from fsdp import TrainingState, fully_shard, register_fsdp_forward_method
 from fsdp.state_dict_utils import gather_state_dict
 from tests.helpers.equality import assert_close_state
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
@@ -47,21 +47,12 @@ class Coder(nn.Module):
         return self.decode(self.encode(inputs))
 
 
-class Model(nn.Module):
-    """Calls its coder by the methods only."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.coder = wrap(Coder())
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.coder.decode(self.coder.encode(inputs)))
-
-
 def model(wrap: Wrap) -> nn.Module:
+    """Calls its coder by the methods only."""
     torch.manual_seed(0)
-    made = wrap(Model(wrap))
+    made = wrap(
+        Net(lambda net, x: net.head(net.coder.decode(net.coder.encode(x))), coder=wrap(Coder()), head=nn.Linear(6, 2))
+    )
     if wrap is not keep:
         for method in ("encode", "decode"):
             register_fsdp_forward_method(made.get_submodule("_fsdp_wrapped_module._fpw_module.coder"), method)
@@ -74,7 +65,7 @@ def test_pain_point_13_training_through_methods_equals_the_plain_model(kind: str
     options = KINDS[kind]
     twins = Twins.of(model, **options)
     for number in range(2):
-        twins.step(number, _step)
+        twins.take(number, _step)
     twins.assert_close()
 
 
@@ -132,20 +123,15 @@ class Reversible(Coder):
         return inputs.grad
 
 
-class Reformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.coder = nn.Linear(6, 6), Reversible()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return Reversed.apply(self.first(inputs), self.coder)
+def reformer() -> nn.Module:
+    return Net(lambda net, x: Reversed.apply(net.first(x), net.coder), first=nn.Linear(6, 6), coder=Reversible())
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])
 @on_ranks(2)
 def test_a_method_that_backward_calls_trains_once_it_is_registered(form: str) -> None:
     torch.manual_seed(0)
-    plain = Reformer()
+    plain = reformer()
     model: Any = copy.deepcopy(plain)
     shard = fully_shard if form == "rows" else fully_sharded(use_orig_params=form == "orig")
     model.coder, inputs = shard(model.coder), torch.randn(2, 6)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
-from tests.helpers.changed_params import LAYOUTS, Twins
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 
 Keyed = list[tuple[Hashable, nn.Parameter]]
 
@@ -47,7 +46,7 @@ def _param_groups(params: Keyed) -> list[dict[str, Any]]:
     ]
 
 
-class KeyedTwins(Twins):
+class KeyedTwins(ChangedTwins):
     """Twins whose optimizers find the kind of a flat parameter in `group`, and of a plain one by asking."""
 
     def new_optimizers(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -110,7 +109,7 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     make=MODELS,
     world_size=[3, 2, 1],
@@ -119,11 +118,9 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
     kept=[False, True],
 )
 @on_ranks("world_size")
-def test_training_without_decay_on_biases_and_norms_equals_the_plain_model(
-    make: Callable[[Wrap], nn.Module], make_optimizer: Callable[[Any], torch.optim.Optimizer], layout: str, kept: bool
-) -> None:
-    twins = KeyedTwins(layout, make, make_optimizer, group_by=decay, reshard_after_forward=not kept)
-    twins.is_tight = make is not two_dtypes
+def test_training_without_decay_on_biases_and_norms_equals_the_plain_model(case: Case) -> None:
+    twins = KeyedTwins(case.layout, case.make, case.make_optimizer, group_by=decay, reshard_after_forward=not case.kept)
+    twins.is_tight = case.make is not two_dtypes
     for _ in range(2):
         twins.step()
     twins.assert_close()
@@ -159,14 +156,10 @@ def by_module(name: str, param: nn.Parameter) -> Hashable:
         (layers, None, [None]),
     ],
 )
+@on_ranks(1, 3)
 def test_there_are_as_many_flat_parameters_as_groups(
-    ranks: RankPool, make: Callable[[Wrap], nn.Module], group_by: Any, expected: list[Hashable]
+    make: Callable[[Wrap], nn.Module], group_by: Any, expected: list[Hashable]
 ) -> None:
-    for world_size in (1, 3):
-        ranks(world_size).run(_count, make, group_by, expected)
-
-
-def _count(make: Callable[[Wrap], nn.Module], group_by: Any, expected: list[Hashable]) -> None:
     torch.set_default_dtype(torch.float64)
     model = make(fully_sharded(group_by=group_by))
     assert sorted(map(_described, model.parameters())) == sorted(map(str, expected))

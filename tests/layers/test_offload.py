@@ -20,15 +20,16 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
-from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, alone, every_kind, on
+from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, every_kind, on, with_folder
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     REGRESSION,
     TOKENS,
     Task,
     Training,
     adamw,
+    alone,
     assert_bit_equal,
     assert_parity,
     fully_sharded,
@@ -112,7 +113,7 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     machine=["accelerated", "of CPUs only"],
@@ -123,20 +124,13 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
     others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
 )
 @on_ranks("world_size")
-def test_offloaded_units_train_like_one_process(
-    machine: str,
-    options: dict[str, Any],
-    accumulate: tuple[int, bool],
-    clip: float | None,
-    recompute: str,
-    others: dict[str, Any],
-) -> None:
-    options = options | others
-    turns, under_no_sync = accumulate
+def test_offloaded_units_train_like_one_process(case: Case) -> None:
+    options = case.options | case.others
+    turns, under_no_sync = case.accumulate
     wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
-    make = partial(tiny_transformer, recompute=recompute)
-    with on(machine):
-        assert_parity(make, sgd_with_momentum, wrap=wrap, task=TOKENS, accumulate=turns, clip=clip)
+    make = partial(tiny_transformer, recompute=case.recompute)
+    with on(case.machine):
+        assert_parity(make, sgd_with_momentum, wrap=wrap, task=TOKENS, accumulate=turns, clip=case.clip)
 
 
 @every_kind
@@ -183,13 +177,11 @@ def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
     return sgd_with_momentum([param for param in params if param.requires_grad])
 
 
-@parametrize_pairs(options=KINDS, machine=["accelerated", "of CPUs only"], under_no_sync=[True, False])
+@parametrize_cases(options=KINDS, machine=["accelerated", "of CPUs only"], under_no_sync=[True, False])
 @on_ranks(2)
-def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(
-    options: dict[str, Any], machine: str, under_no_sync: bool
-) -> None:
-    wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
-    with on(machine):
+def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(case: Case) -> None:
+    wrap = partial(FullyShardedDataParallel if case.under_no_sync else AlwaysReducing, **case.options)
+    with on(case.machine):
         assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=4, clip=0.2)
 
 
@@ -270,29 +262,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 MODES = [{"offload": None}, *KINDS, {"offload": "disk"}]
 
 
-def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options
-
-
 def inputs(number: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
 
 
-@parametrize_pairs(
+@parametrize_cases(
     options=MODES, machine=["accelerated", "of CPUs only"], flatten_parameters=[True, False], turns=[1, 2]
 )
-def test_a_world_of_one_trains_without_torch_distributed(
-    tmp_path: Path, options: dict[str, Any], machine: str, flatten_parameters: bool, turns: int
-) -> None:
+def test_a_world_of_one_trains_without_torch_distributed(tmp_path: Path, case: Case) -> None:
     assert not dist.is_initialized()
-    wrap = partial(alone, flatten_parameters=flatten_parameters, **with_folder(options, tmp_path))
-    with on(machine):
+    wrap = partial(alone, flatten_parameters=case.flatten_parameters, **with_folder(case.options, tmp_path))
+    with on(case.machine):
         model, plain = nested_mlp(wrap), nested_mlp()
         optimizers = [adamw(each.parameters()) for each in (model, plain)]
         for number in range(3):
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 optimizer.zero_grad()
-                for turn in range(turns):
+                for turn in range(case.turns):
                     each(inputs(10 * number + turn)).square().mean().backward()
                 optimizer.step()
         expected = plain.state_dict()
@@ -300,20 +286,18 @@ def test_a_world_of_one_trains_without_torch_distributed(
             torch.testing.assert_close(value, expected[name], msg=f"{name} differs")
 
 
-@parametrize_pairs(
+@parametrize_cases(
     options=MODES,
     machine=["accelerated", "of CPUs only"],
     mode=[torch.no_grad, torch.inference_mode],
     nested=[True, False],
 )
-def test_a_world_of_one_infers_without_torch_distributed(
-    tmp_path: Path, options: dict[str, Any], machine: str, mode: Any, nested: bool
-) -> None:
-    with on(machine):
-        model = nested_mlp(partial(alone, **with_folder(options, tmp_path)), nested=nested).eval()
+def test_a_world_of_one_infers_without_torch_distributed(tmp_path: Path, case: Case) -> None:
+    with on(case.machine):
+        model = nested_mlp(partial(alone, **with_folder(case.options, tmp_path)), nested=case.nested).eval()
         plain = nested_mlp().eval()
         for number in range(4):
-            with mode():
+            with case.mode():
                 torch.testing.assert_close(model(inputs(number)), plain(inputs(number)))
 
 

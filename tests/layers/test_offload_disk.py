@@ -22,28 +22,25 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.mapped_files import MappedFiles
 from tests.helpers.models import nested_mlp, tiny_transformer
-from tests.helpers.offload import AlwaysReducing, alone, on
+from tests.helpers.offload import AlwaysReducing, on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
     MakeOptimizer,
     Training,
     adamw,
+    alone,
     assert_bit_equal,
     assert_parity,
     fully_sharded,
+    fused_adamw,
     sgd_with_momentum,
     train_sharded,
 )
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, assert_trains_like_plain, toolbox
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="reads Linux's /proc")
-
-
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
 def foreach_adamw(params: Any) -> torch.optim.Optimizer:
@@ -71,7 +68,7 @@ def gradients(model: nn.Module) -> list[Any]:
 # Training
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     machine=["accelerated", "of CPUs only"],
@@ -81,41 +78,21 @@ def gradients(model: nn.Module) -> list[Any]:
     recompute=["no", "outside", "inside"],
     others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
 )
-def test_training_is_that_in_memory_to_the_bit(
-    ranks: RankPool,
-    tmp_path: Path,
-    world_size: int,
-    machine: str,
-    make_optimizer: MakeOptimizer,
-    compute_dtype: torch.dtype | None,
-    accumulate: tuple[int, bool],
-    recompute: str,
-    others: dict[str, Any],
-) -> None:
-    options = others | {"mixed_precision": MixedPrecision(param_dtype=compute_dtype)}
-    ranks(world_size).run(_train_both_ways, tmp_path, machine, make_optimizer, options, accumulate, recompute)
-
-
-def _train_both_ways(
-    folder: Path,
-    machine: str,
-    make_optimizer: MakeOptimizer,
-    options: dict[str, Any],
-    accumulate: tuple[int, bool],
-    recompute: Any,
-) -> None:
-    turns, under_no_sync = accumulate
+@on_ranks("world_size")
+def test_training_is_that_in_memory_to_the_bit(tmp_path: Path, case: Case) -> None:
+    options = case.others | {"mixed_precision": MixedPrecision(param_dtype=case.compute_dtype)}
+    turns, under_no_sync = case.accumulate
     wrapper = FullyShardedDataParallel if under_no_sync else AlwaysReducing
     training = Training(
-        make_model=partial(tiny_transformer, recompute=recompute),
-        make_optimizer=make_optimizer,
+        make_model=partial(tiny_transformer, recompute=case.recompute),
+        make_optimizer=case.make_optimizer,
         task=TOKENS,
         accumulate=turns,
         clip=0.5,
     )
     in_memory = train_sharded(training, partial(wrapper, **options))
-    with on(machine):
-        assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(folder, **options))), in_memory)
+    with on(case.machine):
+        assert_bit_equal(train_sharded(training, partial(wrapper, **on_disk(tmp_path, **options))), in_memory)
 
 
 @on_ranks(1, 2)
@@ -210,7 +187,7 @@ def resident_kib(folder: Path) -> int:
 
 
 @needs_proc
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 1],
     make_optimizer=[sgd_with_momentum, plain_sgd, adamw, fused_adamw, foreach_adamw],
@@ -218,34 +195,23 @@ def resident_kib(folder: Path) -> int:
     flatten_parameters=[True, False],
     compute_dtype=[None, torch.bfloat16],
 )
-def test_between_steps_nothing_but_counts_is_in_memory(
-    ranks: RankPool,
-    tmp_path: Path,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    machine: str,
-    flatten_parameters: bool,
-    compute_dtype: torch.dtype | None,
-) -> None:
-    policy = MixedPrecision(param_dtype=compute_dtype)
-    options = {"flatten_parameters": flatten_parameters, "mixed_precision": policy}
-    ranks(world_size).run(_weigh_between_steps, tmp_path, make_optimizer, machine, options)
-
-
-def _weigh_between_steps(folder: Path, make_optimizer: MakeOptimizer, machine: str, options: dict[str, Any]) -> None:
-    before = bytes_in_memory(folder)
-    with on(machine):
-        model = nested_mlp(fully_sharded(**on_disk(folder, **options)))
-        assert bytes_in_memory(folder) == before
-        optimizer = make_optimizer(model.parameters())
+@on_ranks("world_size")
+def test_between_steps_nothing_but_counts_is_in_memory(tmp_path: Path, case: Case) -> None:
+    policy = MixedPrecision(param_dtype=case.compute_dtype)
+    options = {"flatten_parameters": case.flatten_parameters, "mixed_precision": policy}
+    before = bytes_in_memory(tmp_path)
+    with on(case.machine):
+        model = nested_mlp(fully_sharded(**on_disk(tmp_path, **options)))
+        assert bytes_in_memory(tmp_path) == before
+        optimizer = case.make_optimizer(model.parameters())
         # Adam counts its steps for each parameter, in a float.
         counts = 4 * len(list(model.parameters())) if isinstance(optimizer, torch.optim.Adam) else 0
         for step in range(3):
             train_step(model)
-            assert bytes_in_memory(folder) == before + (counts if step else 0)
-            assert all(map(Addresses(folder).contain, gradients(model)))
+            assert bytes_in_memory(tmp_path) == before + (counts if step else 0)
+            assert all(map(Addresses(tmp_path).contain, gradients(model)))
             optimizer.step()
-            assert bytes_in_memory(folder) == before + counts
+            assert bytes_in_memory(tmp_path) == before + counts
             optimizer.zero_grad()
 
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
 from fsdp.layers.offload import DiskStorage
-from tests.helpers.models import Wrap, nested_mlp
-from tests.helpers.offload import alone, on
+from tests.helpers.models import Net, Wrap, nested_mlp
+from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
@@ -140,15 +140,9 @@ def test_files_that_are_not_kept_go_with_the_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class WithEmpty(nn.Module):
+def with_empty() -> nn.Module:
     """A layer, and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.empty = nn.Linear(5, 3), nn.Parameter(torch.zeros(0))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) + self.empty.sum()
+    return Net(lambda net, x: net.layer(x) + net.empty.sum(), layer=nn.Linear(5, 3), empty=nn.Parameter(torch.zeros(0)))
 
 
 @needs_proc
@@ -158,7 +152,7 @@ def test_steps_after_the_first_make_no_new_files(tmp_path: Path, make_optimizer:
     wrap = partial(
         alone, offload="disk", offload_folder=tmp_path, keep_offload_files=keep_files, flatten_parameters=False
     )
-    model: Any = wrap(WithEmpty())
+    model: Any = wrap(with_empty())
     optimizer = make_optimizer(model.parameters())
     gc.collect()  # or files of models of earlier tests would be closed meanwhile
     made = []
@@ -348,11 +342,7 @@ def test_a_truncated_file_is_an_error_that_names_it_and_not_the_end_of_the_proce
         optimizer.step()
     backward(model)
     core = get_fsdp_instances(model)[2].params[0]
-    kinds: dict[str, Any] = {
-        "shard": core,
-        "gradient": core.grad,
-        "optimizer state": optimizer.state[core]["exp_avg"],
-    }
+    kinds: dict[str, Any] = {"shard": core, "gradient": core.grad, "optimizer state": optimizer.state[core]["exp_avg"]}
     path = truncate(kinds[kind])
     assert kind.replace(" ", "-") in path
     # Optimizers and scalers know flat parameters, not units.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.comm_hooks import reduce_scatter
+from tests.helpers.calls import summon
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 
@@ -57,11 +58,6 @@ def train(model: Any) -> None:
 
 def take_state(model: Any) -> None:
     model.state_dict()
-
-
-def summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
 
 
 def summon_gradients(model: Any) -> None:

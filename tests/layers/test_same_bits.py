@@ -60,8 +60,7 @@ def _train(form: str, optimizer: str, steps: range, save: Path | None = None, lo
 
 WAYS: dict[str, Wrap] = {
     "bfloat16": partial(
-        FullyShardedDataParallel,
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        FullyShardedDataParallel, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ),
     "offload": partial(FullyShardedDataParallel, offload="cpu"),
     "kept unsharded": partial(FullyShardedDataParallel, reshard_after_forward=False),

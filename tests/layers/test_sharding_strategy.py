@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
 from fsdp import MixedPrecision, ShardingStrategy, auto_wrap_bn
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
-from tests.helpers.models import nested_mlp
+from tests.helpers.models import Net, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     Alone,
     Training,
@@ -87,7 +87,7 @@ def test_whole_parameters_are_given_back_as_the_name_says(strategy: ShardingStra
     loss.backward()
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1, 4],
     form=[{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"reshard_after_forward": False}],
@@ -95,16 +95,11 @@ def test_whole_parameters_are_given_back_as_the_name_says(strategy: ShardingStra
     accumulate=[1, 2],
     clip=[None, 0.1],
 )
-def test_no_shard_trains_as_one_process_does(
-    ranks: RankPool, world_size: int, form: dict[str, Any], bucket_cap_mb: float, accumulate: int, clip: float | None
-) -> None:
-    options = {"bucket_cap_mb": bucket_cap_mb, "sharding_strategy": NONE, **form}
-    ranks(world_size).run(_train, options, {"accumulate": accumulate, "clip": clip})
-
-
-def _train(options: dict[str, Any], training: dict[str, Any]) -> None:
+@on_ranks("world_size")
+def test_no_shard_trains_as_one_process_does(case: Case) -> None:
+    options = {"bucket_cap_mb": case.bucket_cap_mb, "sharding_strategy": NONE, **case.form}
     wrap = fully_sharded(**options)
-    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, **training)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=case.accumulate, clip=case.clip)
     model = nested_mlp(wrap)
     optimizer = sgd_with_momentum(model.parameters())
     model(torch.full((1, 5), 1.0 + dist.get_rank())).sum().backward()
@@ -149,24 +144,21 @@ def test_offload(strategy: ShardingStrategy, offload: str, tmp_path: Any) -> Non
         assert_parity(nested_mlp, sgd_with_momentum, 2, wrap=wrap, clip=0.1)
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """A batch norm, small and called often, inside of what is sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 6)
-        self.norm = nn.LayerNorm(6)
-        self.exit = nn.Linear(6, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(torch.tanh(self.norm(self.entry(inputs))))
+    return Net(
+        lambda net, x: net.exit(torch.tanh(net.norm(net.entry(x)))),
+        entry=nn.Linear(5, 6),
+        norm=nn.LayerNorm(6),
+        exit=nn.Linear(6, 1),
+    )
 
 
 @on_ranks(4)
 def test_small_layers_are_replicated_and_averaged_inside_a_sharded_model() -> None:
     def make(wrap: Any) -> nn.Module:
         torch.manual_seed(0)
-        model: Any = Normed()
+        model: Any = normed()
         if isinstance(wrap, type(fully_sharded())):
             model.norm = fully_sharded(sharding_strategy=NONE)(model.norm)
         return wrap(model)
@@ -257,10 +249,7 @@ def test_machines_are_found_by_ranks_that_are_in_different_numbers_of_groups() -
         assert (model.world_size, model.replicate_group.size()) == (2, 2)
         three = dist.new_group([0, 1, 2])
     if dist.get_rank() < 3:
-        with (
-            machines_of(1),
-            pytest.raises(RuntimeError, match="different numbers of process groups"),
-        ):
+        with machines_of(1), pytest.raises(RuntimeError, match="different numbers of process groups"):
             wrapped(sharding_strategy=HYBRID_2, process_group=three)
 
 

@@ -21,9 +21,8 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
-    Twins,
+    CopiedTwins,
     every_form,
-    live_bytes,
     nested,
     normed,
     recurrent,
@@ -34,10 +33,10 @@ from tests.helpers.copied_twins import (
     train,
 )
 from tests.helpers.equality import assert_close_state, assert_same_state
-from tests.helpers.models import Wrap
+from tests.helpers.memory import live_bytes
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.twins import batch
 
 DECAY = 0.8  # small, so that four steps show a mistake
@@ -50,7 +49,7 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
 # The average
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[2, 3, 1],
     options=[FLAT, ORIGINAL, UNFLATTENED, {"offload": "cpu"}],
@@ -59,15 +58,10 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
     average=[fsdp.EMA, AveragedModel],
 )
 @on_ranks("world_size")
-def test_the_average_is_torchs_of_the_unwrapped_model(
-    options: dict[str, Any],
-    make_optimizer: MakeOptimizer,
-    make: Callable[[Wrap], nn.Module],
-    average: type[AveragedModel],
-) -> None:
+def test_the_average_is_torchs_of_the_unwrapped_model(case: Case) -> None:
     """Through torch's own class as well, which copies and averages what `parameters()` lists."""
-    twins = Twins.of(make, make_optimizer, **options)
-    ema = fsdp.EMA(twins.sharded, DECAY) if average is fsdp.EMA else torch_ema(twins.sharded)
+    twins = CopiedTwins.of(case.make, case.make_optimizer, **case.options)
+    ema = fsdp.EMA(twins.sharded, DECAY) if case.average is fsdp.EMA else torch_ema(twins.sharded)
     expected = torch_ema(twins.plain)
     for number in range(4):
         twins.train(number)
@@ -187,7 +181,7 @@ def test_it_takes_one_more_shard(options: dict[str, Any]) -> None:
 @parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 2])
 @on_ranks("world_size")
 def test_the_model_has_the_average_inside_applied_to(options: dict[str, Any]) -> None:
-    twins = Twins.of(nested, sgd_with_momentum, **options)
+    twins = CopiedTwins.of(nested, sgd_with_momentum, **options)
     ema = fsdp.EMA(twins.sharded, DECAY)
     for number in range(3):
         twins.train(number)
@@ -230,7 +224,7 @@ def test_weights_can_be_loaded_into_it() -> None:
 @every_form
 @on_ranks(2)
 def test_its_state_dict_is_that_of_the_unwrapped_average_and_loads_into_both(options: dict[str, Any]) -> None:
-    twins = Twins.of(nested, sgd_with_momentum, **options)
+    twins = CopiedTwins.of(nested, sgd_with_momentum, **options)
     ema, plain = fsdp.EMA(twins.sharded, DECAY), torch_ema(twins.plain)
     for number in range(3):
         twins.train(number)

@@ -15,10 +15,8 @@ from fsdp import FullyShardedDataParallel, optim_utils
 from tests.helpers.equality import assert_same
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.optimizers import adam, from_first, garden, grouped_adamw, momentum, train
+from tests.helpers.optimizers import FORMS, adam, from_first, garden, grouped_adamw, momentum, train, trained
 from tests.helpers.parity import fully_sharded
-from tests.optim_utils.test_public_functions import trained
-from tests.optim_utils.test_resume import FORMS
 
 # Gathering
 

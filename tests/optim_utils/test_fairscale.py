@@ -16,7 +16,6 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import from_first
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.paths import DATA
-from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_optim import CASES, Scaled, make_optimizer, train
 from tests.tools.record_fairscale_shards import make_wrapped
 
@@ -33,11 +32,8 @@ def ours(name: str) -> Any:
 
 
 @every_case
-def test_each_rank_cuts_fairscale_s_state_as_fairscale_does(ranks: RankPool, name: str) -> None:
-    ranks(CASES[name].ranks).run(_cut_theirs, name)
-
-
-def _cut_theirs(name: str) -> None:
+@on_ranks(lambda name: CASES[name].ranks)
+def test_each_rank_cuts_fairscale_s_state_as_fairscale_does(name: str) -> None:
     found = ours(name).get_shard_from_optim_state_dict(recorded(name))
     assert_same(found, recorded(name, f"rank{dist.get_rank()}"))
 
@@ -57,11 +53,8 @@ def test_fairscale_s_state_is_loaded_at_any_world_size_and_comes_back(name: str)
 
 
 @every_case
-def test_our_state_is_fairscale_s(ranks: RankPool, name: str) -> None:
-    ranks(CASES[name].ranks).run(_gather_ours, name)
-
-
-def _gather_ours(name: str) -> None:
+@on_ranks(lambda name: CASES[name].ranks)
+def test_our_state_is_fairscale_s(name: str) -> None:
     model = ours(name)
     optimizer = make_optimizer(name, model)
     train(model, optimizer)
@@ -79,11 +72,8 @@ def _without_moments(state: Any) -> Any:
 
 
 @every_case
-def test_its_helpers_do_what_fairscale_s_do(ranks: RankPool, name: str) -> None:
-    ranks(CASES[name].ranks).run(_use_helpers, name)
-
-
-def _use_helpers(name: str) -> None:
+@on_ranks(lambda name: CASES[name].ranks)
+def test_its_helpers_do_what_fairscale_s_do(name: str) -> None:
     """What `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict` do in FairScale."""
     model, full = ours(name), recorded(name)
     instances = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]

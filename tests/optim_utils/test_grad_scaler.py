@@ -23,10 +23,20 @@ from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange, TorchCollectives
-from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.models import Net, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import REGRESSION, TOKENS, Task, Training, fully_sharded, sgd_with_momentum, train_sharded
+from tests.helpers.parity import (
+    REGRESSION,
+    TOKENS,
+    Alone,
+    Task,
+    Training,
+    fully_sharded,
+    fused_adamw,
+    sgd_with_momentum,
+    train_sharded,
+)
 from tests.helpers.precision_twins import PRECISIONS, InPrecision, Measured, fast_sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -192,10 +202,6 @@ def skip_together(options: dict[str, Any] | None = None, device: str = "cpu", **
     assert_skips_together(model, device=device, **how)
 
 
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
-
-
 @pytest.mark.parametrize("clips", [False, True])
 def test_pain_point_17_fused_optimizers_that_unscale_by_themselves_skip_together(ranks: RankPool, clips: bool) -> None:
     ranks(2).run(skip_together, make_optimizer=fused_adamw, clips=clips)
@@ -216,18 +222,12 @@ def test_pain_point_17_offloaded_gradients_skip_together(ranks: RankPool, tmp_pa
 @on_ranks(2)
 def test_pain_point_17_gradients_of_any_dtype_skip_together(dtype: torch.dtype) -> None:
     sharded = fully_sharded()
-    assert_skips_together(sharded(Cast(nested_mlp(lambda module: sharded(module.to(dtype))), dtype)))
+    assert_skips_together(sharded(cast(nested_mlp(lambda module: sharded(module.to(dtype))), dtype)))
 
 
-class Cast(nn.Module):
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module with inputs of the dtype that its parameters have."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner, self.dtype = module, dtype
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs.to(self.dtype))
+    return Net(lambda net, x: net.inner(x.to(net.dtype)), inner=module, dtype=dtype)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -268,7 +268,7 @@ def _compare_fused() -> None:
 def test_units_of_different_dtypes_are_unscaled_and_skipped_together() -> None:
     half = fully_sharded()(nn.Linear(7, 3).half())
     model = fully_sharded()(
-        nn.Sequential(nn.Linear(5, 7), Cast(half, torch.float16), Cast(nn.Linear(3, 1), torch.float32))
+        nn.Sequential(nn.Linear(5, 7), cast(half, torch.float16), cast(nn.Linear(3, 1), torch.float32))
     )
     optimizer = sgd_with_momentum(model.parameters())
     assert {param.dtype for param in model.parameters()} == {torch.float16, torch.float32}
@@ -307,7 +307,7 @@ def test_pain_point_17_one_reduction_for_each_optimizer_and_step(make_optimizer:
     # Units of two dtypes, so more than one group of gradients.
     sharded = fully_sharded()
     model = sharded(
-        nn.Sequential(sharded(Cast(nn.Linear(5, 5).double(), torch.float64)), Cast(nn.Linear(5, 3), torch.float32))
+        nn.Sequential(sharded(cast(nn.Linear(5, 5).double(), torch.float64)), cast(nn.Linear(5, 3), torch.float32))
     )
     scaler = new_scaler()
     for step in range(2):
@@ -361,8 +361,8 @@ def test_only_the_ranks_of_the_process_group_agree() -> None:
 
 @on_ranks(1, backend=None)
 def test_a_world_of_one_needs_no_torch_distributed() -> None:
-    for group in (None, GroupOfOne()):
-        model = nested_mlp(fully_sharded(mixed_precision=True, process_group=GroupOfOne()))
+    for group in (None, Alone()):
+        model = nested_mlp(fully_sharded(mixed_precision=True, process_group=Alone()))
         scaler, optimizer = new_scaler(process_group=group), sgd_with_momentum(model.parameters())
         inputs = torch.ones(4, 5)
         for value in (1.0, math.nan):
@@ -371,14 +371,6 @@ def test_a_world_of_one_needs_no_torch_distributed() -> None:
             assert step_changes(scaler, optimizer) is (value == 1.0)
             scaler.update()
         assert scaler.get_scale() == 512.0
-
-
-class GroupOfOne:
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 # The rest of the interface

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
 from tests.helpers.equality import assert_same
+from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.optimizers import adam, from_first, garden, train
+from tests.helpers.optimizers import FORMS, adam, from_first, garden, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.layers.state_dict.test_state_dict import zoo
-from tests.optim_utils.test_resume import FORMS
+from tests.helpers.state_dicts import zoo
 
 every_form = pytest.mark.parametrize("form", FORMS[:3], ids=["flat", "unflattened", "original"])
 
@@ -112,7 +112,7 @@ def test_a_copy_has_its_own() -> None:
 @on_ranks(2)
 def test_amsgrad_and_complex_parameters() -> None:
     torch.manual_seed(0)
-    model = FullyShardedDataParallel(Rotated())
+    model = FullyShardedDataParallel(rotated())
 
     def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True)
@@ -123,14 +123,12 @@ def test_amsgrad_and_complex_parameters() -> None:
     assert named["state"]["turn"]["max_exp_avg_sq"].dtype is torch.complex64
 
 
-class Rotated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 3)
-        self.turn = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j]))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (self.entry(inputs) * self.turn).abs().sum(1, keepdim=True)
+def rotated() -> nn.Module:
+    return Net(
+        lambda net, x: (net.entry(x) * net.turn).abs().sum(1, keepdim=True),
+        entry=nn.Linear(5, 3),
+        turn=nn.Parameter(torch.tensor([1 + 1j, 2 - 1j, 0.5j])),
+    )
 
 
 def test_a_world_of_one_without_torch_distributed() -> None:

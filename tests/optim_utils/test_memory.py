@@ -12,7 +12,7 @@ from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import MakeOptimizer, adam
 from tests.helpers.parity import fully_sharded
-from tests.layers.state_dict.test_state_dict import LAYER_BYTES, LAYERS, LiveBytes, at_most
+from tests.helpers.state_dicts import LAYER_BYTES, LAYERS, LiveBytes, at_most
 
 FULL = 2 * LAYERS * LAYER_BYTES  # two moments
 

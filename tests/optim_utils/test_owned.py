@@ -335,10 +335,7 @@ def test_mistakes_in_groups(tmp_path: Path) -> None:
         ValueError,
         "blocks.0.0.weight is in groups 0 and 1",
         {"params": is_matrix, "optimizer": muon},
-        {
-            "params": ["blocks.0.0.weight"],
-            "optimizer": adamw,
-        },
+        {"params": ["blocks.0.0.weight"], "optimizer": adamw},
     )
     refuse(ValueError, "no group has scale, entry.weight", {"params": is_matrix, "optimizer": muon})
     refuse(ValueError, "no parameter of this name", {"params": ["blocks.7"], "optimizer": adamw})
@@ -348,10 +345,7 @@ def test_mistakes_in_groups(tmp_path: Path) -> None:
         ValueError,
         "group 1 of the OwnedOptimizer has no parameters",
         {"optimizer": adamw},
-        {
-            "params": [],
-            "optimizer": adamw,
-        },
+        {"params": [], "optimizer": adamw},
     )
     refuse(ValueError, "the cost of scale", {"optimizer": adamw, "cost": lambda shape: math.nan})
     refuse(TypeError, "group 0 needs under 'optimizer'", {"params": is_matrix})

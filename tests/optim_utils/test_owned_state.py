@@ -17,7 +17,7 @@ from fsdp.optim_utils.state import flat_state, nested_state
 from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import FORMS, Twin, backward, gradients_of, is_matrix, muon_and_adamw, owned, talk, train_both
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.ranks import RankPool
 
 
@@ -37,7 +37,7 @@ def groups_of(kind: str) -> list[dict[str, Any]]:
 KINDS = ["Muon", "Adafactor", "SOAP"]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=12,
     kind=KINDS,
     way=["folder", "names", "first"],
@@ -45,13 +45,11 @@ KINDS = ["Muon", "Adafactor", "SOAP"]
     loaded_at=[2, 4, 3, 1],
     form=list(FORMS),
 )
-def test_training_goes_on_at_another_world_size(
-    ranks: RankPool, tmp_path: Path, kind: str, way: str, saved_at: int, loaded_at: int, form: str
-) -> None:
+def test_training_goes_on_at_another_world_size(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     forms = list(FORMS)
-    ranks(saved_at).run(_train_and_save, tmp_path, kind, form)
-    other = forms[forms.index(form) - 1]
-    ranks(loaded_at).run(_load_and_train, tmp_path, kind, other, way)
+    ranks(case.saved_at).run(_train_and_save, tmp_path, case.kind, case.form)
+    other = forms[forms.index(case.form) - 1]
+    ranks(case.loaded_at).run(_load_and_train, tmp_path, case.kind, other, case.way)
 
 
 def _train_and_save(path: Path, kind: str, form: str) -> None:

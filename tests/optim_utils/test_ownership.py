@@ -53,10 +53,7 @@ def test_the_order_of_the_items_does_not_matter() -> None:
     assert ownership(mixed).owner_of == ownership(items).owner_of
 
 
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=12),
-    world_size=st.integers(1, 5),
-)
+@given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=12), world_size=st.integers(1, 5))
 def test_nobody_has_more_than_a_share_and_the_last_that_was_given(shapes: list[list[int]], world_size: int) -> None:
     items = items_of({str(n): tuple(shape) for n, shape in enumerate(shapes)}, world_size)
     owners = choose_owners(items, world_size)

@@ -18,10 +18,9 @@ from tests.helpers.hybrid import mesh_of as replica_mesh
 from tests.helpers.hybrid import neighbours
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.optimizers import adam, from_first, garden, momentum, nadam, stateless, train
+from tests.helpers.optimizers import adam, from_first, momentum, nadam, stateless, train, trained
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, gpt, over_data
 from tests.helpers.tensor_parallel import mesh_of as tensor_mesh
 
@@ -34,14 +33,6 @@ class Wrapped:
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._optimizer.state_dict(), "loss_scale": 128.0}
-
-
-def trained(make_optimizer: Any = adam, model: Any = None, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """Collective. A model and its optimizer after two steps."""
-    model = garden(fully_sharded(**options)) if model is None else model
-    optimizer = make_optimizer(model)
-    train(model, optimizer, range(2))
-    return model, optimizer
 
 
 # What is in them
@@ -249,12 +240,10 @@ def test_a_unit_of_some_ranks_is_gathered_from_them() -> None:
 
 
 @parametrize_pairs(offload=["cpu", "disk"], form=[{}, {"use_orig_params": True}], rank0_only=[True, False])
-def test_offloaded_state(ranks: RankPool, tmp_path: Path, offload: str, form: dict[str, Any], rank0_only: bool) -> None:
+@on_ranks(2)
+def test_offloaded_state(tmp_path: Path, offload: str, form: dict[str, Any], rank0_only: bool) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(2).run(_gather_offloaded, {"offload": offload, **folder, **form}, rank0_only)
-
-
-def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
+    options = {"offload": offload, **folder, **form}
     model, optimizer = trained(**options)
     plain, other = trained()
     named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
 from fsdp.layers.offload import DiskStorage
 from tests.helpers.equality import assert_close, assert_close_state
-from tests.helpers.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
-from tests.helpers.offload import alone, on
+from tests.helpers.models import Block, NestedMlp, Net, keep, nested_mlp, tiny_transformer
+from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import REGRESSION, TOKENS, Task, every_rank, fully_sharded
+from tests.helpers.optimizers import stepped
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import REGRESSION, TOKENS, Task, alone, every_rank, fully_sharded
 from tests.helpers.ranks import RankPool
 
 EARLY, ALL = 3, 10  # steps before wrapping, and of all
@@ -160,7 +161,7 @@ def assert_goes_on(
     return late, plain
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[3, 2, 1],
     make_optimizer=[sgd, adamw, fused_adamw, foreach_adamw],
@@ -168,9 +169,9 @@ def assert_goes_on(
     models=list(MODELS),
 )
 def test_pain_point_21_an_optimizer_made_before_wrapping_goes_on_where_it_was(
-    ranks: RankPool, world_size: int, make_optimizer: MakeOptimizer, options: dict[str, Any], models: str
+    ranks: RankPool, world_size: int, case: Case
 ) -> None:
-    ranks(world_size).run(_go_on, make_optimizer, options, models)
+    ranks(world_size).run(_go_on, case.make_optimizer, case.options, case.models)
 
 
 def _go_on(make_optimizer: MakeOptimizer, options: dict[str, Any], models: str) -> None:
@@ -250,37 +251,18 @@ def _go_on_scaled(make_optimizer: MakeOptimizer, options: dict[str, Any]) -> Non
 # Where state is
 
 
-def stepped(make_optimizer: MakeOptimizer, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, `nested_mlp` by default, whose optimizer took a step before wrapping."""
-    model = model or nested_mlp(keep)
-    optimizer = make_optimizer(model)
-    model(torch.ones(3, 5)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     options=KINDS, offload=["cpu", "disk"], machine=["accelerated", "of CPUs only"], make_optimizer=[sgd, fused_adamw]
 )
-def test_offloaded_shards_go_on(
-    ranks: RankPool,
-    tmp_path: Path,
-    options: dict[str, Any],
-    offload: str,
-    machine: str,
-    make_optimizer: MakeOptimizer,
-) -> None:
-    folder = {"offload_folder": tmp_path} if offload == "disk" else {}
-    ranks(2).run(_go_on_offloaded, machine, make_optimizer, {**options, "offload": offload, **folder})
-
-
-def _go_on_offloaded(machine: str, make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
-    with on(machine):
-        assert_goes_on(make_optimizer, options)
+@on_ranks(2)
+def test_offloaded_shards_go_on(tmp_path: Path, case: Case) -> None:
+    folder = {"offload_folder": tmp_path} if case.offload == "disk" else {}
+    with on(case.machine):
+        assert_goes_on(case.make_optimizer, {**case.options, "offload": case.offload, **folder})
 
 
 @every_kind
@@ -358,16 +340,13 @@ def test_a_number_or_nothing_is_kept(options: dict[str, Any], value: Any) -> Non
 # Parameters without dimensions, whose state looks like a number
 
 
-class Temperature(nn.Module):
+def temperature() -> nn.Module:
     """Nothing but a scalar beside a layer that another optimizer has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 1)
-        self.log = nn.Parameter(torch.tensor(math.log(2.0)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) * self.log.exp()
+    return Net(
+        lambda net, x: net.layer(x) * net.log.exp(),
+        layer=nn.Linear(5, 1),
+        log=nn.Parameter(torch.tensor(math.log(2.0))),
+    )
 
 
 def only_the_scalar(model: nn.Module) -> torch.optim.Optimizer:
@@ -379,7 +358,7 @@ def only_the_scalar(model: nn.Module) -> torch.optim.Optimizer:
 def test_an_optimizer_of_nothing_but_a_scalar(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    late, plain = (Twin(Temperature(), only_the_scalar) for _ in range(2))
+    late, plain = (Twin(temperature(), only_the_scalar) for _ in range(2))
     plain.model.load_state_dict(late.model.state_dict())
     plain.train(range(ALL))
     late.train(range(EARLY))

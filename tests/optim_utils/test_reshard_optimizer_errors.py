@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
 from fsdp.layers.mapped_files import MappedFiles
-from tests.helpers.offload import alone
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import fully_sharded
+from tests.helpers.parity import alone, fully_sharded
 
 KINDS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 every_kind = pytest.mark.parametrize("options", KINDS, ids=["flat", "original", "unflattened"])

@@ -12,9 +12,9 @@ from torch import nn
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import keep, nested_mlp
-from tests.helpers.offload import alone
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.parity import fully_sharded
+from tests.helpers.optimizers import stepped
+from tests.helpers.parity import alone, fully_sharded
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -28,15 +28,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def stepped(make_optimizer: MakeOptimizer, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, `nested_mlp` by default, whose optimizer took a step before wrapping."""
-    model = model or nested_mlp(keep)
-    optimizer = make_optimizer(model)
-    model(torch.ones(3, 5)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -15,6 +15,7 @@ from fsdp import FullyShardedDataParallel, optim_utils
 from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import (
+    FORMS,
     MakeOptimizer,
     adadelta,
     adam,
@@ -22,32 +23,23 @@ from tests.helpers.optimizers import (
     from_first,
     garden,
     grouped_adamw,
-    is_bias,
     momentum,
     nadam,
     stateless,
     train,
 )
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
 
-FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
 OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nadam, stateless]
 HALF = 3
 
 
-@parametrize_pairs(at_most=8, saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
-def test_half_of_the_steps_at_another_world_size(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_at: int,
-    loaded_at: int,
-    form: dict[str, Any],
-    make_optimizer: MakeOptimizer,
-) -> None:
-    ranks(saved_at).run(_train_and_save, tmp_path / "saved", form, make_optimizer)
-    ranks(loaded_at).run(_load_and_train, tmp_path / "saved", form, make_optimizer)
+@parametrize_cases(at_most=8, saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
+def test_half_of_the_steps_at_another_world_size(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    ranks(case.saved_at).run(_train_and_save, tmp_path / "saved", case.form, case.make_optimizer)
+    ranks(case.loaded_at).run(_load_and_train, tmp_path / "saved", case.form, case.make_optimizer)
 
 
 def _train_and_save(path: Path, form: dict[str, Any], make_optimizer: MakeOptimizer) -> None:

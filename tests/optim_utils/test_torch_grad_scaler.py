@@ -13,9 +13,9 @@ import torch
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.parity import fully_sharded, fused_adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
-from tests.optim_utils.test_grad_scaler import backward, fused_adamw, step_changes
+from tests.optim_utils.test_grad_scaler import backward, step_changes
 
 
 class OwnScaler(torch.amp.GradScaler):

@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.equality import assert_close
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import REGRESSION, Task, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import REGRESSION, Task, sgd_with_momentum, trained_gradients
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, cube, gpt, mesh_of, over_data, own_rows, perceptron
 
@@ -36,13 +36,6 @@ def mean_gradients(plain: nn.Module, task: Task, data_size: int) -> None:
             param.grad /= data_size
 
 
-def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Collective. The whole gradients, from a step of size one."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return {name: before[name] - value for name, value in model.state_dict().items()}
-
-
 def assert_close_gradients(model: nn.Module, plain: nn.Module) -> None:
     assert_close(trained_gradients(model), trained_gradients(plain), rtol=1e-8, atol=1e-12)
 
@@ -54,17 +47,15 @@ def build(options: dict[str, Any], model: dict[str, Any]) -> tuple[nn.Module, nn
     return gpt(over_data(mesh, **options), mesh=mesh, **model), gpt(**model), mesh["dp"].get_local_rank(), 2
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     norm_type=[2.0, math.inf, 1.0, 3.0],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True, "tied": True}, {"frozen": ("query", "norms.0")}],
     options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}],
 )
-def test_the_norm_is_that_of_the_whole_model(
-    ranks: RankPool, norm_type: float, kind: str, model: dict[str, Any], options: dict[str, Any]
-) -> None:
-    norms = ranks(4).run(_clip, norm_type, {"kind": kind, **model}, options)
+def test_the_norm_is_that_of_the_whole_model(ranks: RankPool, case: Case) -> None:
+    norms = ranks(4).run(_clip, case.norm_type, {"kind": case.kind, **case.model}, case.options)
     assert norms == norms[:1] * 4  # to the bit
 
 
@@ -165,11 +156,8 @@ def spoil_on_the_last_rank(model: nn.Module, value: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
-def test_an_infinity_on_one_tensor_rank_skips_the_step_on_all(ranks: RankPool, shape: tuple[int, int]) -> None:
-    ranks(shape[0] * shape[1]).run(_overflow, shape)
-
-
-def _overflow(shape: tuple[int, int]) -> None:
+@on_ranks(lambda shape: shape[0] * shape[1])
+def test_an_infinity_on_one_tensor_rank_skips_the_step_on_all(shape: tuple[int, int]) -> None:
     mesh = mesh_of(*shape)
     model = gpt(over_data(mesh, mixed_precision=True), mesh=mesh)
     optimizer = sgd_with_momentum(model.parameters())

@@ -16,60 +16,49 @@ from fsdp import FullyShardedDataParallel, load_safetensors
 from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.boxes import Box
 from tests.helpers.equality import assert_same_state
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.ranks import RankPool
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.safetensors_files import counted_reads, save, shard_bytes
 from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data
 
 OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}]
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6, shape=[(2, 2), (1, 2), (2, 1)], model=[{}, {"vocabulary": True}, {"kind": "sequence"}], options=OPTIONS
 )
-def test_parts_are_those_of_the_whole_tensors_in_the_file(
-    ranks: RankPool, tmp_path: Path, shape: tuple[int, int], model: dict[str, Any], options: dict[str, Any]
-) -> None:
+@on_ranks(lambda case: case.shape[0] * case.shape[1])
+def test_parts_are_those_of_the_whole_tensors_in_the_file(tmp_path: Path, case: Case) -> None:
     save(tmp_path, gpt(seed=1).state_dict())
-    ranks(shape[0] * shape[1]).run(_load, tmp_path, shape, model, options)
-
-
-def _load(path: Path, shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) -> None:
-    mesh = mesh_of(*shape)
-    model = gpt(over_data(mesh, **options), mesh=mesh, **how)
+    mesh = mesh_of(*case.shape)
+    model = gpt(over_data(mesh, **case.options), mesh=mesh, **case.model)
     with counted_reads() as sizes:
-        load_safetensors(model, path)
+        load_safetensors(model, tmp_path)
     assert sum(sizes) == shard_bytes(model) + sum(buffer.nbytes for _, buffer in model.named_buffers())
     assert_same_state(model.state_dict(), gpt(seed=1).state_dict())
 
 
-def test_ignored_dtensors_are_read_in_part(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ignored_dtensors_are_read_in_part(tmp_path: Path) -> None:
     save(tmp_path, {"0.weight": torch.rand(6, 4), "1.weight": torch.rand(4, 4)})
-    ranks(2).run(_load_ignored, tmp_path)
-
-
-def _load_ignored(path: Path) -> None:
     mesh = mesh_of(1, 2)["tp"]
     module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 4, bias=False))
     module[0].weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]))
     model = FullyShardedDataParallel(module, ignored_modules=[module[0]])
-    load_safetensors(model, path)
+    load_safetensors(model, tmp_path)
     assert isinstance(module[0].weight, DTensor)
     from fsdp.checkpoint.safetensors import SafetensorsFiles
 
     whole = torch.empty(6, 4)
-    with SafetensorsFiles(path) as files:
+    with SafetensorsFiles(tmp_path) as files:
         files.read("0.weight", whole)
     assert torch.equal(module[0].weight.full_tensor(), whole)
 
 
-def test_what_is_cut_along_two_dimensions(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(4)
+def test_what_is_cut_along_two_dimensions(tmp_path: Path) -> None:
     state = {"0.weight": torch.rand(4, 4), "1.weight": torch.rand(4, 4)}
     save(tmp_path, state)
-    ranks(4).run(_load_twice_cut, tmp_path, state)
-
-
-def _load_twice_cut(path: Path, state: dict[str, Tensor]) -> None:
     mesh = cube()
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     placements = [[Replicate(), Shard(0)], [Shard(0), Shard(1)]]
@@ -77,7 +66,7 @@ def _load_twice_cut(path: Path, state: dict[str, Tensor]) -> None:
         layer.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh["a", "b"], each))
     model = FullyShardedDataParallel(module, process_group=mesh["dp"].get_group())
     with counted_reads() as sizes:
-        load_safetensors(model, path)
+        load_safetensors(model, tmp_path)
     assert sum(sizes) == shard_bytes(model)
     assert_same_state(model.state_dict(), state)
 

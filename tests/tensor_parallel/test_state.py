@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.helpers.equality import assert_same_state
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, cube, gpt, mesh_of, over_data, perceptron
 
@@ -33,22 +33,18 @@ def other_values() -> dict[str, Tensor]:
 # Saving
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     shape=[(2, 2), (1, 2), (2, 1)],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True}, {"vocabulary": True, "tied": True}, {"recompute": True}],
     options=OPTIONS,
 )
-def test_the_state_dict_is_that_of_the_plain_model(
-    ranks: RankPool, shape: tuple[int, int], kind: str, model: dict[str, Any], options: dict[str, Any]
-) -> None:
-    ranks(shape[0] * shape[1]).run(_save, shape, {"kind": kind, **model}, options)
-
-
-def _save(shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) -> None:
-    mesh = mesh_of(*shape)
-    model = gpt(over_data(mesh, **options), mesh=mesh, **how)
+@on_ranks(lambda case: case.shape[0] * case.shape[1])
+def test_the_state_dict_is_that_of_the_plain_model(case: Case) -> None:
+    how = {"kind": case.kind, **case.model}
+    mesh = mesh_of(*case.shape)
+    model = gpt(over_data(mesh, **case.options), mesh=mesh, **how)
     plain = gpt(tied=how.get("tied", False))
     assert_same_state(model.state_dict(), plain.state_dict())
     with model.summon_full_params():  # type: ignore[operator]

@@ -20,6 +20,7 @@ from fsdp.distributed.messages import check_messages
 from fsdp.testing import World
 from tests.helpers.equality import assert_same
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 
@@ -95,17 +96,14 @@ def _all_functions() -> dict[str, Any]:
     return got
 
 
-def test_a_rank_of_a_real_job_can_run_a_world(ranks: RankPool) -> None:
-    assert ranks(2).run(_run_a_world_between_steps) == [2.0, 2.0]
-
-
-def _run_a_world_between_steps() -> float:
+@on_ranks(2)
+def test_a_rank_of_a_real_job_can_run_a_world() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
     model(torch.ones(2, 5)).sum().backward()
     assert World(3).run(dist.get_world_size) == [3, 3, 3]
     model(torch.ones(2, 5)).sum().backward()
     dist.all_reduce(total := torch.ones(1))
-    return float(total)
+    assert float(total) == 2.0
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.distributed.dtensor import local_part
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
@@ -132,21 +132,18 @@ class Relaxing(nn.Module):
         return self.exit(hidden) * self.scale + energy
 
 
-class Inner(nn.Module):
+def inner(wrap: Wrap, trains_inside: bool) -> nn.Module:
     """Has that in a unit in the middle."""
-
-    def __init__(self, wrap: Wrap, trains_inside: bool) -> None:
-        super().__init__()
-        self.entry = nn.Linear(5, 5)
-        self.middle = wrap(Relaxing(wrap, trains_inside))
-        self.exit = wrap(nn.Linear(5, 5))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(self.middle(self.entry(inputs)))
+    return Net(
+        lambda net, x: net.exit(net.middle(net.entry(x))),
+        entry=nn.Linear(5, 5),
+        middle=wrap(Relaxing(wrap, trains_inside)),
+        exit=wrap(nn.Linear(5, 5)),
+    )
 
 
 def _relaxing(wrap: Wrap, trains_inside: bool) -> nn.Module:
-    return wrap(seeded(partial(Inner, wrap, trains_inside)))
+    return wrap(seeded(partial(inner, wrap, trains_inside)))
 
 
 @pytest.mark.parametrize("trains_inside", [False, True], ids=["grad", "backward"])
@@ -171,19 +168,18 @@ class Forces(nn.Module):
         return (self.energy(inputs) + 0.1 * force) * self.scale
 
 
-class Checkpointed(nn.Module):
+def checkpointed(wrap: Wrap) -> nn.Module:
     """Computes that again in backward; what is differentiated inside is computed again there as well."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.entry, self.forces, self.exit = nn.Linear(5, 5), wrap(Forces(wrap)), wrap(nn.Linear(5, 5))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(checkpoint(self.forces, self.entry(inputs), use_reentrant=False).tanh())
+    return Net(
+        lambda net, x: net.exit(checkpoint(net.forces, net.entry(x), use_reentrant=False).tanh()),
+        entry=nn.Linear(5, 5),
+        forces=wrap(Forces(wrap)),
+        exit=wrap(nn.Linear(5, 5)),
+    )
 
 
 def _checkpointed(wrap: Wrap) -> nn.Module:
-    return wrap(seeded(partial(Checkpointed, wrap)))
+    return wrap(seeded(partial(checkpointed, wrap)))
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import MixedPrecision, use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
-from tests.engine.test_precision_memory import counting_sent_bytes, sent_in_a_step, step, tower
+from tests.engine.test_precision_memory import sent_in_a_step, step, tower
 from tests.helpers.comm_hooks import (
     CommHook,
     average,
@@ -25,10 +25,18 @@ from tests.helpers.comm_hooks import (
     torchs_state,
     with_hook,
 )
+from tests.helpers.dtypes import BRAIN, SINGLE
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.orig_twins import (
+    OrigTwins,
+    branches,
+    decay_matrices_only,
+    first_rank_uses_all_of_the_last_unit,
+    one_sgd,
+)
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
     MakeOptimizer,
@@ -42,16 +50,8 @@ from tests.helpers.parity import (
     train_sharded,
 )
 from tests.helpers.ranks import RankPool
+from tests.helpers.traffic import by_dtype, counting_sent
 from tests.helpers.twins import batch, score
-from tests.training.test_orig_params import (
-    Twins,
-    branches,
-    decay_matrices_only,
-    first_rank_uses_all_of_the_last_unit,
-    one_sgd,
-)
-
-BRAIN, SINGLE = torch.bfloat16, torch.float32
 
 
 def trained(hook: CommHook | None, make_optimizer: MakeOptimizer, **options: Any) -> Trained:
@@ -113,7 +113,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[2, 1],
     policy=list(POLICIES),
@@ -124,28 +124,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     recompute=["no", "inside", "outside"],
     reshard_after_forward=[True, False],
 )
-def test_a_hook_goes_with_other_options_to_the_bit(
-    ranks: RankPool,
-    tmp_path: Path,
-    world_size: int,
-    policy: str,
-    layout: str,
-    offload: str,
-    machine: str,
-    training: dict[str, Any],
-    recompute: str,
-    reshard_after_forward: bool,
-) -> None:
-    options = POLICIES[policy] | LAYOUTS[layout] | OFFLOADS[offload] | {"reshard_after_forward": reshard_after_forward}
-    if offload == "disk":
+@on_ranks("world_size")
+def test_a_hook_goes_with_other_options_to_the_bit(tmp_path: Path, case: Case) -> None:
+    options = (
+        POLICIES[case.policy]
+        | LAYOUTS[case.layout]
+        | OFFLOADS[case.offload]
+        | {"reshard_after_forward": case.reshard_after_forward}
+    )
+    if case.offload == "disk":
         options["offload_folder"] = os.fspath(tmp_path)
-    ranks(world_size).run(_train_both, options, machine, training, recompute)
-
-
-def _train_both(options: dict[str, Any], machine: str, training: dict[str, Any], recompute: str) -> None:
-    make_model = partial(tiny_transformer, recompute=recompute)
-    plan = partial(Training, make_optimizer=adamw, task=TOKENS, **training)
-    with on(machine):
+    make_model = partial(tiny_transformer, recompute=case.recompute)
+    plan = partial(Training, make_optimizer=adamw, task=TOKENS, **case.training)
+    with on(case.machine):
         plain = train_sharded(plan(make_model=make_model), fully_sharded(**options))
         hooked = partial(with_hook, make_model, average_in_float32)
         assert_bit_equal(train_sharded(plan(make_model=hooked), fully_sharded(**options)), plain)
@@ -154,7 +145,7 @@ def _train_both(options: dict[str, Any], machine: str, training: dict[str, Any],
 @on_ranks(2, 3)
 def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one_order() -> None:
     """torch's collectives could not tell two units apart."""
-    twins = Twins(partial(with_hook, branches, torchs_reduce_scatter), one_sgd)
+    twins = OrigTwins(partial(with_hook, branches, torchs_reduce_scatter), one_sgd)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
         twins.assert_close_gradients()
@@ -163,7 +154,7 @@ def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one
 
 @on_ranks(2)
 def test_optimizers_of_original_parameters_train_with_a_hook() -> None:
-    twins = Twins(partial(with_hook, nested_mlp, average), decay_matrices_only)
+    twins = OrigTwins(partial(with_hook, nested_mlp, average), decay_matrices_only)
     for number in range(2):
         twins.step(number)
         twins.assert_close_gradients()
@@ -218,7 +209,7 @@ def test_bf16_compress_hook_halves_the_bytes_of_reductions(bucket_cap_mb: float)
     for hook in (average, bf16_compress_hook):
         model = tower(**options)
         model.register_comm_hook(None, hook)  # the ranks also agree
-        with counting_sent_bytes() as sent[hook]:
+        with counting_sent(by_dtype) as sent[hook]:
             step(model)
     assert full.keys() == {SINGLE}
     assert sent[average] == full

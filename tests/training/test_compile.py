@@ -36,9 +36,8 @@ from tests.helpers.compile_backends import (
 from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import from_one_rank, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
 PRELOAD = ["torch._inductor.compile_fx"]
@@ -216,13 +215,11 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
     assert_close(list(found.weights.values()), list(expected.weights.values()), rtol=1e-11, atol=1e-13)
 
 
-@parametrize_pairs(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
+@parametrize_cases(at_most=7, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
 @on_ranks("world_size")
-def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(
-    way: Way, options: dict[str, Any], reshard_after_forward: bool
-) -> None:
-    options = options | {"reshard_after_forward": reshard_after_forward}
-    backend = _train_all(way, options)
+def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(case: Case) -> None:
+    options = case.options | {"reshard_after_forward": case.reshard_after_forward}
+    backend = _train_all(case.way, options)
     assert backend.breaks == []
     # All blocks are calls of one graph, as they are of the plain model; evaluation has its own.
     assert backend.sizes == [Block.OPERATIONS] * 2
@@ -287,12 +284,9 @@ def test_auto_wrap_finds_blocks_in_compiled_modules() -> None:
 
 @torchs_own_deprecations
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
-def test_blocks_compiled_by_inductor_train(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, timeout=120).run(_train_inductor, tmp_path)
-
-
-def _train_inductor(folder: Path) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # which ranks share, so that each kernel is built once
+@on_ranks(2, timeout=120)
+def test_blocks_compiled_by_inductor_train(tmp_path: Path) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # which ranks share, so that each kernel is built once
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # To compile headers beforehand and to try vector instructions takes longer than two kernels.
     with inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):

@@ -79,17 +79,14 @@ def compiled_checkpoint(block: nn.Module, backend: Any) -> nn.Module:
     prepare=[partial(call_compile, fullgraph=True), torch_compile, checkpoint_of_compiled, compiled_checkpoint],
     no_sync=[False, True],
 )
-def test_other_features_go_on_working(
-    ranks: RankPool, world_size: int, beside: str, options: dict[str, Any], prepare: Any, no_sync: bool
-) -> None:
+@on_ranks("world_size")
+def test_other_features_go_on_working(beside: str, options: dict[str, Any], prepare: Any, no_sync: bool) -> None:
     if prepare is compiled_checkpoint and "mixed_precision" in BESIDE[beside]:
         prepare = checkpoint_of_compiled  # the other has a test of its own
-    ranks(world_size).run(_train_beside, BESIDE[beside] | options, prepare, no_sync)
-
-
-def _train_beside(options: dict[str, Any], prepare: Any, no_sync: bool) -> None:
     backend = Counter()
-    states = [_accumulate(options, prepare, no_sync) for prepare in (keep, partial(prepare, backend=backend))]
+    states = [
+        _accumulate(BESIDE[beside] | options, prepare, no_sync) for prepare in (keep, partial(prepare, backend=backend))
+    ]
     expected, found = (list(state.values()) for state in states)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert backend.breaks == []
@@ -183,12 +180,9 @@ def _step_compiled(options: dict[str, Any]) -> None:
 
 
 @torchs_own_deprecations
-def test_what_comes_before_and_after_a_compiled_step_is_not_compiled(ranks: RankPool) -> None:
+@on_ranks(1)
+def test_what_comes_before_and_after_a_compiled_step_is_not_compiled() -> None:
     """Our hooks look at all models of the process; torch 2.14 has failed to trace that."""
-    ranks(1).run(_step_compiled_beside_ours)
-
-
-def _step_compiled_beside_ours() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
     optimizer = sgd_with_momentum(model.parameters())
     score(model(batch(0, 0).float())).backward()
@@ -205,11 +199,8 @@ def _step_compiled_beside_ours() -> None:
 
 
 @torchs_own_deprecations
-def test_what_same_bits_asks_of_a_compiled_step_is_not_compiled(ranks: RankPool) -> None:
-    ranks(1).run(_step_compiled_with_same_bits)
-
-
-def _step_compiled_with_same_bits() -> None:
+@on_ranks(1)
+def test_what_same_bits_asks_of_a_compiled_step_is_not_compiled() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
     bits, optimizer = SameBits(model, micro_batches=1), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     for number in bits.step(0):

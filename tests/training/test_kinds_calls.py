@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.helpers.equality import assert_close, assert_close_state
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import FORMS, SideBySide, Units, auto_wrapped, whole, wrapped_parts
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 from tests.helpers.twins import (
     Step,
     Twins,
@@ -77,14 +76,12 @@ INFERENCE: list[Callable[[], AbstractContextManager[Any]]] = [torch.no_grad, tor
 # Methods
 
 
-@parametrize_pairs(at_most=5, options=FORMS, units=UNITS, world_size=[3, 2], mode=INFERENCE)
+@parametrize_cases(at_most=5, options=FORMS, units=UNITS, world_size=[3, 2], mode=INFERENCE)
 @on_ranks("world_size")
-def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(
-    options: dict[str, Any], units: Units, mode: Callable[[], Any]
-) -> None:
-    pair = SideBySide(Generator, units, **options)
+def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(case: Case) -> None:
+    pair = SideBySide(Generator, case.units, **case.options)
     for number in range(2):
-        with mode():  # before the first step, too
+        with case.mode():  # before the first step, too
             found = pair.sharded.generate(batch(number, 0), count=3)
             assert_close(found, pair.plain.generate(batch(number, 0), count=3), "generated")
         assert_at_rest(pair.sharded)
@@ -156,26 +153,20 @@ def test_pain_point_13_a_raw_weight_names_itself_its_unit_and_the_way_out(option
     pair.assert_close()
 
 
-class ReadsUnit(nn.Module):
+def reads_unit() -> nn.Module:
     """Never calls its child, and uses its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child, self.exit = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.exit(inputs @ self.child.weight)
+    return Net(lambda net, x: net.exit(x @ net.child.weight), child=nn.Linear(5, 5), exit=nn.Linear(5, 5))
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 @on_ranks(2)
 def test_pain_point_13_a_parent_that_reads_the_weight_of_another_unit(options: dict[str, Any]) -> None:
-    model = wrapped_parts(ReadsUnit(), fully_sharded(**options), parts=["child"])
+    model = wrapped_parts(reads_unit(), fully_sharded(**options), parts=["child"])
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^weight is sharded: .* of child .*must be in the same unit"):
             model(torch.ones(2, 5))
         assert_at_rest(model)
-    assert list(model.state_dict()) == list(ReadsUnit().state_dict())
+    assert list(model.state_dict()) == list(reads_unit().state_dict())
 
 
 @on_ranks(2)
@@ -210,26 +201,20 @@ SEVERAL = [
     reshard_after_forward=[True, False],
     model=[{"order": "abab"}, {"recompute": True, "order": "abca"}, {"recompute": False, "order": "abca"}],
 )
+@on_ranks("world_size")
 def test_pain_point_14_several_forwards_and_backwards_in_a_step(
-    ranks: RankPool,
     step: Step,
     options: dict[str, Any],
-    world_size: int,
     make_optimizer: MakeOptimizer,
     reshard_after_forward: bool,
     model: dict[str, Any],
 ) -> None:
     options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_step_in_turn, partial(toolbox, **model), step, make_optimizer, options)
-
-
-def _step_in_turn(
-    make: Callable[[Wrap], nn.Module], step: Step, make_optimizer: MakeOptimizer, options: dict[str, Any]
-) -> None:
+    make = partial(toolbox, **model)
     twins = Twins.of(make, **options)
     twins.optimizers = [make_optimizer(model.parameters()) for model in (twins.sharded, twins.plain)]
     for number in range(3):
-        twins.step(number, step if number % 3 else once)
+        twins.take(number, step if number % 3 else once)
     assert_at_rest(twins.sharded)
     twins.share_plain()
     assert_close_state(twins.sharded.state_dict(), twins.plain.state_dict())

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
-from tests.helpers.models import Wrap
-from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideBySide, Units, auto_wrapped, whole
+from tests.helpers.models import Net, Wrap
+from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideBySide, auto_wrapped, whole
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adam, adamw, fully_sharded, sgd_with_momentum
-from tests.helpers.ranks import RankPool
+from tests.helpers.pairs import Case, parametrize_cases
+from tests.helpers.parity import adam, adamw, fully_sharded, sgd_with_momentum
 
 NORM_TYPES = [2.0, math.inf, 1.0]
 
@@ -74,7 +73,7 @@ def clip_both(pair: SideBySide, max_norm: float, norm_type: float) -> tuple[Tens
     return pair.sharded.clip_grad_norm_(max_norm, norm_type), expected
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     norm_type=NORM_TYPES,
     options=FORMS,
@@ -84,15 +83,13 @@ def clip_both(pair: SideBySide, max_norm: float, norm_type: float) -> tuple[Tens
     max_norm=[0.05, 100.0],
 )
 @on_ranks("world_size")
-def test_pain_point_07_clipped_steps_equal_the_unsharded_model(
-    norm_type: float, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, max_norm: float
-) -> None:
-    pair = SideBySide(all_kinds, units, make_optimizer, apart=True, **options)
+def test_pain_point_07_clipped_steps_equal_the_unsharded_model(case: Case) -> None:
+    pair = SideBySide(all_kinds, case.units, case.make_optimizer, apart=True, **case.options)
     for number in range(2):
         pair.backward(number)
-        found, expected = clip_both(pair, max_norm, norm_type)
+        found, expected = clip_both(pair, case.max_norm, case.norm_type)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
-        assert (expected.item() > max_norm) is (max_norm < 1)
+        assert (expected.item() > case.max_norm) is (case.max_norm < 1)
         for optimizer in pair.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -107,22 +104,20 @@ def held_gradients(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-@parametrize_pairs(norm_type=NORM_TYPES, options=FORMS, units=[whole, auto_wrapped, each_in_another_form])
+@parametrize_cases(norm_type=NORM_TYPES, options=FORMS, units=[whole, auto_wrapped, each_in_another_form])
 @on_ranks(2)
-def test_pain_point_07_no_dtype_is_narrowed_for_the_norm(
-    norm_type: float, options: dict[str, Any], units: Units
-) -> None:
-    pair = SideBySide(in_many_dtypes, units, apart=True, **options)
+def test_pain_point_07_no_dtype_is_narrowed_for_the_norm(case: Case) -> None:
+    pair = SideBySide(in_many_dtypes, case.units, apart=True, **case.options)
     pair.sharded(torch.full((3, 5), 0.1 + dist.get_rank())).sum().backward()
     grads = [torch.view_as_real(g) if g.is_complex() else g for g in held_gradients(pair.sharded)]
     assert len({grad.dtype for grad in grads}) == 2
     sizes = torch.cat([g.abs().double().flatten() for g in held_gradients(pair.sharded) if not g.is_complex()])
     waves = torch.cat([g.to(torch.complex128).abs() for g in held_gradients(pair.sharded) if g.is_complex()])
-    of_ranks = [torch.linalg.vector_norm(torch.cat([sizes, waves]), norm_type)]
+    of_ranks = [torch.linalg.vector_norm(torch.cat([sizes, waves]), case.norm_type)]
     gathered = [torch.empty_like(of_ranks[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, of_ranks[0])
-    expected = torch.linalg.vector_norm(torch.stack(gathered), norm_type)
-    found = pair.sharded.clip_grad_norm_(1.0, norm_type)
+    expected = torch.linalg.vector_norm(torch.stack(gathered), case.norm_type)
+    found = pair.sharded.clip_grad_norm_(1.0, case.norm_type)
     assert found.dtype is torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=0.0)
 
@@ -146,7 +141,7 @@ def test_pain_point_07_float64_beside_complex64_is_summed_in_float64() -> None:
 # Not finite
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=3,
     value=[math.nan, math.inf],
     norm_type=[2.0, math.inf],
@@ -155,32 +150,26 @@ def test_pain_point_07_float64_beside_complex64_is_summed_in_float64() -> None:
     world_size=[3, 2],
 )
 @on_ranks("world_size")
-def test_pain_point_07_error_if_nonfinite_changes_nothing_on_any_rank(
-    value: float, norm_type: float, options: dict[str, Any], units: Units
-) -> None:
-    pair = SideBySide(all_kinds, units, apart=True, **options)
+def test_pain_point_07_error_if_nonfinite_changes_nothing_on_any_rank(case: Case) -> None:
+    pair = SideBySide(all_kinds, case.units, apart=True, **case.options)
     pair.backward(0)
     if dist.get_rank() == dist.get_world_size() - 1:  # in one element, on one rank
         grads = [param.grad for param in pair.sharded.parameters() if param.grad is not None]
-        next(grad for grad in grads if grad.numel()).view(-1)[0] = value
+        next(grad for grad in grads if grad.numel()).view(-1)[0] = case.value
     before = [grad.clone() for grad in held_gradients(pair.sharded)]
     with pytest.raises(RuntimeError, match=r"the norm of the gradients is (nan|inf) .*left as they are, on every rank"):
-        pair.sharded.clip_grad_norm_(0.01, norm_type, error_if_nonfinite=True)
+        pair.sharded.clip_grad_norm_(0.01, case.norm_type, error_if_nonfinite=True)
     for found, expected in zip(held_gradients(pair.sharded), before, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
-    assert not pair.sharded.clip_grad_norm_(0.01, norm_type).isfinite()
+    assert not pair.sharded.clip_grad_norm_(0.01, case.norm_type).isfinite()
     for optimizer in pair.optimizers:
         optimizer.zero_grad()
     pair.step(1)
     pair.assert_close()
 
 
-def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank(ranks: RankPool) -> None:
-    for error in ranks(2).run(_name_nonfinite):
-        assert " over all ranks (the gradient of 1.bias of unit 'root (Sequential)'), so they cannot" in error
-
-
-def _name_nonfinite() -> str:
+@on_ranks(2)
+def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank() -> None:
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     model(torch.ones(1, 3)).sum().backward()
     if dist.get_rank() == 1:
@@ -188,25 +177,21 @@ def _name_nonfinite() -> str:
         param.grad[-1] = math.nan
     with pytest.raises(RuntimeError) as error:
         model.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    return str(error.value)
+    error = str(error.value)
+    assert " over all ranks (the gradient of 1.bias of unit 'root (Sequential)'), so they cannot" in error
 
 
 # By value
 
 
-class RealKinds(nn.Module):
+def real_kinds() -> nn.Module:
     """What torch can clamp."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds = AllKinds(narrow=False)
-        self.kinds.waves = nn.Linear(7, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.kinds(inputs)
+    net = Net(lambda net, x: net.kinds(x), kinds=AllKinds(narrow=False))
+    net.kinds.waves = nn.Linear(7, 5)
+    return net
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=3,
     options=FORMS,
     units=[whole, auto_wrapped],
@@ -215,14 +200,12 @@ class RealKinds(nn.Module):
     clip_value=[1e-3, 100.0],
 )
 @on_ranks("world_size")
-def test_pain_point_07_clipping_by_value_equals_torchs(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, clip_value: float
-) -> None:
-    pair = SideBySide(RealKinds, units, make_optimizer, apart=True, **options)
+def test_pain_point_07_clipping_by_value_equals_torchs(case: Case) -> None:
+    pair = SideBySide(real_kinds, case.units, case.make_optimizer, apart=True, **case.options)
     for number in range(2):
         pair.backward(number)
-        pair.sharded.clip_grad_value_(clip_value)
-        nn.utils.clip_grad_value_(pair.plain.parameters(), clip_value)
+        pair.sharded.clip_grad_value_(case.clip_value)
+        nn.utils.clip_grad_value_(pair.plain.parameters(), case.clip_value)
         for optimizer in pair.optimizers:
             optimizer.step()
             optimizer.zero_grad()

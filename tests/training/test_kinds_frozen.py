@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import fully_shard
-from tests.engine.test_memory import live_bytes
-from tests.engine.test_precision_memory import counting_sent_bytes
-from tests.helpers.models import Wrap, keep
+from tests.helpers.dtypes import BRAIN, SINGLE
+from tests.helpers.memory import live_bytes
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.module_kinds import (
     FLAT,
     FORMS,
@@ -26,16 +26,15 @@ from tests.helpers.module_kinds import (
     UNFLATTENED,
     SideBySide,
     Units,
-    assert_trains_like_plain,
+    assert_kind_trains,
     auto_wrapped,
     seeded,
     whole,
     wrapped_parts,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
-    MakeOptimizer,
     Training,
     adamw,
     assert_bit_equal,
@@ -46,8 +45,7 @@ from tests.helpers.parity import (
     train_sharded,
 )
 from tests.helpers.ranks import RankPool
-
-BRAIN, SINGLE = torch.bfloat16, torch.float32
+from tests.helpers.traffic import by_dtype, counting_sent
 
 
 class Adapted(nn.Module):
@@ -81,7 +79,7 @@ UNITS: list[Units] = [whole, by_layers, auto_wrapped]
 # They train
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     options=FORMS,
     units=UNITS,
@@ -89,33 +87,21 @@ UNITS: list[Units] = [whole, by_layers, auto_wrapped]
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
+def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(ranks: RankPool, world_size: int, case: Case) -> None:
     # Adapters in float64: what the base rounds to 16 bits is then the same here and there.
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, adapted, units, make_optimizer, options, apart=True)
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_kind_trains, adapted, case.units, case.make_optimizer, options, apart=True)
 
 
 def mixed() -> nn.Module:
     """Both dtypes trained: norms in float32 between layers in bfloat16."""
     return nn.Sequential(
-        nn.LayerNorm(5), Cast(BRAIN), nn.Linear(5, 7, dtype=BRAIN), nn.Tanh(), Cast(SINGLE), nn.Linear(7, 1)
+        nn.LayerNorm(5), cast(BRAIN), nn.Linear(5, 7, dtype=BRAIN), nn.Tanh(), cast(SINGLE), nn.Linear(7, 1)
     )
 
 
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.to(self.dtype)
+def cast(dtype: torch.dtype) -> nn.Module:
+    return Net(lambda net, x: x.to(net.dtype), dtype=dtype)
 
 
 def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Module:
@@ -123,31 +109,27 @@ def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Modu
     return model if wrap is keep else units(model, wrap)
 
 
-@parametrize_pairs(at_most=4, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
+@parametrize_cases(at_most=4, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
 @on_ranks(2)
-def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
-) -> None:
-    make_model = partial(in_units, partial(adapted, outputs=1), units)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer)
-    sharded = train_sharded(training, fully_sharded(**options))
+def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(case: Case) -> None:
+    make_model = partial(in_units, partial(adapted, outputs=1), case.units)
+    training = Training(make_model=make_model, make_optimizer=case.make_optimizer)
+    sharded = train_sharded(training, fully_sharded(**case.options))
     assert_bit_equal(sharded, train_ddp(training))
     assert {value.dtype for name, value in sharded.weights.items() if "base" in name} == {BRAIN}
     assert {value.dtype for name, value in sharded.weights.items() if "base" not in name} == {SINGLE}
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[4, 2],  # a third of a gradient in bfloat16 is rounded, and that of one rank is three times as large
     options=FORMS,
     units=[whole, auto_wrapped],
     make_optimizer=[sgd_with_momentum, adamw],
 )
-def test_pain_point_06_both_dtypes_are_trained(
-    ranks: RankPool, world_size: int, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
-) -> None:
-    wrap = fully_sharded(**options)
-    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, wrap=wrap)
+def test_pain_point_06_both_dtypes_are_trained(ranks: RankPool, world_size: int, case: Case) -> None:
+    wrap = fully_sharded(**case.options)
+    ranks(world_size).run(assert_parity, partial(in_units, mixed, case.units), case.make_optimizer, wrap=wrap)
 
 
 # What they cost
@@ -190,7 +172,7 @@ def test_pain_point_04_what_is_frozen_is_gathered_and_never_reduced(options: dic
     model = units(seeded(adapted), fully_sharded(reshard_after_forward=False, **options))
     train_step(model, torch.ones(2, 5))  # the ranks also agree in the first one
     peers = dist.get_world_size() - 1
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_dtype) as sent:
         train_step(model, torch.ones(2, 5))
     assert sent[BRAIN] == peers * shard_numel(FROZEN, units, options) * 2
     assert sent[SINGLE] == peers * shard_numel(TRAINED, units, options) * 4 * 2  # gathered and reduced
@@ -203,32 +185,30 @@ def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(options: dic
     train_step(model, torch.ones(2, 5))
     model[2].requires_grad_(False)
     peers = dist.get_world_size() - 1
-    with counting_sent_bytes() as sent:
+    with counting_sent(by_dtype) as sent:
         train_step(model, torch.ones(2, 5))
     gathered, reduced = (shard_numel(layers, by_layers, options) for layers in (TRAINED, TRAINED[:1]))
     assert sent[SINGLE] == peers * (gathered + reduced) * 4
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4, options=FORMS, units=[whole, by_layers], world_size=[3, 2], make_optimizer=[adamw, sgd_with_momentum]
 )
 @on_ranks("world_size")
-def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
-    options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
-) -> None:
+def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(case: Case) -> None:
     inputs = torch.ones(2, 5)
     before = live_bytes()
-    model: Any = units(seeded(adapted), fully_sharded(**options))
-    trained, frozen = (shard_numel(layers, units, options) for layers in (TRAINED, FROZEN))
+    model: Any = case.units(seeded(adapted), fully_sharded(**case.options))
+    trained, frozen = (shard_numel(layers, case.units, case.options) for layers in (TRAINED, FROZEN))
     weights = 4 * trained + 2 * frozen
     assert live_bytes() - before == weights
-    optimizer = make_optimizer(model.parameters())
+    optimizer = case.make_optimizer(model.parameters())
     counts = sum(param.requires_grad for param in model.parameters())  # AdamW counts the steps of each
     stepped = sum(param.numel() for param in model.parameters() if param.requires_grad)
     assert stepped <= trained  # pieces are without what lies between them
-    state = 4 * (2 * stepped + counts) if make_optimizer is adamw else 4 * stepped
+    state = 4 * (2 * stepped + counts) if case.make_optimizer is adamw else 4 * stepped
     # The ranks tell each other which original parameters were used, and gloo's thread may still hold what it sent.
-    flags = sum(map(len, TRAINED)) if options == ORIGINAL else 0
+    flags = sum(map(len, TRAINED)) if case.options == ORIGINAL else 0
 
     def assert_held(nbytes: int) -> None:
         assert live_bytes() - before - nbytes in (0, flags)
@@ -243,7 +223,7 @@ def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
     with model.no_sync():
         train_step(model, inputs)
     # Whole gradients of what is trained; the root alone keeps its parameters.
-    kept = dist.get_world_size() * weights if units is whole else 0
+    kept = dist.get_world_size() * weights if case.units is whole else 0
     assert_held(weights + state + kept + 4 * trained * dist.get_world_size())
 
 
@@ -266,7 +246,7 @@ TOGGLES = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     options=[ORIGINAL, UNFLATTENED],
     units=[whole, by_layers],
@@ -274,20 +254,10 @@ TOGGLES = {
     make_optimizer=[adamw, sgd_with_momentum],
     reshard_after_forward=[True, False],
 )
-def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_toggle_each, options, units, make_optimizer)
-
-
-def _toggle_each(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer) -> None:
-    pair = SideBySide(in_default_dtype, units, make_optimizer, **options)
+@on_ranks("world_size")
+def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    pair = SideBySide(in_default_dtype, case.units, case.make_optimizer, **options)
     for number in range(11):
         pair.on_both(partial(toggle, names=TOGGLES.get(number, ())))
         pair.backward(number)
@@ -323,25 +293,20 @@ def the_base_of_a_layer(model: Any, trained: bool) -> None:
         param.requires_grad_(trained)
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     freeze=[a_layer, the_adapters_of_a_layer, the_base_of_a_layer],
     world_size=[3, 2],
     make_optimizer=[adamw, sgd_with_momentum],
     reshard_after_forward=[True, False],
 )
-def test_pain_point_04_flat_parameters_are_frozen_and_thawed_between_steps(
-    ranks: RankPool, freeze: Freeze, world_size: int, make_optimizer: MakeOptimizer, reshard_after_forward: bool
-) -> None:
-    options = {**FLAT, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(_toggle_flat, options, freeze, make_optimizer)
-
-
-def _toggle_flat(options: dict[str, Any], freeze: Freeze, make_optimizer: MakeOptimizer) -> None:
-    pair = SideBySide(in_default_dtype, by_layers, make_optimizer, **options)
+@on_ranks("world_size")
+def test_pain_point_04_flat_parameters_are_frozen_and_thawed_between_steps(case: Case) -> None:
+    options = {**FLAT, "reshard_after_forward": case.reshard_after_forward}
+    pair = SideBySide(in_default_dtype, by_layers, case.make_optimizer, **options)
     for number in range(6):
         if number % 2:
-            pair.on_both(partial(freeze, trained=number == 3))
+            pair.on_both(partial(case.freeze, trained=number == 3))
         pair.step(number)
     pair.assert_close()
 
@@ -374,12 +339,8 @@ def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
     assert [param.requires_grad for param in original.parameters()] == [False, False, True, True]
 
 
-def test_what_is_frozen_while_it_is_unsharded_is_frozen(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_freeze_unsharded)
-
-
-def _freeze_unsharded() -> None:
+@on_ranks(1, 2)
+def test_what_is_frozen_while_it_is_unsharded_is_frozen() -> None:
     for wrapper in (fully_sharded(use_orig_params=True, mixed_precision=True), fully_shard):
         model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model = wrapper(model) or model

@@ -19,20 +19,20 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.equality import assert_close
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import (
     FORMS,
     UNITS,
     Make,
     SideBySide,
     Units,
-    assert_trains_like_plain,
+    assert_kind_trains,
     whole,
     wrapped_parts,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
@@ -115,17 +115,14 @@ def gru() -> nn.Module:
     return Recurrent(nn.GRU(1, 4, num_layers=2, batch_first=True), 4)
 
 
-class Attending(nn.Module):
+def attending(middle: nn.Module) -> nn.Module:
     """Each row is five tokens; two heads, so that torch's fast path for inference is open."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 4)
-        self.middle = middle
-        self.readout = nn.Linear(20, 5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.readout(self.middle(self.embed(inputs[..., None])).flatten(1))
+    return Net(
+        lambda net, x: net.readout(net.middle(net.embed(x[..., None])).flatten(1)),
+        embed=nn.Linear(1, 4),
+        middle=middle,
+        readout=nn.Linear(20, 5),
+    )
 
 
 class SelfAttention(nn.Module):
@@ -139,7 +136,7 @@ class SelfAttention(nn.Module):
 
 
 def attention() -> nn.Module:
-    return Attending(SelfAttention())
+    return attending(SelfAttention())
 
 
 def encoder_layer() -> nn.TransformerEncoderLayer:
@@ -147,7 +144,7 @@ def encoder_layer() -> nn.TransformerEncoderLayer:
 
 
 def encoder() -> nn.Module:
-    return Attending(nn.TransformerEncoder(encoder_layer(), 2))
+    return attending(nn.TransformerEncoder(encoder_layer(), 2))
 
 
 # Submodules and parameters in several places
@@ -250,7 +247,7 @@ KINDS: dict[str, Make] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=17,
     kind=list(KINDS),
     options=FORMS,
@@ -259,17 +256,9 @@ KINDS: dict[str, Make] = {
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_training_equals_the_plain_module(
-    ranks: RankPool,
-    kind: str,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, KINDS[kind], units, make_optimizer, options)
+def test_training_equals_the_plain_module(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_kind_trains, KINDS[case.kind], case.units, case.make_optimizer, options)
 
 
 # Evaluated
@@ -333,18 +322,16 @@ def test_torchs_fast_path_for_inference_is_taken_where_it_can_be(options: dict[s
 # Computed weights, with whole parameters
 
 
-@parametrize_pairs(make=[weight_norm, with_own_parametrizations], options=FORMS, units=UNITS)
+@parametrize_cases(make=[weight_norm, with_own_parametrizations], options=FORMS, units=UNITS)
 @on_ranks(2)
-def test_computed_weights_are_read_and_assigned_while_summoned(
-    make: Make, options: dict[str, Any], units: Units
-) -> None:
-    pair = SideBySide(make, units, **options)
+def test_computed_weights_are_read_and_assigned_while_summoned(case: Case) -> None:
+    pair = SideBySide(case.make, case.units, **case.options)
     pair.step(0)
     with pair.sharded.summon_full_params(), torch.no_grad():
         assert_close(pair.sharded[0].weight, pair.plain[0].weight, "read")
         values = [model[0].weight.neg() for model in (pair.sharded, pair.plain)]
         for model, value in zip((pair.sharded, pair.plain), values, strict=True):
-            inside = model[0].module.module if model is pair.sharded and units is not whole else model[0]
+            inside = model[0].module.module if model is pair.sharded and case.units is not whole else model[0]
             inside.weight = value
     pair.step(1)
     pair.assert_close()

@@ -14,36 +14,31 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.engine.names import clean_name
 from tests.helpers.equality import assert_close_state
-from tests.helpers.models import Wrap
+from tests.helpers.models import Net, Wrap
 from tests.helpers.module_kinds import (
     FLAT,
     FORMS,
     ORIGINAL,
     SideBySide,
     Units,
-    assert_trains_like_plain,
+    assert_kind_trains,
     auto_wrapped,
     seeded,
     whole,
     wrapped_parts,
 )
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, once
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Uses its one matrix twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-        self.down.weight = self.up.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.down(torch.tanh(self.up(inputs)))
+    net = Net(lambda net, x: x + net.down(torch.tanh(net.up(x))), up=nn.Linear(5, 5), down=nn.Linear(5, 5, bias=False))
+    net.down.weight = net.up.weight
+    return net
 
 
 class Tied(nn.Module):
@@ -52,8 +47,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(5, 5)
-        self.first = Block()
-        self.pair = nn.Sequential(Block(), Block())
+        self.first = block()
+        self.pair = nn.Sequential(block(), block())
         self.pair[1].up.bias = self.pair[0].up.bias
         self.exit = nn.Linear(5, 5)
         self.exit.weight = self.entry.weight
@@ -92,7 +87,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
     return sorted((found for found in names.values() if len(found) > 1), key=sorted)
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     options=FORMS,
     units=UNITS,
@@ -100,16 +95,9 @@ def aliases(model: nn.Module) -> list[set[str]]:
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_pain_point_03_tied_parameters_train_as_on_one_process(
-    ranks: RankPool,
-    options: dict[str, Any],
-    units: Units,
-    world_size: int,
-    make_optimizer: MakeOptimizer,
-    reshard_after_forward: bool,
-) -> None:
-    options = {**options, "reshard_after_forward": reshard_after_forward}
-    ranks(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
+def test_pain_point_03_tied_parameters_train_as_on_one_process(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {**case.options, "reshard_after_forward": case.reshard_after_forward}
+    ranks(world_size).run(assert_kind_trains, Tied, case.units, case.make_optimizer, options)
 
 
 # Where they live
@@ -230,17 +218,15 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
     return wrapped_parts(model, wrap, parts=["0", "1"])
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     options=FORMS,
     units=[shared_unit, auto_wrapped, whole],
     world_size=[2, 3],
     make_optimizer=[sgd_with_momentum, adamw],
 )
-def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(
-    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
-) -> None:
-    ranks(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
+def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(ranks: RankPool, world_size: int, case: Case) -> None:
+    ranks(world_size).run(assert_kind_trains, shared_module, case.units, case.make_optimizer, case.options)
 
 
 def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.models import Block
-from tests.helpers.pairs import parametrize_rows
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import TOKENS, Training, tiny_transformer, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, WRONG_FACTOR, Measured, fast_sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -58,16 +58,11 @@ GRID: dict[str, list[Any]] = {
 }
 
 
-def each_cell(*, at_most: int, **more: list[Any]) -> Any:
-    """Parametrize a test with a `cell` of the grid and `more` options: every value occurs, and many pairs of values."""
-    return parametrize_rows("cell", at_most=at_most, **GRID | more)
-
-
-@each_cell(at_most=8, world_size=[2, 3])
+@parametrize_cases(at_most=8, world_size=[2, 3], **GRID)
 def test_training_equals_the_unsharded_model_in_the_same_precision(
-    ranks: RankPool, tmp_path: Path, cell: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, world_size: int, case: Case
 ) -> None:
-    scales = ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path))
+    scales = ranks(world_size).run(train_and_compare, case, str(tmp_path))
     assert scales == scales[:1] * len(scales)
 
 
@@ -76,18 +71,18 @@ def training_of(accumulation: str, **how: Any) -> Training:
     return Training(make_model=tiny_transformer, make_optimizer=fast_sgd_with_momentum, steps=3, task=TOKENS, **how)
 
 
-def train_and_compare(cell: dict[str, Any], folder: str, device: str = "cpu", unsharded_on: str = "cpu") -> list[float]:
+def train_and_compare(case: Case, folder: str, device: str = "cpu", unsharded_on: str = "cpu") -> list[float]:
     """Collective. Train one cell of the grid sharded and unsharded, and compare; returns the scales of the loss."""
-    precision = PRECISIONS[cell["precision"]]
-    training = precision.training(training_of(cell["accumulation"], device=device))
-    options = OFFLOADS[cell["offload"]] | LAYOUTS[cell["layout"]] | RESHARDING[cell["resharding"]]
+    precision = PRECISIONS[case.precision]
+    training = precision.training(training_of(case.accumulation, device=device))
+    options = OFFLOADS[case.offload] | LAYOUTS[case.layout] | RESHARDING[case.resharding]
     if options.get("offload") == "disk":
         options["offload_folder"] = folder
     # Recomputing changes nothing but when things happen: the unsharded model does without.
-    make_model = partial(tiny_transformer, **RECOMPUTES[cell["recompute"]])
+    make_model = partial(tiny_transformer, **RECOMPUTES[case.recompute])
     trained = train_sharded(replace(training, make_model=make_model), precision.wrap(**options))
     if dist.get_rank() == 0:  # the others have the same state dict
-        unsharded = precision.training(training_of(cell["accumulation"], device=unsharded_on))
+        unsharded = precision.training(training_of(case.accumulation, device=unsharded_on))
         expected = Measured.of(unsharded)
         expected.compare(trained)
         expected.assert_sees_a_wrong_factor(unsharded)

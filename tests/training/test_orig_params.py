@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,147 +18,45 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, auto_wrap, enable_wrap
-from fsdp.engine.orig_params import LocalShard
-from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.orig_twins import (
+    CallModel,
+    MakeOptimizers,
+    OrigTwins,
+    a_rate_for_each,
+    branches,
+    decay_matrices_only,
+    first_rank_uses_all_of_the_last_unit,
+    half_frozen,
+    is_matrix,
+    one_adamw,
+    one_sgd,
+    one_toolbox,
+    original,
+    two_optimizers,
+    use_a,
+)
+from tests.helpers.pairs import Case, every_pair, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
-    MakeOptimizer,
     Training,
     adamw,
     assert_bit_equal,
     assert_parity,
     distance,
-    fully_sharded,
     sgd_with_momentum,
     train_sharded,
 )
 from tests.helpers.precision_twins import PRECISIONS
 from tests.helpers.ranks import RankPool
-from tests.helpers.twins import Toolbox, batch, score, toolbox
-
-MakeOptimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
-CallModel = Callable[[nn.Module, Tensor, int], Tensor]  # with a rank's inputs, and the rank
-
-original = partial(fully_sharded, use_orig_params=True)
-
-
-# The twins
-
-
-def call(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
-    return model(inputs)
-
-
-def part_of(whole: Tensor, piece: nn.Parameter) -> Tensor:
-    """What a rank with this piece holds of a whole tensor."""
-    assert isinstance(piece, LocalShard)
-    return whole.reshape(-1)[piece.offset : piece.offset + piece.numel()]
-
-
-class Twins:
-    """A model that is sharded with original parameters and the same model plain, each with optimizers of one making."""
-
-    def __init__(self, make: Callable[[Wrap], nn.Module], make_optimizers: MakeOptimizers, **options: Any) -> None:
-        torch.set_default_dtype(torch.float64)
-        self.sharded, self.plain = make(original(**options)), make(keep)
-        self.optimizers = [make_optimizers(model) for model in (self.sharded, self.plain)]
-        self.pieces = dict(self.sharded.named_parameters())
-        self.wholes = dict(self.plain.named_parameters())
-
-    def backward(self, number: int, forward: CallModel = call, *, sync: bool = True) -> None:
-        """Collective. Gradients of the mean over ranks are added in both."""
-        world = dist.get_world_size()
-        with nullcontext() if sync else self.sharded.no_sync():  # type: ignore[operator]
-            score(forward(self.sharded, batch(number, dist.get_rank()), dist.get_rank())).backward()
-        for rank in range(world):
-            (score(forward(self.plain, batch(number, rank), rank)) / world).backward()
-
-    def on_both(self, change: Callable[[dict[str, nn.Parameter]], Any]) -> None:
-        """Do the same to the pieces and to the plain parameters."""
-        change(self.pieces)
-        change(self.wholes)
-
-    def optimize(self, which: slice = slice(None)) -> None:
-        for optimizers in self.optimizers:
-            for optimizer in optimizers[which]:
-                optimizer.step()
-
-    def zero(self, which: slice = slice(None)) -> None:
-        for optimizers in self.optimizers:
-            for optimizer in optimizers[which]:
-                optimizer.zero_grad()
-
-    def step(self, number: int, forward: CallModel = call) -> None:
-        self.zero()
-        self.backward(number, forward)
-        self.optimize()
-
-    def assert_close_weights(self) -> None:
-        """Collective. Whole weights agree, and each piece is its part of them."""
-        expected = self.plain.state_dict()
-        assert_close_state(self.sharded.state_dict(), expected)
-        for name, piece in self.pieces.items():
-            assert_close(piece.detach(), part_of(expected[name], piece), f"piece of {name}")
-
-    def assert_close_gradients(self) -> None:
-        missing = [{name for name, p in params.items() if p.grad is None} for params in (self.pieces, self.wholes)]
-        assert missing[0] == missing[1]
-        for name, piece in self.pieces.items():
-            expected = self.wholes[name].grad
-            if expected is not None and piece.grad is not None:
-                assert_close(piece.grad, part_of(expected, piece), f"gradient of {name}")
-
+from tests.helpers.twins import toolbox
 
 # Optimizers that treat parameters differently
 
 
-def one_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
-
-
-def one_adamw(model: nn.Module, **how: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3, **how)]
-
-
-def decay_matrices_only(model: nn.Module, **how: Any) -> list[torch.optim.Optimizer]:
-    """No weight decay on biases, norms and scales, which are told by their names."""
-    spared = [param for name, param in model.named_parameters() if not _is_matrix(name)]
-    decayed = [param for name, param in model.named_parameters() if _is_matrix(name)]
-    assert spared
-    assert decayed
-    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": spared, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=1e-2, **how)]
-
-
-def _is_matrix(name: str) -> bool:
-    return name.endswith("weight") and "norm" not in name
-
-
-def a_rate_for_each(model: nn.Module) -> list[torch.optim.Optimizer]:
-    groups = [{"params": [p], "lr": 0.02 * (1 + n % 5)} for n, (_, p) in enumerate(model.named_parameters())]
-    return [torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)]
-
-
-def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Both have parameters in every unit."""
-    params = list(model.parameters())
-    return [
-        torch.optim.SGD(params[::2], lr=0.1, momentum=0.9, weight_decay=0.1),
-        torch.optim.AdamW(params[1::2], lr=1e-2, weight_decay=0.3),
-    ]
-
-
-MAKE_OPTIMIZERS = [
-    one_sgd,
-    one_adamw,
-    decay_matrices_only,
-    a_rate_for_each,
-    two_optimizers,
-]
+MAKE_OPTIMIZERS = [one_sgd, one_adamw, decay_matrices_only, a_rate_for_each, two_optimizers]
 HOW = [{}, {"fused": True}, {"foreach": True}]
 
 
@@ -182,14 +79,14 @@ def test_fused_and_foreach_optimizers_step_pieces(
 
 
 def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> None:
-    twins = Twins(nested_mlp, make_optimizers, **options)
+    twins = OrigTwins(nested_mlp, make_optimizers, **options)
     for number in range(2):
         twins.step(number)
         twins.assert_close_gradients()
     twins.assert_close_weights()
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[3, 2],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -198,16 +95,14 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
     options=[{}, {"reshard_after_forward": False}, {"bucket_cap_mb": 0}],
 )
 @on_ranks("world_size")
-def test_a_transformer_trains_as_on_one_process(
-    make_optimizer: MakeOptimizer, model: dict[str, Any], training: dict[str, Any], options: dict[str, Any]
-) -> None:
-    make_model = partial(tiny_transformer, **model)
-    assert_parity(make_model, make_optimizer, wrap=original(**options), task=TOKENS, **training)
+def test_a_transformer_trains_as_on_one_process(case: Case) -> None:
+    make_model = partial(tiny_transformer, **case.model)
+    assert_parity(make_model, case.make_optimizer, wrap=original(**case.options), task=TOKENS, **case.training)
 
 
 @on_ranks(2)
 def test_units_of_auto_wrap_train() -> None:
-    twins = Twins(_auto_wrapped, decay_matrices_only)
+    twins = OrigTwins(_auto_wrapped, decay_matrices_only)
     for number in range(2):
         twins.step(number)
     twins.assert_close_weights()
@@ -230,18 +125,8 @@ def _linears(module: nn.Module, recurse: bool, **_: Any) -> bool:
 # Parameters that are not used, or not everywhere
 
 
-def use_a(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
-    return model(inputs, "a")
-
-
 def each_rank_its_own(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
     return model(inputs, ("a", "ab", "b")[rank % 3])
-
-
-def one_toolbox(wrap: Wrap) -> nn.Module:
-    """One unit."""
-    torch.manual_seed(0)
-    return wrap(Toolbox(keep))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -260,7 +145,7 @@ def test_a_parameter_used_on_one_rank_is_stepped_on_all(ranks: RankPool, world_s
 
 
 def _leave_some_unused(make: Callable[[Wrap], nn.Module], forward: CallModel) -> None:
-    twins = Twins(make, partial(one_adamw, foreach=False))
+    twins = OrigTwins(make, partial(one_adamw, foreach=False))
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(2):
         twins.step(number, forward)
@@ -271,33 +156,11 @@ def _leave_some_unused(make: Callable[[Wrap], nn.Module], forward: CallModel) ->
         assert twins.pieces["tools.c.0.weight"] not in optimizer.state
 
 
-class Branches(nn.Module):
-    """Two units, each with a branch that only some ranks take."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(wrap(Toolbox(keep)) for _ in range(2))
-
-    def forward(self, inputs: Tensor, orders: Sequence[str]) -> Tensor:
-        for unit, order in zip(self.units, orders, strict=True):
-            inputs = unit(inputs, order)
-        return inputs
-
-
-def branches(wrap: Wrap) -> nn.Module:
-    torch.manual_seed(0)
-    return wrap(Branches(wrap))
-
-
-def first_rank_uses_all_of_the_last_unit(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
-    return model(inputs, ("abc", "abc") if rank == 0 else ("abc", "a"))
-
-
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0])
 @on_ranks(2)
 def test_ranks_whose_gradients_complete_in_different_orders_agree(bucket_cap_mb: float) -> None:
     # On one rank the last unit's gradients are complete first, on the other only when backward ends.
-    twins = Twins(branches, one_sgd, bucket_cap_mb=bucket_cap_mb)
+    twins = OrigTwins(branches, one_sgd, bucket_cap_mb=bucket_cap_mb)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
         twins.assert_close_gradients()
@@ -307,19 +170,10 @@ def test_ranks_whose_gradients_complete_in_different_orders_agree(bucket_cap_mb:
 # Frozen and trained
 
 
-def half_frozen(wrap: Wrap) -> nn.Module:
-    """Frozen parameters between trained ones, in one unit and in one module."""
-    torch.manual_seed(0)
-    model = Toolbox(keep)
-    for name, param in model.named_parameters():
-        param.requires_grad_(not (name.startswith("tools.b") or name in ("entry.weight", "tools.a.0.bias")))
-    return wrap(model)
-
-
 @parametrize_pairs(world_size=[1, 2, 3], make_optimizers=[one_sgd, decay_matrices_only])
 @on_ranks("world_size")
 def test_pain_point_04_frozen_parameters_beside_trained_ones(make_optimizers: MakeOptimizers) -> None:
-    twins = Twins(half_frozen, make_optimizers)
+    twins = OrigTwins(half_frozen, make_optimizers)
     for number in range(2):
         twins.step(number)
         twins.assert_close_gradients()
@@ -332,7 +186,7 @@ def test_pain_point_04_frozen_parameters_beside_trained_ones(make_optimizers: Ma
 @parametrize_pairs(world_size=[1, 2], options=[{}, {"reshard_after_forward": False}])
 @on_ranks("world_size")
 def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(options: dict[str, Any]) -> None:
-    twins = Twins(half_frozen, one_adamw, **options)
+    twins = OrigTwins(half_frozen, one_adamw, **options)
     # One that was frozen at wrap time, its whole group, one that was trained, and back.
     for number, names in enumerate([["entry.weight"], ["tools.b.0.bias", "scale"], ["entry.bias"], ["entry.weight"]]):
         twins.on_both(partial(_toggle_each, names=names))
@@ -358,7 +212,7 @@ def test_pain_point_05_no_weight_decay_on_biases_and_norms() -> None:
     (model(torch.zeros(2, 5)).sum() * 0).backward()
     optimizer.step()
     for name, value in model.state_dict().items():  # the decay alone is left: 1 - lr * weight_decay
-        expected = before[name] * (1 - 1e-2 * 0.3) if _is_matrix(name) else before[name]
+        expected = before[name] * (1 - 1e-2 * 0.3) if is_matrix(name) else before[name]
         torch.testing.assert_close(value, expected, msg=partial("{}: {}".format, name))
 
 
@@ -373,7 +227,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     world_size=[3, 2, 1],
     precision=list(PRECISIONS),
@@ -384,42 +238,21 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     model=[{"recompute": how} for how in ("no", "inside", "outside")],
     reshard_after_forward=[True, False],
 )
-def test_training_is_that_of_flat_parameters_to_the_bit(
-    ranks: RankPool,
-    tmp_path: Path,
-    world_size: int,
-    precision: str,
-    offload: str,
-    machine: str,
-    how: dict[str, Any],
-    training: dict[str, Any],
-    model: dict[str, Any],
-    reshard_after_forward: bool,
-) -> None:
-    options = OFFLOADS[offload] | {"reshard_after_forward": reshard_after_forward}
-    if offload == "disk":
+@on_ranks("world_size")
+def test_training_is_that_of_flat_parameters_to_the_bit(tmp_path: Path, case: Case) -> None:
+    options = OFFLOADS[case.offload] | {"reshard_after_forward": case.reshard_after_forward}
+    if case.offload == "disk":
         options["offload_folder"] = os.fspath(tmp_path)
-    ranks(world_size).run(_train_flat_and_original, precision, options, machine, how, training, model)
-
-
-def _train_flat_and_original(
-    name: str,
-    options: dict[str, Any],
-    machine: str,
-    how: dict[str, Any],
-    training: dict[str, Any],
-    model: dict[str, Any],
-) -> None:
-    precision = PRECISIONS[name]
+    precision = PRECISIONS[case.precision]
     plan = precision.training(
         Training(
-            make_model=partial(tiny_transformer, **model),
-            make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **how),
+            make_model=partial(tiny_transformer, **case.model),
+            make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **case.how),
             task=TOKENS,
-            **training,
+            **case.training,
         )
     )
-    with on(machine):
+    with on(case.machine):
         flat = train_sharded(plan, precision.wrap(**options))
         original = train_sharded(plan, precision.wrap(use_orig_params=True, **options))
         if plan.clip is None:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import MixedPrecision, use_torch_collectives
-from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE
+from tests.helpers.dtypes import BRAIN, DOUBLE, HALF, SINGLE
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     REGRESSION,
     TOKENS,
@@ -37,7 +37,6 @@ from tests.helpers.parity import (
     tiny_transformer,
     train_sharded,
 )
-from tests.helpers.ranks import RankPool
 
 # The reference
 
@@ -152,7 +151,7 @@ MODELS: dict[str, tuple[MakeModel, Task]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=10,
     precision=list(PRECISIONS),
     world_size=[3, 1, 2, 4],
@@ -162,24 +161,12 @@ MODELS: dict[str, tuple[MakeModel, Task]] = {
     flatten_parameters=[True, False],
     accumulate=[1, 3],
 )
-def test_training_equals_casts_by_hand_bit_for_bit(
-    ranks: RankPool,
-    precision: str,
-    world_size: int,
-    model: str,
-    optimizer: str,
-    reshard_after_forward: bool,
-    flatten_parameters: bool,
-    accumulate: int,
-) -> None:
-    options = {"reshard_after_forward": reshard_after_forward, "flatten_parameters": flatten_parameters}
-    ranks(world_size).run(_compare_trainings, precision, model, optimizer, accumulate, options)
-
-
-def _compare_trainings(precision: str, model: str, optimizer: str, accumulate: int, options: dict[str, Any]) -> None:
-    precise = PRECISIONS[precision]
-    make_model, task = MODELS[model]
-    training = precise.training(make_model, OPTIMIZERS[optimizer], task, accumulate=accumulate)
+@on_ranks("world_size")
+def test_training_equals_casts_by_hand_bit_for_bit(case: Case) -> None:
+    options = case.only("reshard_after_forward", "flatten_parameters")
+    precise = PRECISIONS[case.precision]
+    make_model, task = MODELS[case.model]
+    training = precise.training(make_model, OPTIMIZERS[case.optimizer], task, accumulate=case.accumulate)
     sharded = train_sharded(training, fully_sharded(**precise.options, **options))
     losses, weights = from_one_rank(partial(train_by_hand, training, precise))
     torch.testing.assert_close(sharded.losses, losses, rtol=1e-12, atol=0)  # ranks add their losses in another order

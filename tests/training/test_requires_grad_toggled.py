@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers.forms import FORMS, Beside, assert_trains, inside
 from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 
@@ -163,18 +163,16 @@ def part_frozen_between(model: Any, inputs: Tensor, part: str) -> Tensor:
     return loss
 
 
-@parametrize_pairs(
+@parametrize_cases(
     form=["orig", "rows"],
     options=RESHARD,
     world_size=[2, 3],
     step=[part_frozen_before_backward, part_frozen_between],
     part=["first", "second"],
 )
-def test_parts_of_units_are_frozen_and_thawed_while_graphs_exist(
-    ranks: RankPool, form: str, options: dict[str, Any], world_size: int, step: Any, part: str
-) -> None:
+def test_parts_of_units_are_frozen_and_thawed_while_graphs_exist(ranks: RankPool, world_size: int, case: Case) -> None:
     # The other part's gradients are complete first, when backward still needs the frozen weights.
-    ranks(world_size).run(_train, _each(step, part=part), form, **options)
+    ranks(world_size).run(_train, _each(case.step, part=case.part), case.form, **case.options)
 
 
 def more_frozen_before_backward(model: Any, inputs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp import auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, Training, adamw, assert_parity, sgd_with_momentum, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, Measured, fast_sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -32,7 +32,7 @@ from tests.helpers.tensor_parallel import (
 )
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     make_optimizer=[sgd_with_momentum, adamw],
     shape=[(2, 2), (1, 2), (2, 1)],
@@ -51,17 +51,9 @@ from tests.helpers.tensor_parallel import (
     ],
     training=[{"clip": 0.3}, {"accumulate": 2, "clip": 0.3}, {"accumulate": 2, "no_sync": False}],
 )
-def test_every_pair_of_options_trains_as_one_process(
-    ranks: RankPool,
-    make_optimizer: MakeOptimizer,
-    shape: tuple[int, int],
-    kind: str,
-    model: dict[str, Any],
-    options: dict[str, Any],
-    training: dict[str, Any],
-) -> None:
-    how = {"model": {"kind": kind, **model}, "options": options, **training}
-    ranks(shape[0] * shape[1]).run(_train, shape, make_optimizer, **how)
+def test_every_pair_of_options_trains_as_one_process(ranks: RankPool, case: Case) -> None:
+    how = {"model": {"kind": case.kind, **case.model}, "options": case.options, **case.training}
+    ranks(case.shape[0] * case.shape[1]).run(_train, case.shape, case.make_optimizer, **how)
 
 
 def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) -> None:
@@ -70,11 +62,7 @@ def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) ->
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("bfloat16_mixed", {}),
-        ("float16_mixed", {"offload": "cpu", "use_orig_params": True}),
-        ("bfloat16", {}),
-    ],
+    [("bfloat16_mixed", {}), ("float16_mixed", {"offload": "cpu", "use_orig_params": True}), ("bfloat16", {})],
 )
 def test_precisions_train_as_one_process_in_the_same(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
     scales = ranks(4).run(_train_in, name, options)

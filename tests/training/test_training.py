@@ -21,7 +21,7 @@ from torch import nn
 from fsdp import ProcessGroupName
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs, parametrize_rows
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     REGRESSION,
     TOKENS,
@@ -72,19 +72,15 @@ def training_of(model: str, nested: bool, optimizer: str, **how: Any) -> Trainin
     )
 
 
-@parametrize_rows("row", at_most=9, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
-def test_equals_distributed_data_parallel_bit_for_bit_at_2_ranks(ranks: RankPool, row: dict[str, Any]) -> None:
-    ranks(2).run(_train_as_ddp, **row)
-
-
-def _train_as_ddp(reshard_after_forward: bool, flatten_parameters: bool, **how: Any) -> None:
-    training = training_of(**how)
-    wrap = fully_sharded(reshard_after_forward=reshard_after_forward, flatten_parameters=flatten_parameters)
+@parametrize_cases(at_most=9, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
+@on_ranks(2)
+def test_equals_distributed_data_parallel_bit_for_bit_at_2_ranks(case: Case) -> None:
+    training = training_of(**case.only("model", "nested", "optimizer", "accumulate"))
+    wrap = fully_sharded(**case.only("reshard_after_forward", "flatten_parameters"))
     assert_bit_equal(train_sharded(training, wrap), train_ddp(training))
 
 
-@parametrize_rows(
-    "row",
+@parametrize_cases(
     at_most=10,
     world_size=[3, 1, 2, 4],
     model=[name for name in MODELS if name != "tied"],
@@ -93,14 +89,10 @@ def _train_as_ddp(reshard_after_forward: bool, flatten_parameters: bool, **how: 
     accumulate=[1, 3],
     clip=[None, 0.2],
 )
-def test_equals_one_process_within_float32_noise(ranks: RankPool, row: dict[str, Any]) -> None:
-    row = dict(row)
-    ranks(row.pop("world_size")).run(_train_as_one_process, **row)
-
-
-def _train_as_one_process(reshard_after_forward: bool, flatten_parameters: bool, **how: Any) -> None:
-    training = training_of(**how)
-    wrap = fully_sharded(reshard_after_forward=reshard_after_forward, flatten_parameters=flatten_parameters)
+@on_ranks("world_size")
+def test_equals_one_process_within_float32_noise(case: Case) -> None:
+    training = training_of(**case.only("model", "nested", "optimizer", "accumulate", "clip"))
+    wrap = fully_sharded(**case.only("reshard_after_forward", "flatten_parameters"))
     options = {name: getattr(training, name) for name in ("task", "accumulate", "clip")}
     assert_parity(training.make_model, training.make_optimizer, STEPS, wrap=wrap, **options)
 
@@ -153,8 +145,7 @@ def _inputs(rank: int, turn: int) -> torch.Tensor:
 GROUPS = ["default", "by name", "none", "world", "new"]
 
 
-@parametrize_rows(
-    "row",
+@parametrize_cases(
     at_most=8,
     world_size=[2, 3],
     group=["default", "new"],
@@ -165,9 +156,8 @@ GROUPS = ["default", "by name", "none", "world", "new"]
     compute_device=[None, "cpu", torch.device("cpu")],
     reshard_after_forward=[True, False],
 )
-def test_other_options_change_no_result(ranks: RankPool, row: dict[str, Any]) -> None:
-    row = dict(row)
-    ranks(row.pop("world_size")).run(_train_with_options, **row)
+def test_other_options_change_no_result(ranks: RankPool, world_size: int, case: Case) -> None:
+    ranks(world_size).run(_train_with_options, **case.values)
 
 
 def _train_with_options(group: str, reduce_group: str, **options: Any) -> None:

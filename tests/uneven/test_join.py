@@ -18,7 +18,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardedGradScaler
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.twins import assert_at_rest
 from tests.helpers.uneven_models import WIDTH, Choosing, choose, directly
@@ -77,7 +77,7 @@ def test_ranks_with_3_5_and_8_batches_finish_pain_point_28() -> None:
     assert all("zero_grad" not in owner.__dict__ for owner in (optimizer, model))
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=3,
     accumulate=[1, 2],
     clip=[None, 0.05],
@@ -86,27 +86,25 @@ def test_ranks_with_3_5_and_8_batches_finish_pain_point_28() -> None:
     options=[{}, {"use_orig_params": True}, {"reshard_after_forward": False, "bucket_cap_mb": 0}],
 )
 @on_ranks(3)
-def test_what_steps_do_finished_ranks_do_too(
-    accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str, options: dict[str, Any]
-) -> None:
-    plain, model = pair(**options)
-    train_plain(plain, accumulate, clip, decay=0.9)
+def test_what_steps_do_finished_ranks_do_too(case: Case) -> None:
+    plain, model = pair(**case.options)
+    train_plain(plain, case.accumulate, case.clip, decay=0.9)
     optimizer = make_adam(model)
     with fsdp.join(model, optimizer):
         for turn, batch in enumerate(batches(dist.get_rank(), COUNTS[dist.get_rank()])):
-            is_last = turn % accumulate == accumulate - 1
+            is_last = turn % case.accumulate == case.accumulate - 1
             with nullcontext() if is_last else model.no_sync():
                 model(batch).square().mean().backward()
             if not is_last:
                 continue
-            if clip is not None:
-                model.clip_grad_norm_(clip)
+            if case.clip is not None:
+                model.clip_grad_norm_(case.clip)
             optimizer.step()
-            if zeroed_by == "hand":
+            if case.zeroed_by == "hand":
                 for param in model.parameters():
                     param.grad = None
             else:
-                {"optimizer": optimizer, "model": model}[zeroed_by].zero_grad(set_to_none=set_to_none)
+                {"optimizer": optimizer, "model": model}[case.zeroed_by].zero_grad(set_to_none=case.set_to_none)
             optimizer.param_groups[0]["lr"] *= 0.9  # only ranks with batches know of the schedule
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
 

@@ -25,9 +25,9 @@ from fsdp.engine.reduction import Bucket
 from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
 from tests.helpers.hybrid import mesh_of
-from tests.helpers.models import Wrap, keep
+from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -156,7 +156,7 @@ FORMS: dict[str, Callable[..., Wrap]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     world_size=[2, 3],
     form=["unflattened", "grouped", "original", "rows"],
@@ -165,11 +165,9 @@ FORMS: dict[str, Callable[..., Wrap]] = {
     bucket_cap_mb=[0, 25],
     collectives=["ours", "torch's"],
 )
-def test_each_parameter_gets_the_sum_of_its_own_gradients(
-    ranks: RankPool, world_size: int, form: str, how: str, accumulate: int, bucket_cap_mb: int, collectives: str
-) -> None:
-    options = {} if form == "rows" else {"bucket_cap_mb": bucket_cap_mb}
-    ranks(world_size).run(_train, form, options, how, accumulate, collectives)
+def test_each_parameter_gets_the_sum_of_its_own_gradients(ranks: RankPool, world_size: int, case: Case) -> None:
+    options = {} if case.form == "rows" else {"bucket_cap_mb": case.bucket_cap_mb}
+    ranks(world_size).run(_train, case.form, options, case.how, case.accumulate, case.collectives)
 
 
 def _train(form: str, options: dict[str, Any], how: str, accumulate: int, collectives: str) -> None:
@@ -233,18 +231,14 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-class Scaled(nn.Module):
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 0.5))
-
-    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
-        return Straight.apply(self.layer(inputs), self.scale)
-
-
 def _scaled(wrap: Wrap) -> nn.Module:
     torch.manual_seed(0)
-    return wrap(Scaled(wrap))
+    net = Net(
+        lambda net, x, uses: Straight.apply(net.layer(x), net.scale),
+        layer=nn.Linear(5, 5),
+        scale=nn.Parameter(torch.full((5,), 0.5)),
+    )
+    return wrap(net)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -280,3 +274,53 @@ def _heads(wrap: Wrap) -> nn.Module:
 
 def _one_head_each(step: int, rank: int, part: str) -> bool:
     return part == f"{(step + rank) % 3}.a"
+
+
+class Probing(nn.Module):
+    """Takes a gradient inside of its forward; then a unit with a layer that only some calls use."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.energy = wrap(nn.Linear(5, 5))
+        self.some = wrap(Sometimes())
+        self.exit = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor, uses: bool) -> Tensor:
+        point = inputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(point).square().sum(), point)
+        return self.exit(self.some(inputs + slope, uses))
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor, uses: bool) -> Tensor:
+        hidden = torch.tanh(self.always(inputs))
+        return torch.tanh(self.layer(hidden)) if uses else hidden
+
+
+def _probing(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Probing(wrap))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2, timeout=60)
+def test_a_gradient_inside_of_a_forward_leaves_earlier_calls_to_the_backward_of_all(form: str) -> None:
+    """Each rank uses the layer in another call. The reductions of the last backward are the same on all ranks."""
+    options = {} if form == "rows" else {"bucket_cap_mb": 0}
+    model, plain = _probing(FORMS[form](**options)), _probing(keep)
+    inputs = torch.linspace(-1, 1, 15).view(3, 5)
+    for _ in range(2):
+        calls = [model(inputs * turn, uses=turn == 1 + dist.get_rank()) for turn in (1, 2)]
+        sum(call.square().mean() for call in calls).backward()  # type: ignore[union-attr]
+        for rank in range(2):
+            twins = [plain(inputs * turn, uses=turn == 1 + rank) for turn in (1, 2)]
+            (sum(twin.square().mean() for twin in twins) / 2).backward()  # type: ignore[union-attr]
+        for net in (model, plain):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(inputs, uses=True), plain(inputs, uses=True))

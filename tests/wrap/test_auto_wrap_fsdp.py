@@ -33,7 +33,7 @@ from fsdp import (
 )
 from fsdp.engine.names import clean_name
 from tests.helpers import models
-from tests.helpers.models import TinyTransformer, Wrap, keep
+from tests.helpers.models import Net, TinyTransformer, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import TOKENS, RanksTestCase, adamw, assert_parity, sgd_with_momentum, tiny_transformer
 
@@ -276,25 +276,19 @@ def test_what_is_wrapped_already_is_refused_by_name() -> None:
 @on_ranks(2)
 def test_layer_by_layer_in_a_constructor() -> None:
     torch.manual_seed(0)
-    plain = Stack()
+    plain = stack()
     assert not get_fsdp_instances(plain)
     torch.manual_seed(0)
     with enable_wrap(wrapper_cls=FullyShardedDataParallel):
-        model = wrap(Stack())
+        model = wrap(stack())
     assert unit_names(model) == ["", "layers.0", "layers.1", "layers.2"]
     assert all(isinstance(param, FlatParameter) for param in model.parameters())
     assert torch.equal(model(torch.ones(2, 10)), plain(torch.ones(2, 10)))
 
 
-class Stack(nn.Module):
+def stack() -> nn.Module:
     """Shards each layer as soon as it exists, where sharding is switched on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(wrap(nn.Linear(10, 10)) for _ in range(3)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
+    return Net(lambda net, x: net.layers(x), layers=nn.Sequential(*(wrap(nn.Linear(10, 10)) for _ in range(3))))
 
 
 # The project's own GPT

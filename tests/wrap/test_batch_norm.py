@@ -23,12 +23,11 @@ from fsdp import (
     enable_wrap,
     get_fsdp_instances,
 )
-from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.accelerator import AcceleratorRanks
+from tests.helpers.dtypes import BRAIN, HALF, SINGLE
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import Alone
-from tests.helpers.ranks import RankPool
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
+from tests.helpers.parity import Alone, alone
 
 
 class Residual(nn.Module):
@@ -81,13 +80,12 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @parametrize_pairs(wrap=list(WRAPS), world_size=[1, 2])
-def test_pain_point_18_running_statistics_are_the_unsharded_ones(ranks: RankPool, world_size: int, wrap: str) -> None:
-    """In 16 bits a statistic stops moving when a batch's share of it falls below half a unit in the last place."""
-    ranks(world_size).run(_compare_statistics, wrap)
+@on_ranks("world_size")
+def test_pain_point_18_running_statistics_are_the_unsharded_ones(wrap: str) -> None:
+    """In 16 bits a statistic stops moving when a batch's share of it falls below half a unit in the last place.
 
-
-def _compare_statistics(wrap: str) -> None:
-    """The plain model computes what is not batch norm in the same precision, on this rank's batches."""
+    The plain model computes what is not batch norm in the same precision, on this rank's batches.
+    """
     plain = residual()
     model = WRAPS[wrap](copy.deepcopy(plain))
     dtype = SINGLE if wrap == "full precision" else BRAIN
@@ -122,14 +120,14 @@ def test_batch_norms_keep_float32_in_a_unit_of_16_bits(wrap: str) -> None:
     elif wrap != "policy":
         options = {"mixed_precision": True, "compute_dtype": BRAIN}
     wrapped = auto_wrap_bn(module, fsdp_config={"process_group": Alone()}) if wrap == "auto_wrap_bn" else module
-    model = wrap_alone(wrapped, **options)
+    model = alone(wrapped, **options)
     assert model(batch(0)).dtype is BRAIN
     assert seen == [SINGLE] * 8
 
 
 def test_batch_norms_without_weights_have_their_statistics() -> None:
     norm = nn.BatchNorm1d(5, affine=False)
-    model = wrap_alone(nn.Sequential(norm, nn.Linear(5, 3)), mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    model = alone(nn.Sequential(norm, nn.Linear(5, 3)), mixed_precision=MixedPrecision(param_dtype=BRAIN))
     assert model(batch(0)).dtype is BRAIN
     plain = nn.BatchNorm1d(5, affine=False)
     plain(batch(0).bfloat16().float())
@@ -279,7 +277,7 @@ def test_a_refused_note_leaves_no_note() -> None:
 # Training in mixed precision
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[2, 1],
     dtype=[BRAIN, HALF],
     is_unit=[True, False],
@@ -287,19 +285,19 @@ def test_a_refused_note_leaves_no_note() -> None:
     flatten_parameters=[True, False],
 )
 @on_ranks("world_size")
-def test_mixed_training_with_batch_norms_follows_float32(
-    dtype: torch.dtype, is_unit: bool, widens: bool, flatten_parameters: bool
-) -> None:
+def test_mixed_training_with_batch_norms_follows_float32(case: Case) -> None:
     module, plain = residual(), residual()
-    if is_unit:
-        auto_wrap_bn(module, fsdp_config={"force_input_to_fp32": widens, "flatten_parameters": flatten_parameters})
-    options: dict[str, Any] = {"mixed_precision": True, "compute_dtype": dtype}
-    if is_unit and widens:
-        options = {"mixed_precision": MixedPrecision(param_dtype=dtype)}
+    if case.is_unit:
+        auto_wrap_bn(
+            module, fsdp_config={"force_input_to_fp32": case.widens, "flatten_parameters": case.flatten_parameters}
+        )
+    options: dict[str, Any] = {"mixed_precision": True, "compute_dtype": case.dtype}
+    if case.is_unit and case.widens:
+        options = {"mixed_precision": MixedPrecision(param_dtype=case.dtype)}
         # A widened norm returns float32, which the layer after it must take.
-        module.block[0].register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
-        module.exit.register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
-    model = FullyShardedDataParallel(module, flatten_parameters=flatten_parameters, **options)
+        module.block[0].register_forward_pre_hook(lambda _, args: (args[0].to(case.dtype),))
+        module.exit.register_forward_pre_hook(lambda _, args: (args[0].to(case.dtype),))
+    model = FullyShardedDataParallel(module, flatten_parameters=case.flatten_parameters, **options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
     for number in range(4):
         for each, optimizer in zip((model, plain), optimizers, strict=True):

@@ -57,11 +57,7 @@ class Function(nn.Module):
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(5, 7),
-        nn.BatchNorm1d(7),
-        nn.Dropout(0.4),
-        nn.Sequential(nn.Linear(7, 7), nn.Tanh()),
-        nn.Linear(7, 5),
+        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.4), nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 5)
     )
 
 

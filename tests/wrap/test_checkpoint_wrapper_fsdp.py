@@ -28,7 +28,7 @@ from fsdp.engine.phase import Phase
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper, disable_checkpointing
 from tests.helpers.models import Block, Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import (
     TOKENS,
     Training,
@@ -86,13 +86,13 @@ def tools(where: str, order: str, wrap: Wrap) -> nn.Module:
     return toolbox(partial(checkpointed, where, wrap), order=order)
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[2, 1], where=["inside", "around"], accumulate=[3, 1], no_sync=[True, False], clip=[0.3, None]
 )
-def test_a_transformer_with_accumulation_and_clipping(
-    ranks: RankPool, world_size: int, where: str, accumulate: int, no_sync: bool, clip: float | None
-) -> None:
-    ranks(world_size).run(_transformer_parity, where, accumulate=accumulate, no_sync=no_sync, clip=clip)
+def test_a_transformer_with_accumulation_and_clipping(ranks: RankPool, world_size: int, case: Case) -> None:
+    ranks(world_size).run(
+        _transformer_parity, case.where, accumulate=case.accumulate, no_sync=case.no_sync, clip=case.clip
+    )
 
 
 def _transformer_parity(where: str, **options: Any) -> None:
@@ -146,7 +146,7 @@ def test_checkpointed_layers_become_units_by_policy() -> None:
 # The same as without checkpoints
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=4,
     where=["inside", "around", "both"],
     offload_to_cpu=[False, True],
@@ -158,12 +158,12 @@ def test_checkpointed_layers_become_units_by_policy() -> None:
     ],
 )
 @on_ranks(2)
-def test_training_is_the_same_to_the_bit_with_and_without_checkpoints(
-    where: str, offload_to_cpu: bool, options: dict[str, Any]
-) -> None:
-    wrap = fully_sharded(**options)
+def test_training_is_the_same_to_the_bit_with_and_without_checkpoints(case: Case) -> None:
+    wrap = fully_sharded(**case.options)
     training = Training(make_model=tiny_transformer, make_optimizer=sgd_with_momentum, task=TOKENS)
-    with_checkpoints = train_sharded(training, partial(checkpointed, where, wrap, offload_to_cpu=offload_to_cpu))
+    with_checkpoints = train_sharded(
+        training, partial(checkpointed, case.where, wrap, offload_to_cpu=case.offload_to_cpu)
+    )
     assert_bit_equal(with_checkpoints, train_sharded(training, wrap))
 
 
@@ -209,21 +209,19 @@ def test_names_and_state_dicts_do_not_know_of_checkpoints(where: str) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-@parametrize_pairs(
+@parametrize_cases(
     where=["inside", "around"], trained=["input", "parameter", "neither"], flatten_parameters=[True, False]
 )
 @on_ranks(2)
-def test_outputs_require_a_gradient_only_if_an_input_or_a_parameter_does(
-    where: str, trained: str, flatten_parameters: bool
-) -> None:
-    module = nn.Linear(5, 5).requires_grad_(trained == "parameter")
-    unit = checkpointed(where, fully_sharded(flatten_parameters=flatten_parameters), module)
-    inputs = torch.ones(2, 5, requires_grad=trained == "input")
+def test_outputs_require_a_gradient_only_if_an_input_or_a_parameter_does(case: Case) -> None:
+    module = nn.Linear(5, 5).requires_grad_(case.trained == "parameter")
+    unit = checkpointed(case.where, fully_sharded(flatten_parameters=case.flatten_parameters), module)
+    inputs = torch.ones(2, 5, requires_grad=case.trained == "input")
     output = unit(inputs)
-    assert output.requires_grad == (trained != "neither")
-    if trained != "neither":
+    assert output.requires_grad == (case.trained != "neither")
+    if case.trained != "neither":
         output.sum().backward()
-        assert (inputs.grad is None) == (trained != "input")
+        assert (inputs.grad is None) == (case.trained != "input")
     assert_at_rest(unit)
 
 
@@ -277,5 +275,5 @@ def test_disabled_checkpoints_in_some_steps() -> None:
 
     twins = Twins.of(partial(mlp, "both"))
     for number in range(4):
-        twins.step(number, disabled if number % 2 else once)
+        twins.take(number, disabled if number % 2 else once)
     twins.assert_close()

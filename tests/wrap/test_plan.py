@@ -35,6 +35,7 @@ from fsdp.wrap import AutoWrapPolicy
 from fsdp.wrap.live_bytes import LiveBytes
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
 from tests.helpers.hybrid import mesh_of
+from tests.helpers.models import Net
 from tests.helpers.ranks import RankPool
 
 BATCH, CONTEXT, WIDTH = 8, 64, 128
@@ -51,22 +52,20 @@ def checkpointed_gpt() -> nn.Module:
     return model
 
 
-class Adapted(nn.Module):
+def adapted(inner: nn.Module) -> nn.Module:
     """A frozen block with a small one beside it that is trained."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.inner(inputs) + self.up(torch.relu(self.down(inputs)))
+    return Net(
+        lambda net, x: net.inner(x) + net.up(torch.relu(net.down(x))),
+        inner=inner.requires_grad_(False),
+        down=nn.Linear(WIDTH, 8),
+        up=nn.Linear(8, WIDTH),
+    )
 
 
 def adapted_gpt() -> nn.Module:
     model: Any = gpt().requires_grad_(False)
     for number, block in enumerate(model.blocks):
-        model.blocks[number] = Adapted(block)
+        model.blocks[number] = adapted(block)
     return model
 
 
@@ -149,8 +148,8 @@ CASES = {
     "GPT by ZeRO-1": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
     "GPT by ZeRO-2": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
     "convolutions": Case(UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)),
-    "adapters": Case(adapted_gpt, Adapted),
-    "adapters of original parameters": Case(adapted_gpt, Adapted, options={"use_orig_params": True}),
+    "adapters": Case(adapted_gpt, adapted),
+    "adapters of original parameters": Case(adapted_gpt, adapted, options={"use_orig_params": True}),
 }
 
 
@@ -261,11 +260,7 @@ def _train_with_replicas(strategy: str) -> Measured:
 
 
 def _compare(plan: fsdp.Plan, measured: Measured) -> None:
-    planned = {
-        "parameters": plan.parameter_bytes,
-        "gradients": plan.gradient_bytes,
-        "optimizer": plan.optimizer_bytes,
-    }
+    planned = {"parameters": plan.parameter_bytes, "gradients": plan.gradient_bytes, "optimizer": plan.optimizer_bytes}
     assert planned == measured.states
     assert plan.bytes_sent == measured.sent
     peaks = {phase.name: phase.peak for phase in plan.phases}

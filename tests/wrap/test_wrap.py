@@ -479,12 +479,7 @@ def blocks() -> nn.Module:
         ("several classes", [LastBlock, nn.Linear], (), ["0", "1.0.mlp", "1.1.mlp", "2", "2.mlp"]),
         ("all but a subclass", {Block}, {LastBlock}, ["1.0", "1.1"]),
         ("the root too", {nn.Sequential}, (), ["", "1"]),
-        (
-            "a forced leaf as a whole",
-            {nn.MultiheadAttention},
-            (),
-            ["1.0.attention", "1.1.attention", "2.attention"],
-        ),
+        ("a forced leaf as a whole", {nn.MultiheadAttention}, (), ["1.0.attention", "1.1.attention", "2.attention"]),
         ("never inside a forced leaf", {nn.Linear}, (), ["0", "1.0.mlp", "1.1.mlp", "2.mlp"]),
     ]
 )
@@ -728,9 +723,7 @@ def reachable(module: nn.Module, without: nn.Module | None = None) -> set[nn.Par
 
 @settings(max_examples=150)
 @given(tangled_models())
-def test_a_unit_takes_exactly_what_can_not_be_reached_without_it(
-    model: tuple[list[nn.Module], set[nn.Module]],
-):
+def test_a_unit_takes_exactly_what_can_not_be_reached_without_it(model: tuple[list[nn.Module], set[nn.Module]]):
     modules, wanted = model
     root = modules[0]
     taken: dict[nn.Module, set[nn.Parameter]] = {}

@@ -149,6 +149,9 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key, value in state.items():
                 if key.startswith(prefix) and isinstance(value, Tensor) and value.data_ptr() not in left:
+                    if type(value) not in (Tensor, nn.Parameter):  # a class of its own, and so a copy already
+                        state[key] = value.to(form.device) if form.device else value
+                        continue
                     wanted = form.dtype if key in params and value.is_floating_point() else None
                     place = (value.data_ptr(), value.shape, value.stride(), value.dtype, wanted)
                     if place not in moved or value.numel() == 0:
@@ -253,7 +256,9 @@ def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
             loaded.setdefault((handle.comm, handle.replicas), {})
         for (handle, slot), value in values.get(each, {}).items():
             key = join("" if each is unit else name, handle.places[slot][0].fqn)
-            loaded[handle.comm, handle.replicas][key] = fingerprint(sampled(local_part(value)))
+            packing = handle.flat_param.packings[slot]
+            plain = local_part(value) if packing is None else packing.pack(value)
+            loaded[handle.comm, handle.replicas][key] = fingerprint(sampled(plain))
     # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
     problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
     return next(filter(None, problems), "")
@@ -359,6 +364,8 @@ def _recording(unit: Unit, form: LoadPass) -> Exposure:
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
         if is_here:  # other ranks get shapes
             _refuse_meta(value)
+        if is_here and (packing := handle.flat_param.packings[slot]) is not None:
+            packing.check(value)
         if isinstance(value, TensorPart):
             raise NotImplementedError(
                 f"it is a part of a tensor, {value}. Load a sharded state with load_sharded_state_dict()"

@@ -29,6 +29,7 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     handle.absorb()
     handle.presentation.refuse_lent("put whole parameters together", handle.unit_name)
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
+    is_at_hand &= not any(handle.flat_param.packings)  # classes need not be able to copy themselves
     is_at_hand &= handle.flat_param.example is None  # or what its class makes of it in an all-gather would be here
     if at_first and not is_first(handle):
         if not is_at_hand and handle.replicas.rank == 0:
@@ -50,9 +51,10 @@ def blanks(handle: FlatParamHandle, device: torch.device) -> list[Tensor]:
 
 
 def as_modules_see(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `DTensor`s around the local parts of those."""
-    parts = handle.flat_param.parts
-    return [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, parts, strict=True)]
+    """Return `DTensor`s around those that are local parts, and the parameters around those that are bytes."""
+    flat = handle.flat_param
+    seen = [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, flat.parts, strict=True)]
+    return [packing.unpack(tensor) if packing else tensor for tensor, packing in zip(seen, flat.packings, strict=True)]
 
 
 def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:

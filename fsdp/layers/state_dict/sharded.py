@@ -401,7 +401,10 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
         part_of(handle, slot, rank).check(value, handle.flat_param.dtype)
 
-    with for_each(units, lambda unit: closing(recording(unit, check))) as recordings, _kept_if_it_fails(units):
+    with (
+        for_each(units, lambda unit: closing(recording(unit, check, in_bytes=True))) as recordings,
+        _kept_if_it_fails(units),
+    ):
         result = done_by_all([everyone], "load its part of a sharded state", load)
         values = {key: value for each in recordings for key, value in recorded(each).items()}
         numbers = sorted((handle.number, slot) for handle, slot in values)  # which are alike on all ranks

@@ -135,7 +135,8 @@ class _Look(NamedTuple):
     def at(cls, param: nn.Parameter, by_value: bool) -> _Look:
         version = None if param.is_inference() else param._version
         local = local_part(param)
-        return cls(version, fingerprint(local) if by_value and not local.is_meta else None)
+        is_plain = type(local) in (Tensor, nn.Parameter)  # of other classes, versions must do
+        return cls(version, fingerprint(local) if by_value and is_plain and not local.is_meta else None)
 
     def is_of(self, param: nn.Parameter) -> bool:
         """Return True if the parameter is still the same."""
@@ -184,8 +185,11 @@ def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[
         slots = [slot for which, slot in changed if which == number]
         kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
         for slot, value in kept.items():
-            part = handle.flat_param.parts[slot]
-            kept[slot] = value if part is None else local_part(part.to_local(handle.layout.slots[slot].name, value))
+            part, packing = handle.flat_param.parts[slot], handle.flat_param.packings[slot]
+            if part is not None:
+                kept[slot] = local_part(part.to_local(handle.layout.slots[slot].name, value))
+            elif packing is not None:
+                kept[slot] = packing.pack(value)
         if slots:
             deal(handle, slots, kept)
 
@@ -262,21 +266,26 @@ class LoadTarget(nn.Parameter):
         return self
 
 
-def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None], *, in_bytes: bool = False) -> Exposure:
     """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
 
-    `check` raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    Args:
+        unit: its parameters are loaded.
+        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+        in_bytes: parameters that are sharded as bytes are loaded as bytes.
     """
     targets: dict[FlatParamHandle, list[Tensor]] = {}
     for handle in hidden_handles(unit):
         handle.storage.check(handle.name)
         handle.absorb()
         shard = handle.flat_param
+        shapes = [
+            kept.shape if part is None else part.shape
+            for kept, part in zip(handle.layout.slots, shard.parts if in_bytes else _forms(handle), strict=True)
+        ]
         targets[handle] = [
-            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
-            for slot, (kept, mesh, need) in enumerate(
-                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
-            )
+            LoadTarget.like(shape, shard, partial(check, handle, slot), need)
+            for slot, (shape, need) in enumerate(zip(shapes, handle.requires_grad_each, strict=True))
         ]
     return Exposure(unit, targets)
 
@@ -288,6 +297,11 @@ def recorded(exposure: Exposure) -> Values:
         for key, param in exposure.numbered()
         if isinstance(param, LoadTarget) and param.source is not None
     }
+
+
+def _forms(handle: FlatParamHandle) -> list[Any]:
+    """Return for each parameter the `DTensor` that it is a part of, or its form if it is sharded as bytes."""
+    return [part or packing for part, packing in zip(handle.flat_param.parts, handle.flat_param.packings, strict=True)]
 
 
 # --- summon_full_params in all its forms ----------------------------------------------------------------------------

@@ -16,9 +16,8 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
 from fsdp.optim_utils import full_optim_state_dict
-from tests.checkpoint.formats.test_fairscale import NAMES, NAMES_INSIDE, RECORDED, every_case
 from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth
-from tests.helpers.legacy_sources import assert_same_values
+from tests.helpers.legacy_sources import NAMES, NAMES_INSIDE, RECORDED, assert_same_values, every_case
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_checkpoint import CASES

@@ -15,7 +15,7 @@ from tests.helpers.equality import assert_same
 from tests.helpers.local_shards import awkward, consolidated, different, through_files
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -42,21 +42,16 @@ def options_of(form: str, home: str, precision: str, folder: Path) -> dict[str, 
 # Round trips
 
 
-@parametrize_pairs(
+@parametrize_cases(
     world_size=[3, 1, 2, 4], form=list(FORMS), home=HOMES, precision=list(PRECISIONS), model=list(MODELS)
 )
-def test_every_form_of_state_becomes_every_other_bit_for_bit(
-    ranks: RankPool, tmp_path: Path, world_size: int, form: str, home: str, precision: str, model: str
-) -> None:
-    ranks(world_size).run(_round_trips, model, form, home, precision, tmp_path)
-
-
-def _round_trips(name: str, form: str, home: str, precision: str, folder: Path) -> None:
-    make: Any = MODELS[name]
-    options = options_of(form, home, precision, folder)
+@on_ranks("world_size")
+def test_every_form_of_state_becomes_every_other_bit_for_bit(tmp_path: Path, case: Case) -> None:
+    make: Any = MODELS[case.model]
+    options = options_of(case.form, case.home, case.precision, tmp_path)
     plain = make().state_dict()
     model = make(fully_sharded(**options))
-    shards = through_files(model, folder)
+    shards = through_files(model, tmp_path)
     # local -> plain, and into an unsharded model
     assert_same(consolidated(shards), plain)
     unsharded = make(seed=1)

@@ -13,8 +13,8 @@ from fsdp import FullyShardedDataParallel
 from tests.helpers.equality import assert_same
 from tests.helpers.local_shards import Shards, consolidated
 from tests.helpers.models import keep
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import DATA
-from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_shards import CASES, make_model, make_wrapped
 
 RECORDED = DATA / "fairscale"
@@ -47,11 +47,8 @@ def test_the_whole_weights_fit_the_plain_model(name: str) -> None:
 
 
 @every_case
-def test_each_rank_loads_fairscale_s_shard(ranks: RankPool, name: str) -> None:
-    ranks(CASES[name].ranks).run(_loads_theirs, name)
-
-
-def _loads_theirs(name: str) -> None:
+@on_ranks(lambda name: CASES[name].ranks)
+def test_each_rank_loads_fairscale_s_shard(name: str) -> None:
     model: Any = _ours(name)
     weights, _ = recorded(name)
     result = model.load_local_state_dict(weights[dist.get_rank()])
@@ -62,11 +59,8 @@ def _loads_theirs(name: str) -> None:
 
 
 @every_case
-def test_names_and_metadata_are_fairscale_s(ranks: RankPool, name: str) -> None:
-    ranks(CASES[name].ranks).run(_saves_as_theirs, name)
-
-
-def _saves_as_theirs(name: str) -> None:
+@on_ranks(lambda name: CASES[name].ranks)
+def test_names_and_metadata_are_fairscale_s(name: str) -> None:
     model: Any = _ours(name)
     weights, metadata = (each[dist.get_rank()] for each in recorded(name))
     found = model.local_state_dict()

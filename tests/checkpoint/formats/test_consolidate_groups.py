@@ -19,7 +19,6 @@ from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
-from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import gpt, mesh_of, over_data
 
 # Replicas
@@ -94,18 +93,15 @@ def _of_first(state: Any) -> list[Any]:
     return found
 
 
-def test_only_units_of_one_rank_inside_of_more_are_not_broadcast(ranks: RankPool) -> None:
-    assert ranks(4).run(_not_broadcast) == [([False, True], [False, True], [False, False])] * 4
-
-
-def _not_broadcast() -> Any:
+@on_ranks(4)
+def test_only_units_of_one_rank_inside_of_more_are_not_broadcast() -> None:
     model: Any = inner_in(alone())
     said = [entry["no_broadcast_optim_state"] for entry in model.local_metadata_dict()["param_metadata"]]
     model(torch.randn(2, 3))
     shown = [model.no_broadcast_optim_state, model.module.module[1].no_broadcast_optim_state]
     pairs: Any = inner_in(neighbours(2))
     said_of_pairs = [entry["no_broadcast_optim_state"] for entry in pairs.local_metadata_dict()["param_metadata"]]
-    return said, shown, said_of_pairs
+    assert (said, shown, said_of_pairs) == ([False, True], [False, True], [False, False])
 
 
 def test_a_world_of_one_without_torch_distributed() -> None:

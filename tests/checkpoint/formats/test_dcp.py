@@ -28,6 +28,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.checkpoint_models import flip
 from tests.helpers.convert_formats import assert_same_states, converted, whole
+from tests.helpers.damaged_files import Touch
 from tests.helpers.dcp_folders import everything, save_sharded
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
@@ -248,10 +249,7 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux's /proc")
 def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks(3).run(_save_cut, tmp_path / "saved")
-    with (
-        mock.patch("fsdp.checkpoint.formats.source._MOST_OPEN", 1),
-        closing(open_source(tmp_path / "saved")) as source,
-    ):
+    with mock.patch("fsdp.checkpoint.formats.source._MOST_OPEN", 1), closing(open_source(tmp_path / "saved")) as source:
         before = len(os.listdir("/proc/self/fd"))
         for name, value in cut_tensors().items():  # each is in three files
             assert_same(whole(source.model, name), value, name)
@@ -382,16 +380,8 @@ def test_damaged_metadata_are_an_error(folder: Path) -> None:
         fsdp.load(folder, net())
 
 
-class _Touch:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (self.path, "w")
-
-
 def test_nothing_in_the_metadata_is_executed(folder: Path, tmp_path: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(_Touch(str(tmp_path / "made"))))
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(str(tmp_path / "made"))))
     with pytest.raises(ValueError, match=r"\.metadata is damaged"):
         open_source(folder)
     assert not (tmp_path / "made").exists()

@@ -14,20 +14,20 @@ from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
 from tests.helpers.equality import assert_same
-from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
-from tests.helpers.paths import DATA
+from tests.helpers.legacy_sources import (
+    NAMES,
+    NAMES_INSIDE,
+    RECORDED,
+    assert_same_values,
+    every_case,
+    groups_of,
+    state_of,
+    truth,
+    weights_of,
+)
 from tests.tools.record_fairscale_checkpoint import CASES, SETTINGS
 from tests.tools.record_fairscale_optim import CASES as FULL_CASES
 from tests.tools.record_fairscale_shards import CASES as SHARD_CASES
-
-RECORDED = DATA / "fairscale"
-every_case = pytest.mark.parametrize("name", CASES)
-NAMES = ("first.weight", "first.bias", "norm.weight", "norm.bias")
-NAMES_INSIDE = ("inner.0.weight", "inner.2.bias", "inner.3.weight", "inner.3.bias")
-
-
-def truth(name: str) -> dict[str, Any]:
-    return torch.load(RECORDED / name / "whole.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("name", SHARD_CASES)

@@ -13,8 +13,7 @@ import torch
 
 from fsdp.checkpoint.formats.fairscale import open_fairscale
 from fsdp.checkpoint.formats.trees import Choices
-from tests.checkpoint.formats.test_fairscale import RECORDED
-from tests.helpers.legacy_sources import assert_same_values, state_of
+from tests.helpers.legacy_sources import RECORDED, assert_same_values, state_of
 
 Content = dict[str, Any]
 

@@ -26,7 +26,6 @@ from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, unpickled
 from fsdp.checkpoint.safetensors import SafetensorsFiles
-from tests.checkpoint.formats.test_fairscale import RECORDED
 from tests.checkpoint.formats.test_fsdp1 import save as save_fsdp1
 from tests.helpers.convert_formats import converted, saved
 from tests.helpers.damaged_files import (
@@ -44,6 +43,7 @@ from tests.helpers.damaged_files import (
     seal,
     zipped_with,
 )
+from tests.helpers.legacy_sources import RECORDED
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save as save_safetensors
 from tests.helpers.strange_states import load_something, state_dicts

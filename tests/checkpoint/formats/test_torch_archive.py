@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.formats.source import StridedTensor, TensorReader
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, is_torch_file
 from tests.helpers.checkpoint_models import flip
+from tests.helpers.damaged_files import Touch
 from tests.helpers.equality import assert_same
 from tests.helpers.safetensors_files import counted_reads
 
@@ -107,16 +108,6 @@ def test_containers_and_numbers_are_as_they_were(tmp_path: Path) -> None:
     }
     torch.save(saved, tmp_path / "all.pt")
     assert TorchArchive(str(tmp_path / "all.pt")).content == saved
-
-
-class Touch:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (self.path, "w")
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:

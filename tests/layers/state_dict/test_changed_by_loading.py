@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
-from tests.helpers.changed_params import LAYOUTS, Twins, adamw, find, momentum
+from tests.helpers.changed_params import LAYOUTS, ChangedTwins, adamw, find, momentum
 from tests.helpers.equality import assert_same
-from tests.helpers.models import keep, nested_mlp
+from tests.helpers.models import Net, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, fully_sharded
 
 PARTS = {
@@ -51,7 +51,7 @@ def assert_idle(model: nn.Module) -> None:
 @on_ranks("world_size")
 def test_a_module_inside_is_loaded(part: str, layout: str, whole: bool, make_optimizer: MakeOptimizer) -> None:
     path = PARTS[part]
-    twins = Twins(layout, make_optimizer=make_optimizer, reshard_after_forward=not whole)
+    twins = ChangedTwins(layout, make_optimizer=make_optimizer, reshard_after_forward=not whole)
 
     def change() -> None:
         for model in twins.models:
@@ -66,34 +66,31 @@ def test_a_module_inside_is_loaded(part: str, layout: str, whole: bool, make_opt
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_a_module_is_loaded_before_anything_has_run(layout: str) -> None:
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     for model in twins.models:
         find(model, "trunk.2.0").load_state_dict(other_state("trunk.2.0"))
     twins.train(lambda: None)
 
 
-class Container(nn.Module):
+def container(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """Modules without parameters of their own around a unit and a part of the outer one."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        unit = wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-        self.parts = nn.ModuleDict({"unit": unit, "own": nn.Linear(5, 5), "norm": nn.BatchNorm1d(5, affine=False)})
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.parts["norm"](self.parts["own"](self.parts["unit"](inputs)))
+    unit = wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+    return Net(
+        lambda net, x: net.parts["norm"](net.parts["own"](net.parts["unit"](x))),
+        parts=nn.ModuleDict({"unit": unit, "own": nn.Linear(5, 5), "norm": nn.BatchNorm1d(5, affine=False)}),
+    )
 
 
 def contained(wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return wrap(Container(wrap))
+    return wrap(container(wrap))
 
 
 @in_every_layout
 @on_ranks("world_size")
 def test_a_container_with_units_inside_is_loaded(layout: str, whole: bool) -> None:
     # In training mode batches would be normalised per rank.
-    twins = Twins(layout, contained, reshard_after_forward=not whole)
+    twins = ChangedTwins(layout, contained, reshard_after_forward=not whole)
     for model in twins.models:
         find(model, "parts.norm").eval()
     state = find(contained(keep, seed=7), "parts").state_dict()
@@ -119,16 +116,14 @@ def with_another(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, "another": torch.ones(1)}
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5, part=list(PARTS), layout=list(LAYOUTS), spoil=[without_weight, with_another], strict=[True, False]
 )
 @on_ranks(2)
-def test_keys_that_do_not_fit_are_named_as_in_the_plain_model(
-    part: str, layout: str, spoil: Callable[[Any], Any], strict: bool
-) -> None:
-    path = PARTS[part]
-    twins = Twins(layout)
-    said = [_told(find(model, path), spoil(other_state(path)), strict) for model in twins.models]
+def test_keys_that_do_not_fit_are_named_as_in_the_plain_model(case: Case) -> None:
+    path = PARTS[case.part]
+    twins = ChangedTwins(case.layout)
+    said = [_told(find(model, path), case.spoil(other_state(path)), case.strict) for model in twins.models]
     assert said[0] == said[1]
     assert said[0]
     assert_idle(twins.sharded)
@@ -152,7 +147,7 @@ def _told(module: nn.Module, state: dict[str, Tensor], strict: bool) -> list[str
 @on_ranks("world_size")
 def test_a_value_of_another_shape_is_an_error_that_names_it(part: str, layout: str) -> None:
     path = PARTS[part]
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     name = "weight" if path else "entry.weight"
     for model in twins.models:
         with pytest.raises(RuntimeError, match=rf"size mismatch for {name}: .*\[2, 2\]"):
@@ -183,7 +178,7 @@ def stubborn(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
 @parametrize_pairs(path=["", "1"], world_size=[2, 1], layout=list(LAYOUTS))
 @on_ranks("world_size")
 def test_an_exception_in_the_middle_leaves_the_model_usable(path: str, layout: str) -> None:
-    twins = Twins(layout, stubborn)
+    twins = ChangedTwins(layout, stubborn)
     state = {name: value + 1 for name, value in find(twins.plain, path).state_dict().items()}
     Stubborn.refuse = True
     try:
@@ -220,7 +215,7 @@ def test_what_a_load_writes_through_data_is_kept() -> None:
 @on_ranks("world_size")
 def test_a_module_is_loaded_inside_summon_full_params(part: str, layout: str) -> None:
     path = PARTS[part]
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     twins.step()
     with twins.sharded.summon_full_params():  # type: ignore[operator]
         for model in twins.models:
@@ -234,7 +229,7 @@ def test_a_module_is_loaded_inside_summon_full_params(part: str, layout: str) ->
 @on_ranks("world_size")
 def test_the_state_of_a_module_inside_is_refused(part: str, layout: str) -> None:
     path = PARTS[part]
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
     twins.step()
     with pytest.raises(
         RuntimeError, match=r"inside a FullyShardedDataParallel would hold this rank's shards"
@@ -251,7 +246,7 @@ def test_the_state_of_a_module_inside_is_refused(part: str, layout: str) -> None
 @on_ranks("world_size")
 def test_without_flattening_a_module_inside_lists_and_saves_its_shards(part: str) -> None:
     path = PARTS[part]
-    twins = Twins("unflattened")
+    twins = ChangedTwins("unflattened")
     twins.step()
     module, plain = find(twins.sharded, path), find(twins.plain, path)
     with warnings.catch_warnings(record=True) as caught:
@@ -279,7 +274,7 @@ def test_without_flattening_a_module_inside_lists_and_saves_its_shards(part: str
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_loading_a_part_in_the_middle_of_a_backward_is_refused(layout: str) -> None:
-    twins = Twins(layout)
+    twins = ChangedTwins(layout)
 
     def load(gradient: Tensor) -> None:
         with pytest.raises(RuntimeError, match=r"cannot load a state dict in the middle of a forward or backward"):

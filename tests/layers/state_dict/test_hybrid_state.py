@@ -21,16 +21,16 @@ from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
     UNFLATTENED,
-    Twins,
+    CopiedTwins,
     every_form,
     nested,
     tied_and_frozen,
     wrappers_in,
 )
 from tests.helpers.hybrid import assert_replicas_agree, every_nth, machines_of, mesh_of, neighbours
-from tests.helpers.models import Wrap, tiny_transformer
+from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import TOKENS, adamw, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.tensor_parallel import SENTENCES, gpt
 
@@ -69,7 +69,7 @@ def test_states_are_exchanged_with_plain_sharding(options: dict[str, Any]) -> No
 
 @on_ranks(4)
 def test_an_average_of_weights() -> None:
-    twins = Twins.of(nested, sgd_with_momentum, **two_by_two())
+    twins = CopiedTwins.of(nested, sgd_with_momentum, **two_by_two())
     average = EMA(twins.sharded, decay=0.5)
     expected = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(2):
@@ -85,7 +85,7 @@ def test_an_average_of_weights() -> None:
 # Copies
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=3,
     how=[two_by_two, replicated],
     options=[FLAT, ORIGINAL, UNFLATTENED],
@@ -93,13 +93,11 @@ def test_an_average_of_weights() -> None:
     travels=["deepcopy", "pickle"],
 )
 @on_ranks(4)
-def test_copies_and_originals_train_apart(
-    how: Callable[[], dict[str, Any]], options: dict[str, Any], make: Callable[[Wrap], Any], travels: str
-) -> None:
-    twins = Twins.of(make, adamw, **how(), **options)
+def test_copies_and_originals_train_apart(case: Case) -> None:
+    twins = CopiedTwins.of(case.make, adamw, **case.how(), **case.options)
     twins.train(0)
-    assigned = how().get("process_group")
-    other = twins.copied(copy.deepcopy if travels == "deepcopy" else partial(through_pickle, group=assigned))
+    assigned = case.how().get("process_group")
+    other = twins.copied(copy.deepcopy if case.travels == "deepcopy" else partial(through_pickle, group=assigned))
     for each, number in ((other, 1), (twins, 2)):
         each.train(number)
         each.assert_close()
@@ -128,7 +126,7 @@ def test_a_pickled_model_says_that_its_replicas_are_missing() -> None:
 @on_ranks(4)
 def test_groups_may_be_assigned_in_another_form() -> None:
     with machines_of(2):
-        twins = Twins.of(nested, adamw, **by_machine())
+        twins = CopiedTwins.of(nested, adamw, **by_machine())
         for number, group in enumerate((mesh_of(2, 2), (neighbours(2), every_nth(2)), None)):
             for wrapper in wrappers_in(twins.sharded):
                 wrapper.process_group = group
@@ -214,7 +212,7 @@ def test_recomputed_units(reentrant: bool) -> None:
 @pytest.mark.parametrize("how", [dict, two_by_two, replicated])
 @on_ranks(4)
 def test_gradients_that_a_failed_backward_had_sent_do_not_arrive_later(how: Callable[[], dict[str, Any]]) -> None:
-    twins = Twins.of(nested, adamw, bucket_cap_mb=0, **how())
+    twins = CopiedTwins.of(nested, adamw, bucket_cap_mb=0, **how())
     twins.train(0)
 
     def give_up(*_: Any) -> None:

@@ -22,8 +22,10 @@ import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.verify import describe_handle
-from tests.helpers.copied_twins import live_bytes, through_pickle
+from tests.helpers.calls import summon
+from tests.helpers.copied_twins import through_pickle
 from tests.helpers.equality import assert_same_state
+from tests.helpers.memory import live_bytes
 from tests.helpers.meta_models import (
     FLAT,
     FORMS,
@@ -43,7 +45,7 @@ from tests.helpers.meta_models import (
 from tests.helpers.models import Wrap
 from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Alone, adamw, assert_parity, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -68,11 +70,6 @@ def state_dict(model: Any) -> None:
 
 def state_dict_of_what_is_around(model: Any) -> None:
     nn.Sequential(model).state_dict()
-
-
-def summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
 
 
 def apply(model: Any) -> None:
@@ -163,7 +160,7 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
 # Given values
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=5,
     world_size=[1, 2, 3],
     make=[mlp, transformer],
@@ -171,18 +168,13 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
     offload=["no", "cpu", "disk"],
     make_optimizer=[sgd_with_momentum, adamw],
 )
-def test_it_trains_as_the_unsharded_model_that_was_started_alike(
-    ranks: RankPool, tmp_path: Path, world_size: int, make: Any, form: dict[str, Any], offload: str, make_optimizer: Any
-) -> None:
-    options: dict[str, Any] = dict(form)
-    if offload != "no":
-        options |= {"offload": offload} | ({"offload_folder": str(tmp_path)} if offload == "disk" else {})
-    ranks(world_size).run(_train_from_meta, make, options, make_optimizer)
-
-
-def _train_from_meta(make: Any, options: dict[str, Any], make_optimizer: Any) -> None:
-    task = TOKENS if make is transformer else REGRESSION
-    assert_parity(Starting(make), make_optimizer, wrap=sharded(**options), task=task)
+@on_ranks("world_size")
+def test_it_trains_as_the_unsharded_model_that_was_started_alike(tmp_path: Path, case: Case) -> None:
+    options: dict[str, Any] = dict(case.form)
+    if case.offload != "no":
+        options |= {"offload": case.offload} | ({"offload_folder": str(tmp_path)} if case.offload == "disk" else {})
+    task = TOKENS if case.make is transformer else REGRESSION
+    assert_parity(Starting(case.make), case.make_optimizer, wrap=sharded(**options), task=task)
 
 
 class Starting:
@@ -212,8 +204,7 @@ def test_an_optimizer_may_be_made_before(form: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(
-    policy=[True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)],
-    world_size=[1, 2],
+    policy=[True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)], world_size=[1, 2]
 )
 @on_ranks("world_size")
 def test_mixed_precision_starts_from_values_in_full(policy: Any) -> None:
@@ -333,16 +324,8 @@ WIDTH = 200  # so that what is measured is weights
 
 
 @parametrize_pairs(form=FORMS, when=["wrapping", "afterwards"])
-def test_pain_point_20_no_rank_holds_more_than_its_shards_and_one_unit(
-    ranks: RankPool, form: dict[str, Any], when: str
-) -> None:
-    for found in ranks(4).run(_most_bytes_alive, form, when):
-        unit = 4 * WIDTH * (WIDTH + 1)
-        shards = 6 * 4 * math.ceil(unit / 4 / 4)
-        assert found <= 1.1 * (shards + unit)
-
-
-def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
+@on_ranks(4)
+def test_pain_point_20_no_rank_holds_more_than_its_shards_and_one_unit(form: dict[str, Any], when: str) -> None:
     before, found = live_bytes(), [0]
 
     def init(module: nn.Module) -> None:
@@ -355,7 +338,9 @@ def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
     if when == "afterwards":
         fsdp.materialize(model, param_init_fn=init)
     assert len(found) == 7
-    return max(found)
+    unit = 4 * WIDTH * (WIDTH + 1)
+    shards = 6 * 4 * math.ceil(unit / 4 / 4)
+    assert max(found) <= 1.1 * (shards + unit)
 
 
 @on_ranks(1)

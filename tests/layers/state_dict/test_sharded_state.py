@@ -28,7 +28,7 @@ from tests.helpers.dcp_folders import (
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -54,7 +54,7 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 # Round trips
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=8,
     saved_by=[3, 1, 2, 4],
     loaded_by=[2, 4, 1, 3],
@@ -64,18 +64,11 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     loading_too=REST,
 )
 def test_another_number_of_ranks_loads_what_was_saved_and_so_does_a_plain_model(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_by: int,
-    loaded_by: int,
-    saving: dict[str, Any],
-    loading: dict[str, Any],
-    saving_too: dict[str, Any],
-    loading_too: dict[str, Any],
+    ranks: RankPool, tmp_path: Path, case: Case
 ) -> None:
     folder = tmp_path / "state"
-    ranks(saved_by).run(_save, folder, with_folder(saving | saving_too, tmp_path / "saving"))
-    ranks(loaded_by).run(_load, folder, with_folder(loading | loading_too, tmp_path / "loading"))
+    ranks(case.saved_by).run(_save, folder, with_folder(case.saving | case.saving_too, tmp_path / "saving"))
+    ranks(case.loaded_by).run(_load, folder, with_folder(case.loading | case.loading_too, tmp_path / "loading"))
     assert_same_state(state_in(folder, everything), everything(seed=1).state_dict())
 
 

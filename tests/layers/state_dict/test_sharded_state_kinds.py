@@ -28,7 +28,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of, neighbours
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import cube, gpt, over_data, perceptron
@@ -154,7 +154,7 @@ def test_replicas_write_nothing_twice(tmp_path: Path, shape: tuple[int, int], op
 # Tensor parallelism
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=6,
     saved_by=[(2, 2), (1, 2), (2, 1), (1, 4)],
     loaded_by=[(2, 1), (2, 2), (1, 3), (4, 1)],
@@ -162,20 +162,12 @@ def test_replicas_write_nothing_twice(tmp_path: Path, shape: tuple[int, int], op
     model=[{}, {"vocabulary": True}, {"vocabulary": True, "tied": True}],
     options=FORMS,
 )
-def test_parts_of_dtensors_are_saved_and_loaded(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_by: tuple[int, int],
-    loaded_by: tuple[int, int],
-    kind: str,
-    model: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    if (loaded_by == (1, 3) and kind == "heads") or (saved_by == (1, 4) and kind == "sequence"):
+def test_parts_of_dtensors_are_saved_and_loaded(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    if (case.loaded_by == (1, 3) and case.kind == "heads") or (case.saved_by == (1, 4) and case.kind == "sequence"):
         pytest.skip("that many ranks do not divide heads, or rows")
-    how = {"kind": kind, **model}
-    ranks(saved_by[0] * saved_by[1]).run(_save_parallel, tmp_path, saved_by, how, options)
-    ranks(loaded_by[0] * loaded_by[1]).run(_load_parallel, tmp_path, loaded_by, how, options)
+    how = {"kind": case.kind, **case.model}
+    ranks(case.saved_by[0] * case.saved_by[1]).run(_save_parallel, tmp_path, case.saved_by, how, case.options)
+    ranks(case.loaded_by[0] * case.loaded_by[1]).run(_load_parallel, tmp_path, case.loaded_by, how, case.options)
 
 
 def _plain_gpt(how: dict[str, Any], seed: int) -> Any:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +17,17 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
+from tests.helpers.calls import summon
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
+from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp
 from tests.helpers.ranks import RankPool
-
-
-class Zoo(nn.Module):
-    """Ties, buffers of both kinds, batch norm, frozen parts, two dtypes, 0-d and empty parameters, extra state."""
-
-    def __init__(self, wrap: Wrap) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.tensor(3))
-        self.scale = nn.Parameter(torch.tensor(1.25))
-        self.tokens = nn.Embedding(11, 5)
-        core = wrap(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)))
-        self.trunk = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), core))
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-        self.fine = nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def get_extra_state(self) -> dict[str, str]:
-        return {"kind": "zoo"}
-
-    def set_extra_state(self, state: dict[str, str]) -> None:
-        assert state == {"kind": "zoo"}
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.trunk(self.tokens(tokens)) * self.scale
-        return self.head(self.frozen(hidden) + self.fine.float())
-
-
-def zoo(wrap: Wrap = keep, seed: int = 0) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return wrap(Zoo(wrap))
+from tests.helpers.state_dicts import LAYER_BYTES, LAYERS, at_most, tokens, train, zoo
 
 
 class Parent(nn.Module):
@@ -74,19 +40,6 @@ class Parent(nn.Module):
             self.before = nn.Linear(3, 2)
         self.child = zoo(wrap, seed)
         self.register_buffer("after", torch.arange(3.0))
-
-
-def tokens() -> Tensor:
-    return (torch.arange(4) + dist.get_rank()) % 11
-
-
-def train(model: nn.Module) -> None:
-    """Collective for a sharded model. Some steps, so that buffers and weights are no longer those of the start."""
-    optimizer = sgd_with_momentum([param for param in model.parameters() if param.requires_grad])
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(tokens()).square().mean().backward()
-        optimizer.step()
 
 
 every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -174,12 +127,9 @@ def test_prefix_destination_and_keep_vars() -> None:
     assert_same_state(inner, zoo().trunk.state_dict())
 
 
-def test_a_state_dict_between_forward_and_backward(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_save_before_backward, reshard_after_forward)
-
-
-def _save_before_backward(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_state_dict_between_forward_and_backward(reshard_after_forward: bool) -> None:
     wrap = fully_sharded(reshard_after_forward=reshard_after_forward)
     model, undisturbed = nested_mlp(wrap), nested_mlp(wrap)
     inputs = torch.ones(2, 5)
@@ -194,12 +144,9 @@ def _save_before_backward(reshard_after_forward: bool) -> None:
     model(inputs).sum().backward()
 
 
-def test_a_state_dict_in_the_middle_of_accumulation(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_save_while_accumulating, reshard_after_forward)
-
-
-def _save_while_accumulating(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_a_state_dict_in_the_middle_of_accumulation(reshard_after_forward: bool) -> None:
     wrap = fully_sharded(reshard_after_forward=reshard_after_forward)
     model, undisturbed = nested_mlp(wrap), nested_mlp(wrap)
     inputs = torch.ones(2, 5)
@@ -274,12 +221,8 @@ def _load_what_others_saved(state: dict[str, Any]) -> None:
     assert_same_state({name: after[name] for name in state}, state)
 
 
-def test_a_wrapped_child_of_a_plain_module(ranks: RankPool) -> None:
-    for world_size in (1, 3):
-        ranks(world_size).run(_load_through_a_parent)
-
-
-def _load_through_a_parent() -> None:
+@on_ranks(1, 3)
+def test_a_wrapped_child_of_a_plain_module() -> None:
     parent = Parent(fully_sharded())
     assert str(parent.load_state_dict(Parent(keep, seed=1).state_dict())) == "<All keys matched successfully>"
     assert_same_state(parent.state_dict(), Parent(keep, seed=1).state_dict())
@@ -294,12 +237,9 @@ def _load_through_a_parent() -> None:
     train(parent.child)
 
 
-def test_changed_shards_are_seen_at_once(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_change_shards_of_a_used_model, reshard_after_forward)
-
-
-def _change_shards_of_a_used_model(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_changed_shards_are_seen_at_once(reshard_after_forward: bool) -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward))
     model(torch.ones(2, 5))  # parameters are kept for a backward that does not come
     with torch.no_grad():
@@ -311,12 +251,9 @@ def _change_shards_of_a_used_model(reshard_after_forward: bool) -> None:
         assert torch.equal(model.module.module.entry.weight, doubled["entry.weight"])
 
 
-def test_loading_after_a_forward_is_seen_by_the_next(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_load_into_a_used_model, reshard_after_forward)
-
-
-def _load_into_a_used_model(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_loading_after_a_forward_is_seen_by_the_next(reshard_after_forward: bool) -> None:
     model = nested_mlp(fully_sharded(reshard_after_forward=reshard_after_forward))
     inputs = torch.ones(2, 5)
     model(inputs)  # parameters are kept for a backward that does not come
@@ -579,12 +516,8 @@ def test_a_subclass_with_its_own_state_dict() -> None:
     assert nested.state_dict()["0.tag"] == "Linear"
 
 
-def test_an_exception_in_a_users_hook_leaves_the_model_usable(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_fail_in_hooks)
-
-
-def _fail_in_hooks() -> None:
+@on_ranks(1, 2)
+def test_an_exception_in_a_users_hook_leaves_the_model_usable() -> None:
     def fail(*_: Any) -> None:
         raise ValueError("of the user")
 
@@ -605,21 +538,13 @@ def _fail_in_hooks() -> None:
         expected = model.state_dict()
 
 
-def test_a_load_through_a_parent_that_failed_is_put_right_by_the_next_use(ranks: RankPool) -> None:
-    for use in (_forward, FullyShardedDataParallel.state_dict, _summon):
-        ranks(2).run(_fail_through_a_parent, use)
-
-
 def _forward(model: nn.Module) -> None:
     model(tokens())
 
 
-def _summon(model: Any) -> None:
-    with model.summon_full_params():
-        pass
-
-
-def _fail_through_a_parent(use: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("use", [_forward, FullyShardedDataParallel.state_dict, summon])
+@on_ranks(2)
+def test_a_load_through_a_parent_that_failed_is_put_right_by_the_next_use(use: Callable[[Any], Any]) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("of the user")
 
@@ -635,37 +560,6 @@ def _fail_through_a_parent(use: Callable[[Any], Any]) -> None:
 
 
 # Memory
-
-LAYERS, LAYER_BYTES = 8, 64 * 64 * 4
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at a time in storages that operations under it have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {StorageWeakRef(arg.untyped_storage()) for arg in args if isinstance(arg, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (list, tuple)) else [made]:
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = StorageWeakRef(tensor.untyped_storage())
-                if storage not in given:
-                    self._storages[storage] = tensor.untyped_storage().nbytes()
-        self._storages = {storage: size for storage, size in self._storages.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self._storages.values()))
-        return made
-
-
-@contextmanager
-def at_most(nbytes: int) -> Iterator[None]:
-    with LiveBytes() as live:
-        yield
-    assert live.peak > 0 or nbytes == 0, "nothing was seen"
-    assert live.peak <= nbytes + 4096, f"{live.peak} bytes were alive, {nbytes} are allowed"
 
 
 @on_ranks(1, 2, 4)

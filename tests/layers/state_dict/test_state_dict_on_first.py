@@ -16,8 +16,9 @@ from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
+from tests.helpers.state_dicts import LAYER_BYTES, LAYERS, LiveBytes, at_most, train, zoo
 from tests.helpers.twins import assert_at_rest
-from tests.layers.state_dict.test_state_dict import LAYER_BYTES, LAYERS, LiveBytes, at_most, keep, train, zoo
+from tests.layers.state_dict.test_state_dict import keep
 
 FORMS: list[dict[str, Any]] = [
     {},

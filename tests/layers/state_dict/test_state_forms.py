@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from tests.helpers.dcp_folders import alone_warning, everything, load_sharded, save_sharded, state_in
 from tests.helpers.equality import assert_same_state
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -58,7 +58,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@parametrize_pairs(
+@parametrize_cases(
     at_most=7,
     saved_by=[3, 1, 2, 4],
     loaded_by=[2, 4, 1, 3],
@@ -67,27 +67,18 @@ READERS: dict[str, Callable[[Path], Any]] = {
     saving=LAYOUTS,
     loading=LAYOUTS,
 )
-def test_one_form_becomes_another(
-    ranks: RankPool,
-    tmp_path: Path,
-    saved_by: int,
-    loaded_by: int,
-    first: str,
-    second: str,
-    saving: dict[str, Any],
-    loading: dict[str, Any],
-) -> None:
+def test_one_form_becomes_another(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     before, after = tmp_path / "first", tmp_path / "second"
     before.mkdir()
     after.mkdir()
     expected = everything(seed=3).state_dict()
-    if first == "unsharded":
+    if case.first == "unsharded":
         torch.save(expected, before / "model.pt")
     else:
-        ranks(saved_by).run(_save, first, before, saving)
-    ranks(loaded_by).run(_load_and_save, first, before, second, after, loading)
+        ranks(case.saved_by).run(_save, case.first, before, case.saving)
+    ranks(case.loaded_by).run(_load_and_save, case.first, before, case.second, after, case.loading)
     model = everything(seed=4)
-    model.load_state_dict(READERS[second](after))
+    model.load_state_dict(READERS[case.second](after))
     assert_same_state(model.state_dict(), expected)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.twins import assert_at_rest
 
@@ -33,15 +33,13 @@ def pair(**options: Any) -> tuple[nn.Module, Any]:
 FORMS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}]
 
 
-@parametrize_pairs(world_size=[2, 1], rank0_only=[False, True], volatile=[False, True], options=FORMS)
+@parametrize_cases(world_size=[2, 1], rank0_only=[False, True], volatile=[False, True], options=FORMS)
 @on_ranks("world_size")
-def test_every_combination_shows_and_keeps_what_it_says_pain_point_15(
-    rank0_only: bool, volatile: bool, options: dict[str, Any]
-) -> None:
-    plain, model = pair(**options)
+def test_every_combination_shows_and_keeps_what_it_says_pain_point_15(case: Case) -> None:
+    plain, model = pair(**case.options)
     before = model.state_dict()
-    with model.summon_full_params(rank0_only=rank0_only, volatile=volatile, with_grads=True):
-        if dist.get_rank() == 0 or not rank0_only:
+    with model.summon_full_params(rank0_only=case.rank0_only, volatile=case.volatile, with_grads=True):
+        if dist.get_rank() == 0 or not case.rank0_only:
             shown = dict(model.named_parameters())
             for name, param in plain.named_parameters():
                 torch.testing.assert_close(shown[name], param)
@@ -51,15 +49,15 @@ def test_every_combination_shows_and_keeps_what_it_says_pain_point_15(
                 shown["entry.bias"].grad.add_(1.0)
                 shown["gate.weight"].grad = None
     after = model.state_dict()
-    factor = 1.0 if volatile else 2.0
+    factor = 1.0 if case.volatile else 2.0
     torch.testing.assert_close(after["trunk.0.weight"], factor * before["trunk.0.weight"])
     torch.testing.assert_close(after["entry.weight"], before["entry.weight"])
     assert_at_rest(model)
     with model.summon_full_params(with_grads=True, volatile=True):
         shown = dict(model.named_parameters())
-        added = 0.0 if volatile else 1.0
+        added = 0.0 if case.volatile else 1.0
         torch.testing.assert_close(shown["entry.bias"].grad, dict(plain.named_parameters())["entry.bias"].grad + added)
-        assert (shown["gate.weight"].grad is None) is (not volatile)
+        assert (shown["gate.weight"].grad is None) is (not case.volatile)
 
 
 @on_ranks(2)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.shard_values import ShardValues
+from tests.helpers.calls import users
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
-from tests.helpers.ranks import RankPool
 
 every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "unflattened"])
@@ -30,11 +30,6 @@ tied_transformer = partial(tiny_transformer, tied=True)
 
 def inputs() -> Tensor:
     return torch.linspace(-1, 1, 10).view(2, 5)
-
-
-def users(model: Any) -> Any:
-    """The module that was wrapped."""
-    return model.module.module
 
 
 def step(model: nn.Module) -> None:
@@ -140,12 +135,8 @@ def test_an_inner_wrapper_alone() -> None:
         plain.load_state_dict(model.state_dict())
 
 
-def test_parameters_stay_valid_after_leaving(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_keep_what_was_summoned)
-
-
-def _keep_what_was_summoned() -> None:
+@on_ranks(1, 2)
+def test_parameters_stay_valid_after_leaving() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     with model.summon_full_params():
         kept = dict(model.named_parameters())
@@ -178,12 +169,9 @@ def test_summoning_between_steps_changes_nothing() -> None:
     assert all(torch.equal(first[name], value) for name, value in second.items())
 
 
-def test_looking_between_forward_and_backward(ranks: RankPool) -> None:
-    for reshard_after_forward in (True, False):
-        ranks(2).run(_look_before_backward, reshard_after_forward)
-
-
-def _look_before_backward(reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_looking_between_forward_and_backward(reshard_after_forward: bool) -> None:
     wrap = fully_sharded(reshard_after_forward=reshard_after_forward)
     model, undisturbed = nested_mlp(wrap), nested_mlp(wrap)
     loss = model(inputs()).sum()
@@ -380,12 +368,8 @@ def test_forward_inside_works_without_gradients() -> None:
 # The wrong moment
 
 
-def test_it_nests_in_the_same_form(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_nest)
-
-
-def _nest() -> None:
+@on_ranks(1, 2)
+def test_it_nests_in_the_same_form() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     trunk = users(model).trunk
     with model.summon_full_params():
@@ -448,12 +432,8 @@ def test_an_exception_inside_shards_again() -> None:
     step(model)
 
 
-def test_an_optimizer_made_inside_is_refused_at_its_step(ranks: RankPool) -> None:
-    for world_size in (1, 2):
-        ranks(world_size).run(_make_an_optimizer_inside)
-
-
-def _make_an_optimizer_inside() -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_made_inside_is_refused_at_its_step() -> None:
     model = nested_mlp(fully_sharded())
     with model.summon_full_params():
         inside = torch.optim.SGD(model.parameters(), lr=0.1)

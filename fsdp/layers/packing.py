@@ -1,0 +1,180 @@
+"""A `Packing` turns a frozen parameter of any class and dtype into bytes, and bytes into such a parameter.
+
+Integers, bool, float8, and tensor subclasses with ``__tensor_flatten__`` and ``__tensor_unflatten__`` (torch's protocol
+for subclasses of several tensors, as quantised weights are) are sharded as vectors of bytes. A flat parameter of bytes
+holds all such parameters of a unit, so one all-gather serves them, and nothing but the unsharded parameters is in
+their own form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
+_PLAIN = Tensor, nn.Parameter
+_FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """A plain tensor that a parameter consists of: where its bytes begin, and what they are."""
+
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]  # dense
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+    def of(self, packed: Tensor) -> Tensor:
+        flat = packed[self.start : self.stop].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """A tensor subclass: its inner tensors by the names of its attributes, and its own metadata."""
+
+    kind: Any
+    inner: dict[str, _Outer | _Inner]
+    metadata: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, packed: Tensor) -> Tensor:
+        inner = {name: each.of(packed) for name, each in self.inner.items()}
+        made: Tensor = self.kind.__tensor_unflatten__(inner, self.metadata, self.shape, self.stride)
+        return made
+
+
+class Packing:
+    """The form of a parameter that is sharded as bytes.
+
+    Args:
+        name: the parameter's name, for messages.
+        param: frozen; only its form is kept.
+
+    Attributes:
+        shape, dtype: of the parameter, as its class shows them.
+        nbytes: the length of the vector of bytes, a multiple of 16.
+
+    Raises:
+        TypeError: if an inner tensor is not plain, dense and contiguous, or has no `Packing` for another reason.
+    """
+
+    def __init__(self, name: str, param: Tensor) -> None:
+        self.name, self.shape, self.dtype = name, param.shape, param.dtype
+        self._stop = 0
+        self._form = self._form_of(param.detach())
+        self.nbytes = self._stop
+
+    def _form_of(self, tensor: Tensor) -> _Outer | _Inner:
+        if type(tensor) in _PLAIN:
+            if tensor.layout is not torch.strided:
+                raise TypeError(f"{self.name} has an inner tensor with the layout {tensor.layout}: {_REMEDY}")
+            stride = torch.empty_like(tensor, device="meta").stride()
+            found = _Inner(self._stop, tensor.shape, stride, tensor.dtype)
+            self._stop += -(-(found.stop - found.start) // _ALIGNED) * _ALIGNED
+            return found
+        kind: Any = type(tensor)
+        if not (hasattr(kind, _FLATTEN) and hasattr(kind, _UNFLATTEN)):
+            raise TypeError(f"{self.name} has an inner tensor of class {kind.__name__}, without {_FLATTEN}: {_REMEDY}")
+        names, metadata = kind.__tensor_flatten__(tensor)
+        inner = {each: self._form_of(getattr(tensor, each)) for each in names}
+        return _Outer(kind, inner, metadata, tensor.shape, tensor.stride())
+
+    def pack(self, value: Tensor) -> Tensor:
+        """Return a copy of a parameter's bytes, ``[nbytes]`` of torch.uint8, on its device; gaps are zeros.
+
+        Args:
+            value: in the form of the parameter, or already its bytes.
+
+        Raises:
+            ValueError: if the value is of another class, shape, dtype or metadata.
+        """
+        if type(value) in _PLAIN and value.dtype is torch.uint8 and list(value.shape) == [self.nbytes]:
+            return value
+        self.check(value)
+        return self.pack_form(value)
+
+    def check(self, value: Tensor) -> None:
+        """Raise ValueError if a value is of another class, shape, dtype or metadata than the parameter."""
+        form = Packing(self.name, value)._form
+        if not _are_equal(form, self._form):
+            raise ValueError(
+                f"{self.name} is {self.description}, and cannot take {self.describe(form)}: quantise the value as the "
+                "model's parameter is"
+            )
+
+    def pack_form(self, value: Tensor) -> Tensor:
+        """Return the bytes of a value that has the form of the parameter for certain."""
+        inner = list(_inner_of(value.detach(), self._form))
+        packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=inner[0][1].device if inner else value.device)
+        for place, tensor in inner:
+            place.of(packed).copy_(tensor)
+        return packed
+
+    def check_compute_dtype(self, dtype: torch.dtype | None) -> None:
+        """Raise ValueError if a unit computes in another dtype than a class whose values are not cast with it."""
+        is_class = isinstance(self._form, _Outer) and self.dtype.is_floating_point and self.dtype.itemsize > 1
+        if dtype is not None and is_class and self.dtype != dtype:
+            raise ValueError(
+                f"{self.name} is {self.description} of {self.dtype}, which mixed_precision does not cast to {dtype}: "
+                f"cast the module before it is quantised (module.to({dtype})), compute in {self.dtype}, or pass the "
+                "class of the module in full_precision_modules"
+            )
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the parameter around its bytes ``[nbytes]``; shares their memory."""
+        return self._form.of(packed)
+
+    @property
+    def description(self) -> str:
+        """The form as text, the same on all ranks with the same form."""
+        return self.describe(self._form)
+
+    @staticmethod
+    def describe(form: Any) -> str:
+        """Return a form as text."""
+        if isinstance(form, _Inner):
+            return f"{list(form.shape)} {str(form.dtype).removeprefix('torch.')}"
+        inner = ", ".join(f"{name} {Packing.describe(each)}" for name, each in form.inner.items())
+        return f"{form.kind.__name__} {list(form.shape)} of ({inner}), {_text(form.metadata)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
+        return self
+
+
+_REMEDY = (
+    "it cannot be sharded as bytes. Convert it to a tensor of plain inner tensors, or pass it in ignored_parameters "
+    "(ignored_params of fully_shard)"
+)
+
+
+def _text(metadata: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(metadata))  # addresses differ between ranks
+
+
+def _inner_of(tensor: Tensor, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Tensor]]:
+    if isinstance(form, _Inner):
+        yield form, tensor
+    else:
+        for name, each in form.inner.items():
+            yield from _inner_of(getattr(tensor, name), each)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, _Inner) or isinstance(other, _Inner):
+        return bool(one == other)
+    alike = (one.kind, one.shape, one.stride) == (other.kind, other.shape, other.stride)
+    if not alike or one.inner.keys() != other.inner.keys() or _text(one.metadata) != _text(other.metadata):
+        return False
+    return all(_are_equal(each, other.inner[name]) for name, each in one.inner.items())

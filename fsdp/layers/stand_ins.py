@@ -1,0 +1,70 @@
+"""`StandIns`: vectors of bytes in the place of parameters that are sharded as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.originals import note_stale, taken_over
+from fsdp.engine.shard import Shard
+from fsdp.engine.unit import Unit
+from fsdp.engine.user_attributes import attributes_of, give_attributes
+from fsdp.layers.managed_params import Places
+from fsdp.layers.packed_params import in_own_form
+from fsdp.layers.packing import Packing
+
+
+class StandIns:
+    """Vectors of bytes in the place of parameters that a unit is about to shard.
+
+    Args:
+        found: the parameters, with the places where they are used.
+        packed: those of them that are sharded as bytes.
+
+    Attributes:
+        found: the same, with a stand-in for each parameter that is sharded as bytes.
+        packings: the form of each, by its stand-in.
+    """
+
+    def __init__(self, found: Mapping[nn.Parameter, Places], packed: Sequence[nn.Parameter]) -> None:
+        self.found: dict[nn.Parameter, Places] = {}
+        self.packings: dict[nn.Parameter, Packing] = {}
+        self._originals: list[tuple[nn.Parameter, nn.Parameter]] = []
+        ids = set(map(id, packed))
+        for param, places in found.items():
+            self.found[self._stand_in(places[0].fqn, param) if id(param) in ids else param] = places
+
+    def _stand_in(self, name: str, param: nn.Parameter) -> nn.Parameter:
+        packing = Packing(name, param)
+        made = nn.Parameter(packing.pack_form(param), requires_grad=False)
+        own = vars(packing.unpack(made.detach()))  # inner tensors among them
+        give_attributes(made, {key: value for key, value in attributes_of(param).items() if key not in own})
+        self.packings[made] = packing
+        self._originals.append((param, made))
+        return made
+
+    def follow(self, found: Mapping[nn.Parameter, Places]) -> None:
+        """Use the parameters of the same places and order that have taken the place of `found`."""
+        now = dict(zip(self.found, found, strict=True))
+        self.found = dict(found)
+        self.packings = {now[param]: packing for param, packing in self.packings.items()}
+        self._originals = [(param, now[stand_in]) for param, stand_in in self._originals]
+
+    def check(self, unit: Unit) -> None:
+        """Raise ValueError for parameters that a unit with mixed precision would have to cast."""
+        for stand_in, packing in self.packings.items():
+            packing.check_compute_dtype(unit.precision_at(self.found[stand_in]).compute)
+
+    def described(self, flat_param: FlatParameter, params: Sequence[nn.Parameter]) -> FlatParameter:
+        """Return a flat parameter of these parameters, which knows their forms from now on."""
+        flat_param.packings = tuple(map(self.packings.get, params))
+        return flat_param
+
+    def settled(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Return shards that unshard parameters of bytes in their own form, and record what became of these."""
+        for param, stand_in in self._originals:
+            if (taken := taken_over(stand_in)) is not None:
+                note_stale(param, *taken[1:])
+        return list(map(in_own_form, shards))

@@ -1,0 +1,30 @@
+"""Bytes of the tensors of this process."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp import get_fsdp_instances
+from fsdp.engine.placeholder import Placeholder
+from fsdp.layers.fingerprints import fingerprint
+
+
+def live_bytes(dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of all storages that tensors use, or tensors of this dtype. Each storage counts once."""
+    fingerprint(torch.ones(1))  # which keeps a table from the first time on
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, Placeholder)]
+    # The storage of a `DTensor` has the size of the whole parameter, and no memory; its local tensor is listed too.
+    tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
+    storages = [tensor.untyped_storage() for tensor in tensors if dtype in (None, tensor.dtype)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def handles_of(model: nn.Module) -> list[Any]:
+    """Return the handles of all units of the wrapper."""
+    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]

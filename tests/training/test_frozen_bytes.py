@@ -1,0 +1,324 @@
+"""Frozen parameters of any class and dtype, as quantised bases have, are sharded as bytes beside trained ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import EMA, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from tests.helpers.hybrid import mesh_of
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.quantised import Adapted, Rows8, plain_values, quantised
+
+FORMS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "orig": {"use_orig_params": True},
+    "single": {"flatten_parameters": False},
+}
+KINDS = ["two tensors", "nested", "plain dtypes", "torchao"]
+
+
+def sharded(model: nn.Sequential, form: str, **options: Any) -> Any:
+    """Shard each layer and the rest."""
+    if form == "rows":
+        for layer in (model[0], model[2]):
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+    for number in (0, 2):
+        model[number] = FullyShardedDataParallel(model[number], **FORMS[form], **options)
+    return FullyShardedDataParallel(model, **FORMS[form], **options)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(5, 33, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, steps: range = range(3), **cast: Any) -> list[Tensor]:
+    """Train adapters and biases on the same batches on every rank; return the losses."""
+    optimizer, losses = torch.optim.SGD(trained(model), lr=0.1), []
+    for step in steps:
+        loss = model(batch(step).to(**cast) if cast else batch(step)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def assert_same_state(state: dict[str, Any], plain: nn.Module) -> None:
+    expected = plain.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert type(state[name]) is type(value), name
+        assert state[name].dtype == value.dtype, name
+        exact = "base" in name or not value.is_floating_point()
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(plain_values(state[name]), plain_values(value), **tolerance, msg=name)
+
+
+@parametrize_pairs(kind=KINDS, form=[*FORMS, "rows"], world_size=[2, 3, 1], reshards=[True, False])
+@on_ranks("world_size")
+def test_a_quantised_base_trains_as_the_unsharded_one(kind: str, form: str, reshards: bool) -> None:
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+    plain, model = quantised(kind), sharded(quantised(kind), form, reshard_after_forward=reshards)
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+        if form != "rows":
+            assert_same_state(model.state_dict(), plain)
+
+
+@parametrize_pairs(kind=KINDS[:2], form=["flat", "orig", "rows"])
+@on_ranks(2)
+def test_the_bytes_of_a_unit_are_gathered_together(kind: str, form: str) -> None:
+    model = sharded(quantised(kind), form)
+    train(model, range(1))
+    handles = [one for one in fsdp.flat_param_handles(model) if one.flat_param.dtype is torch.uint8]
+    started: list[str] = []
+    exchange = type(handles[0].comm)
+    gather = exchange.all_gather
+
+    def watched(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
+        started.append(what)
+        return gather(comm, full, shard, what, tag)
+
+    with mock.patch.object(exchange, "all_gather", watched), torch.no_grad():
+        model(batch(0))
+    of_bytes = [what for what in started if any(f" {handle.name} " in what for handle in handles)]
+    assert len(of_bytes) == len(handles) == 2
+
+
+@on_ranks(3)
+def test_each_rank_holds_its_share_of_the_bytes() -> None:
+    model = sharded(quantised("two tensors"), "orig")
+    bases = [one.flat_param for one in fsdp.flat_param_handles(model) if one.flat_param.dtype is torch.uint8]
+    # Values of 8 bits and a float32 scale for each row, each padded to 16 bytes, and all of them to equal shards.
+    sizes = [(576, 80), (160, 48)]
+    assert [one.numel() for one in bases] == [-(-sum(each) // 3) for each in sizes]
+    whole = FullyShardedDataParallel(quantised("two tensors"), use_orig_params=True)
+    plan = fsdp.plan(quantised("two tensors"), world_size=3, use_orig_params=True)
+    assert plan.units[0].shard_bytes == sum(one.flat_param.nbytes for one in fsdp.flat_param_handles(whole))
+
+
+@parametrize_pairs(kind=KINDS, form=[*FORMS, "rows"])
+@on_ranks(3)
+def test_a_checkpoint_of_bytes_loads_at_another_world_size(tmp_path: Path, kind: str, form: str) -> None:
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+    plain, model = quantised(kind), sharded(quantised(kind), form)
+    with torch.compiler.set_stance("force_eager"):
+        train(plain)
+        train(model)
+        fsdp.save(tmp_path / "saved", model)
+        group = dist.new_group([0, 1])
+        if dist.get_rank() == 2:
+            return
+        again = quantised(kind)
+        with torch.no_grad():
+            for param in again.parameters():
+                if type(param) in (Tensor, nn.Parameter):
+                    param.zero_()
+        target = sharded(again, "flat", process_group=group)
+        fsdp.load(tmp_path / "saved", target)
+        assert_same_state(target.state_dict(), plain)
+        torch.testing.assert_close(train(target), train(plain), rtol=1e-5, atol=1e-6)
+
+
+@parametrize_pairs(kind=KINDS, form=[*FORMS])
+@on_ranks(2)
+def test_a_state_dict_of_the_plain_model_loads(kind: str, form: str) -> None:
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+    with torch.compiler.set_stance("force_eager"):
+        plain, model = quantised(kind), sharded(quantised(kind), form)
+        train(plain)
+        train(model, range(5, 7))
+        model.load_state_dict(plain.state_dict())
+        assert_same_state(model.state_dict(), plain)
+        only_first = plain.state_dict() if dist.get_rank() == 0 else {}
+        model.load_state_dict(only_first, rank0_only=True)
+        assert_same_state(model.state_dict(), plain)
+        local = sharded(quantised(kind), form)
+        local.load_sharded_state_dict(model.sharded_state_dict())
+        assert_same_state(local.state_dict(), plain)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_a_value_in_another_form_is_an_error_and_changes_nothing(form: str) -> None:
+    model, plain = sharded(quantised("two tensors"), form), quantised("two tensors")
+    before = model.state_dict()
+    state = plain.state_dict()
+    state["2.base.weight"] = torch.zeros(9, 17)
+    state["0.base.bias"] = torch.ones(17)
+    with pytest.raises(RuntimeError, match=r"base\.weight is Rows8 \[9, 17\].*cannot take \[9, 17\] float32"):
+        model.load_state_dict(state)
+    after = model.state_dict()
+    assert all(torch.equal(plain_values(before[name]), plain_values(after[name])) for name in before)
+
+
+PLACES: dict[str, Any] = {
+    "hybrid": lambda: {"process_group": mesh_of(2, 2)},
+    "replicas": lambda: {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "zero-1": lambda: {"sharding_strategy": ShardingStrategy.SHARD_OPTIM},
+    "hfsdp": lambda: {"process_group": mesh_of(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD_OPTIM},
+    "neighbours": lambda: {"reshard_after_forward": 2},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_bytes_follow_placements(place: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), "orig", **PLACES[place]())
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+    assert_same_state(model.state_dict(), plain)
+
+
+@on_ranks(2)
+def test_bytes_are_offloaded_to_the_host() -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), "flat", cpu_offload=True)
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+    assert_same_state(model.state_dict(), plain)
+
+
+@on_ranks(2)
+def test_the_first_rank_s_bytes_reach_ranks_without_values() -> None:
+    plain = quantised("two tensors")
+    mine = quantised("two tensors")
+    if dist.get_rank() == 1:
+        for layer in (mine[0], mine[2]):
+            weight = layer.base.weight
+            meta = Rows8(weight.values.to("meta"), weight.scale.to("meta"), weight.dtype)
+            layer.base.weight = nn.Parameter(meta, requires_grad=False)
+    model = sharded(mine, "orig", sync_module_states=True)
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+    assert_same_state(model.state_dict(), plain)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_copies_and_averages_keep_the_bytes(form: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+    average = EMA(model, decay=0.5)
+    for step in range(3):
+        train(model, range(step, step + 1))
+        average.update_parameters(model)
+        train(plain, range(step, step + 1))
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(model))
+    for wrapper in fsdp.get_fsdp_instances(pickled):
+        wrapper.process_group = dist.group.WORLD
+    for each in (model, copied, pickled):
+        assert_same_state(each.state_dict(), plain)
+    for layer in ("0", "2"):
+        key = f"{layer}.base.weight"
+        assert torch.equal(plain_values(average.module.state_dict()[key]), plain_values(plain.state_dict()[key]))
+    torch.testing.assert_close(train(copied), train(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_summoned_parameters_have_their_class_and_take_new_values(form: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+
+    def merge(net: Any) -> None:
+        layer = net[0].module if net is model else net[0]
+        merged = layer.base.weight.plain() + layer.up.weight @ layer.down.weight
+        layer.base.weight = nn.Parameter(Rows8.of(merged.detach()), requires_grad=False)
+        layer.up.weight.data.zero_()
+
+    train(model)
+    train(plain)
+    with model.summon_full_params():
+        assert type(model[0].module.base.weight) is Rows8
+        merge(model)
+    merge(plain)
+    torch.testing.assert_close(model(batch(9)), plain(batch(9)), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_other_metadata_on_a_rank_is_an_error_on_all() -> None:
+    dtype = torch.float32 if dist.get_rank() == 0 else torch.bfloat16
+    layer = Adapted(8, 8)
+    weight = Rows8.of(layer.base.weight)
+    layer.base.weight = nn.Parameter(Rows8(weight.values, weight.scale, dtype), requires_grad=False)
+    model = FullyShardedDataParallel(layer)
+    with pytest.raises(RuntimeError, match=r"Rows8 \[8, 8\].*torch\.bfloat16"):
+        model(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_a_class_that_mixed_precision_does_not_cast_is_refused_by_name() -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"base\.weight is Rows8.*does not cast to torch\.bfloat16.*before it is quant"
+    ):
+        FullyShardedDataParallel(quantised("two tensors"), mixed_precision=policy)
+    model = FullyShardedDataParallel(quantised("two tensors", torch.bfloat16), mixed_precision=policy)
+    plain = quantised("two tensors", torch.bfloat16)
+    ours, theirs = train(model, range(2)), train(plain, range(2), dtype=torch.bfloat16)
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_bytes_cannot_be_trained(form: str) -> None:
+    layer = quantised("two tensors")
+    layer[0].base.weight.requires_grad_(True)
+    with pytest.raises(TypeError, match=r"0\.base\.weight is a Rows8 parameter.*freeze it"):
+        FullyShardedDataParallel(layer, **FORMS[form])
+    model = sharded(quantised("two tensors"), form)
+    with pytest.raises(RuntimeError, match=r"base\.weight is sharded as bytes, which cannot be trained"):
+        model[0].module.base.requires_grad_(True)
+    train(model, range(1))
+
+
+class Tied(nn.Module):
+    """Two layers with one quantised weight, beside other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Adapted(8, 8), Adapted(8, 8)
+        self.first.base.weight = nn.Parameter(Rows8.of(self.first.base.weight), requires_grad=False)
+        self.first.other = nn.Parameter(Rows8.of(torch.randn(8, 8)), requires_grad=False)
+        self.second.base.weight = self.first.base.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(inputs))))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "rows"])
+@on_ranks(2)
+def test_a_quantised_weight_may_be_tied(form: str) -> None:
+    plain, net = Tied(), Tied()
+    if form == "rows":
+        for layer in (net.first, net.second):
+            fully_shard(layer)
+        model: Any = fully_shard(net)
+    else:
+        model = FullyShardedDataParallel(net, **FORMS[form])
+    losses = []
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(trained(each), lr=0.1)
+        for step in range(3):
+            loss = each(batch(step)[:, :8]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-5, atol=1e-6)
