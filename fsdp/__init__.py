@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fsdp.uneven.join import join
     from fsdp.uneven.regions import cond
     from fsdp.weights.loading import load_stream
+    from fsdp.weights.serving import serve_weights
     from fsdp.weights.stream import stream_weights
     from fsdp.wrap.batch_norm import auto_wrap_bn
     from fsdp.wrap.checkpoint_wrapper import (
@@ -108,6 +109,7 @@ _LAYERS = {
     "fsdp.uneven.join": "join",
     "fsdp.uneven.regions": "cond",
     "fsdp.weights.loading": "load_stream",
+    "fsdp.weights.serving": "serve_weights",
     "fsdp.weights.stream": "stream_weights",
     "fsdp.wrap.batch_norm": "auto_wrap_bn",
     "fsdp.wrap.checkpoint_wrapper": "checkpoint_wrapper disable_checkpointing is_checkpointing is_recomputing "
@@ -187,6 +189,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "resident",
     "save",
+    "serve_weights",
     "set_watchdog",
     "shard",
     "share_comm_ctx",

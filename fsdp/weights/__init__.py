@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from fsdp.weights.receiver import Receiver as Receiver
     from fsdp.weights.receiver import Update as Update
     from fsdp.weights.receiver import receive as receive
+    from fsdp.weights.serving import WeightReader as WeightReader
+    from fsdp.weights.serving import WeightRequest as WeightRequest
+    from fsdp.weights.serving import WeightServer as WeightServer
+    from fsdp.weights.serving import serve_weights as serve_weights
     from fsdp.weights.sinks import Sink as Sink
     from fsdp.weights.stream import stream_weights as stream_weights
 
@@ -35,6 +39,7 @@ _HOMES = {
     "fsdp.weights.loading": "ModelSink load_stream",
     "fsdp.weights.plan": "Piece PlannedTensor WeightPlan",
     "fsdp.weights.receiver": "Receiver Update receive",
+    "fsdp.weights.serving": "WeightReader WeightRequest WeightServer serve_weights",
     "fsdp.weights.sinks": "Sink",
     "fsdp.weights.stream": "stream_weights",
 }

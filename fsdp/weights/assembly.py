@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator, Pending
-from fsdp.weights.plan import Holding, Run, WeightPlan
+from fsdp.weights.plan import ALIGN, Holding, Run, WeightPlan
 
 
 class Shards:
@@ -78,6 +78,7 @@ class Assembly:
         places: Sequence[int],
     ) -> None:
         self._shards, self._plan, self._comm = shards, shards.plan, comm
+        self._known: dict[tuple[int, int], list[Run]] = {}
         rank = self._plan.rank
         self._consumes = rank in consumers
 
@@ -96,10 +97,24 @@ class Assembly:
             places[source]: self._only(self._plan.parts[source], sent(source, rank)) for source in sources
         }
         self._part = {number: own[number] for number in self._plan.parts[rank]}
-        parts = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
-        self._outgoing = [(part, targets, shards.memory(part)) for part, targets in parts]
-        self._received = {source: shards.memory(holding) for source, holding in self._incoming.items()}
+        self._outgoing = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
+        sizes = [sum(self._sizes(number)) for number in range(len(self._plan.buckets))]
+        self._staging = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=shards.device)
+        most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
+        self._bucket = torch.empty(most, dtype=torch.uint8, device=shards.device)
         self._own = {number: held for number, held in own.items() if number in alike or number in self._part}
+
+    def _sizes(self, number: int) -> list[int]:
+        """Return the bytes of the parts of a bucket that this rank sends and receives, aligned for all dtypes."""
+        parts = [*(part for part, _ in self._outgoing), *self._incoming.values()]
+        return [-(-self._plan.packed_nbytes(self._runs(number, part)) // ALIGN) * ALIGN for part in parts]
+
+    def _runs(self, number: int, part: Holding) -> list[Run]:
+        """Return the runs of a part of a bucket, which are computed once."""
+        key = (number, id(part))
+        if key not in self._known:
+            self._known[key] = self._plan.runs(number, part)
+        return self._known[key]
 
     @staticmethod
     def _only(holding: Holding, numbers: Collection[int]) -> Holding:
@@ -107,32 +122,32 @@ class Assembly:
 
     def buckets(self, consume: Callable[[int, Tensor], None]) -> None:
         """Collective. Assemble all buckets and call a function with each, on the ranks that receive them."""
-        most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
-        bucket = torch.empty(most, dtype=torch.uint8, device=self._shards.device)
-        arriving = self._start(0)
+        arriving, received = self._start(0)
         for number, nbytes in enumerate(self._plan.bucket_nbytes):
             arriving.wait()
             if self._consumes:
-                self._shards.copy_to(bucket, self._plan.runs(number, self._own))
-                for source, holding in self._incoming.items():
-                    self._plan.unpack(self._plan.runs(number, holding), self._received[source], bucket)
+                self._shards.copy_to(self._bucket, self._runs(number, self._own))
+                for source, packed in received.items():
+                    self._plan.unpack(self._runs(number, self._incoming[source]), packed, self._bucket)
             self._comm.settle()  # before the memory of sent parts is used again
-            arriving = self._start(number + 1)
+            arriving, received = self._start(number + 1)
             if self._consumes:
-                consume(number, bucket[:nbytes])
+                consume(number, self._bucket[:nbytes])
 
-    def _start(self, number: int) -> Pending:
-        """Start the exchange of a bucket; after the last bucket, do nothing."""
+    def _start(self, number: int) -> tuple[Pending, dict[int, Tensor]]:
+        """Start the exchange of a bucket, and return the memory of the parts of other ranks."""
         if number >= len(self._plan.buckets):
-            return Pending("", (), lambda: torch.empty(0))
+            return Pending("", (), lambda: torch.empty(0)), {}
+        sizes = self._sizes(number)
+        memory = iter(self._staging[: sum(sizes)].split(sizes))
         sent: dict[int, list[Tensor]] = {}
-        for part, targets, memory in self._outgoing:
-            packed = self._shards.packed(self._plan.runs(number, part), memory)
+        for part, targets in self._outgoing:
+            packed = self._shards.packed(self._runs(number, part), next(memory))
             sent |= {target: [packed] for target in targets if len(packed)}
-        incoming = {}
-        for source, holding in self._incoming.items():
-            nbytes = self._plan.packed_nbytes(self._plan.runs(number, holding))
-            if nbytes:
-                incoming[source] = [self._received[source][:nbytes]]
+        received = {}
+        for source, part in self._incoming.items():
+            nbytes = self._plan.packed_nbytes(self._runs(number, part))
+            received[source] = next(memory)[:nbytes]
+        incoming = {source: [packed] for source, packed in received.items() if len(packed)}
         what = f"the exchange of bucket {number} of a stream of weights"
-        return self._comm.exchange(incoming, sent, what, ("weights", number))
+        return self._comm.exchange(incoming, sent, what, ("weights", number)), received

@@ -81,6 +81,9 @@ class Link:
         self.peer, self._timeout = peer, timeout
         self._socket.settimeout(timeout)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def send(self, kind: Kind, content: bytes | memoryview = b"", fd: int | None = None) -> None:
         """Send a message; an open file can be sent with it to a process on the same host."""
         head = _HEAD.pack(_MAGIC, kind, zlib.crc32(content), len(content))

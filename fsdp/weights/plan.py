@@ -27,7 +27,7 @@ from fsdp.checkpoint.model_tensors import Held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
-_ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
+ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,29 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
 
 
+class Share(NamedTuple):
+    """The part of a requested box that a rank holds.
+
+    `held` is a box of the tensor whose elements are consecutive in the rank's vector, from element `start` on. The
+    rank sends the elements of `common`, which is in both boxes.
+    """
+
+    held: Box
+    start: int
+    common: Box
+
+    def of_vector(self, vector: Tensor) -> Tensor:
+        """Return the elements in the rank's vector, as a view with the sizes of `common`."""
+        values = vector[self.start : self.start + self.held.numel].reshape(self.held.sizes)
+        return box_view(values, self.common.moved([-at for at in self.held.offsets]))
+
+
+def shares(tensor: PlannedTensor, held: Held | None, wanted: Box) -> list[Share]:
+    """Return the parts of a requested box that a rank holds, in the order in which they are sent."""
+    found = ((box, start, overlap(box, wanted)) for box, start in _boxes(tensor, held))
+    return [Share(box, start, common) for box, start, common in found if common is not None]
+
+
 def _boxes(tensor: PlannedTensor, held: Held | None) -> Iterator[tuple[Box, int]]:
     """Yield the boxes of a tensor that a rank holds, each with the number of its first element in the vector."""
     if held is None:
@@ -254,7 +277,7 @@ def in_buckets(
     for bundle in bundles:
         nbytes = 0
         for number in bundle:
-            nbytes = _aligned(nbytes, _ALIGN) + tensors[number].nbytes
+            nbytes = _aligned(nbytes, ALIGN) + tensors[number].nbytes
         if nbytes <= bucket_bytes:
             items.append((nbytes, [(number, 0, tensors[number].sizes[0]) for number in bundle]))
         elif len(bundle) > 1:
@@ -268,13 +291,13 @@ def in_buckets(
     filled: list[int] = []
     buckets: list[list[Piece]] = []
     for nbytes, pieces in items:
-        fits = (number for number, used in enumerate(filled) if _aligned(used, _ALIGN) + nbytes <= bucket_bytes)
+        fits = (number for number, used in enumerate(filled) if _aligned(used, ALIGN) + nbytes <= bucket_bytes)
         place = next(fits, len(buckets))
         if place == len(buckets):
             buckets.append([])
             filled.append(0)
         for number, first, rows in pieces:
-            offset = _aligned(filled[place], _ALIGN)
+            offset = _aligned(filled[place], ALIGN)
             buckets[place].append(Piece(number, first, rows, offset))
             filled[place] = offset + rows * tensors[number].row_nbytes
     # The order of the model, as far as it is possible, so that the first layers are received first.

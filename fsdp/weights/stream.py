@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -186,22 +186,28 @@ def stream_weights(
             another rank. The model is unchanged then, and training can continue.
         NotImplementedError: for parameters on meshes that cross; for `Partial` placements.
     """
-    units, everyone = prepared(model, _WHAT)
-    ranks = all_ranks(everyone, _WHAT)
-    require_one_model(model, units, _WHAT)
-    for unit in outermost_units(model):
-        require_values_everywhere(unit, _WHAT)
-        ensure_same_values(unit)
+    units, ranks = ready(model, _WHAT)
     with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
         make = partial(Settings, bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
-        stream = _Stream(model, units, ranks, sink, make, since)
+        stream = Stream(model, units, ranks, sink, make, since)
         try:
             return stream.run()
         finally:
             release(units)
 
 
-class _Stream:
+def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
+    """Collective. Return the units of a model whose weights can be sent, and the ranks that send them."""
+    units, everyone = prepared(model, what)
+    ranks = all_ranks(everyone, what)
+    require_one_model(model, units, what)
+    for unit in outermost_units(model):
+        require_values_everywhere(unit, what)
+        ensure_same_values(unit)
+    return units, ranks
+
+
+class Stream:
     """One stream of a model. The constructor and `run` are collective."""
 
     def __init__(
@@ -296,29 +302,34 @@ class _Stream:
             if is_alike:
                 yield number
 
+    @property
+    def plan(self) -> WeightPlan:
+        return self._plan
+
+    @property
+    def own(self) -> Holding:
+        """The elements that this rank sends, in its vectors."""
+        return {number: self._content.held[number] for number in self._plan.parts[self._rank]}
+
+    def vectors(self) -> dict[int, Tensor]:
+        """Return this rank's vectors by the number of a tensor, see `Held`."""
+        return {number: target.vector(name) for number, (name, target) in enumerate(self._content.targets.items())}
+
     def run(self) -> WeightPlan:
         """Collective. Send all buckets."""
-        vectors = {number: target.vector(name) for number, (name, target) in enumerate(self._content.targets.items())}
-        device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
-        shards = Shards(self._plan, vectors, device)
-        job = _Consumption(self._sink, self._plan, self._rank)
-        job.attempt("open its sink", lambda sink: sink.open(self._plan))
+        job = _Consumption(self._sink)
         try:
+            # All memory is allocated before the ranks depend on each other.
+            send = job.attempt("prepare its parts", self._prepare)
+            job.call("open its sink", lambda sink: sink.open(self._plan))
             job.agree(self._ranks)
-            if "parts" in self._kinds:
-                self._send_parts(shards, job)
-            else:
-                self._assemble(shards, job)
+            if send is not None:
+                send(job)
+            job.agree(self._ranks)
+            job.close(None)
             job.agree(self._ranks)
         except BaseException as error:
             job.close(error)
-            if self._since is not None:
-                self._since.clear()
-            raise
-        job.close(None)
-        try:
-            job.agree(self._ranks)
-        except BaseException:
             if self._since is not None:
                 self._since.clear()
             raise
@@ -326,59 +337,78 @@ class _Stream:
             self._since.complete(self._key, self._plan.stream)
         return self._plan
 
-    def _send_parts(self, shards: Shards, job: _Consumption) -> None:
-        own = {number: self._content.held[number] for number in self._plan.parts[self._rank]}
-        is_complete, memory = not self._plan.base, shards.memory(own)
+    def _prepare(self) -> Callable[[_Consumption], None]:
+        """Return the function that sends all buckets."""
+        vectors = self.vectors()
+        device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
+        shards = Shards(self._plan, vectors, device)
+        if "parts" in self._kinds:
+            return partial(self._send_parts, shards, shards.memory(self.own))
+        consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
+        known, comm = self._known, self._comm.for_device(device)
+        assembly = Assembly(shards, self._content.held, known.holdings, known.alike, consumers, comm, self._places)
+        return lambda job: assembly.buckets(job.bucket)
+
+    def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:
+        own, is_complete = self.own, not self._plan.base
         if self._since is not None:
             self._since.begin(is_complete)
-        for number in range(len(self._plan.buckets)):
-            if job.error is not None:
-                break
+
+        def part(number: int) -> Tensor:
             runs = self._plan.runs(number, own)
             packed = shards.packed(runs, memory)
-            if self._since is not None:
-                width = min((self._plan.dtype_of(run).itemsize for run in runs), default=1)
-                packed = self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
-            job.bucket(number, packed)
+            if self._since is None:
+                return packed
+            width = min((self._plan.dtype_of(run).itemsize for run in runs), default=1)
+            return self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
 
-    def _assemble(self, shards: Shards, job: _Consumption) -> None:
-        consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
-        comm = self._comm.for_device(shards.device)
-        known = self._known
-        assembly = Assembly(shards, self._content.held, known.holdings, known.alike, consumers, comm, self._places)
-        assembly.buckets(job.bucket)
+        for number in range(len(self._plan.buckets)):
+            packed = job.attempt(f"pack bucket {number}", partial(part, number))
+            if packed is not None:
+                job.bucket(number, packed)
+
+
+_T = TypeVar("_T")
 
 
 class _Consumption:
-    """The sink of this rank, and its first exception."""
+    """The sink of this rank, and its first exception, after which nothing more is attempted."""
 
-    def __init__(self, sink: Sink | None, plan: WeightPlan, rank: int) -> None:
-        self._sink, self._plan, self._rank = sink, plan, rank
-        self._what = "consume its buckets"
-        self.error: Exception | None = None
+    def __init__(self, sink: Sink | None) -> None:
+        self._sink, self._is_open = sink, False
+        self._what = "stream weights"
+        self._error: Exception | None = None
 
-    def attempt(self, what: str, call: Callable[[Sink], object]) -> None:
-        """Call the sink unless it has failed."""
-        if self._sink is not None and self.error is None:
+    def attempt(self, what: str, job: Callable[[], _T]) -> _T | None:
+        """Return the result of a function; None if it, or an earlier function, has raised an exception."""
+        if self._error is None:
             self._what = what
             try:
-                call(self._sink)
+                return job()
             except Exception as error:  # noqa: BLE001 (it is raised by `agree`)
-                self.error = error
+                self._error = error
+        return None
+
+    def call(self, what: str, function: Callable[[Sink], object]) -> None:
+        """Call a method of the sink, if this rank has one."""
+        sink = self._sink
+        if sink is not None and self._error is None:
+            self._is_open = True
+            self.attempt(what, lambda: function(sink))
 
     def bucket(self, number: int, tensor: Tensor) -> None:
-        self.attempt(f"consume bucket {number}", lambda sink: sink.bucket(number, tensor))
+        self.call(f"consume bucket {number}", lambda sink: sink.bucket(number, tensor))
 
     def close(self, error: BaseException | None) -> None:
-        """Close the sink, which keeps the exception that ended the stream."""
-        if self._sink is not None:
-            own, self.error = self.error, None
-            self.attempt("close its sink", lambda sink: sink.close(error))
-            self.error = own or self.error
+        """Close the sink once, if it was opened; `agree` reports an exception of the sink."""
+        if self._is_open:
+            self._error = None
+            self.call("close its sink", lambda sink: sink.close(error))
+            self._is_open = False
 
     def agree(self, ranks: Ranks) -> None:
-        """Collective. Raise the exception of this rank's sink, or report another rank's."""
-        agree_on_outcome([ranks], self._what, self.error)
+        """Collective. Raise the exception of this rank, or report another rank's."""
+        agree_on_outcome([ranks], self._what, self._error)
 
 
 def _attempt(job: Callable[[], None]) -> Exception | None:

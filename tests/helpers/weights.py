@@ -54,7 +54,7 @@ class Parts(Sink):
 
     def bucket(self, number: int, tensor: Tensor) -> None:
         assert number == len(self.parts)
-        self.parts.append(tensor.clone())
+        self.parts.append(tensor.cpu().clone())
 
     def close(self, error: BaseException | None) -> None:
         assert error is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.checkpoint.model_tensors import SlotTensor
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.weights import Sink, WeightPlan
 from tests.helpers import tensor_parallel
 from tests.helpers.equality import assert_same
+from tests.helpers.forms import sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.traffic import Counting, Traffic
@@ -120,6 +123,51 @@ def counted_exchanges() -> Iterator[list[int]]:
 
     with mock.patch.object(DirectExchange, "exchange", exchange):
         yield found
+
+
+@on_ranks("world_size")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("form", ["flat", "rows"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_rank_allocates_at_most_two_buckets(world_size: int, form: str, everywhere: bool) -> None:
+    model = sharded(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), form)
+    bucket_bytes = 2 * 33 * 32 * 4
+    allocated: list[int] = []
+
+    def empty(*sizes: Any, do: Any = torch.empty, **options: Any) -> Tensor:
+        made: Tensor = do(*sizes, **options)
+        if sys._getframe(1).f_code.co_filename.endswith("assembly.py"):
+            allocated.append(made.nbytes)
+        return made
+
+    sink = Ignored() if everywhere or dist.get_rank() == 0 else None
+    with mock.patch.object(torch, "empty", empty):
+        plan = fsdp.stream_weights(model, sink, bucket_bytes=bucket_bytes)
+    assert len(plan.buckets) == 6
+    assert 0 < sum(allocated) <= (1 if sink is None else 2) * bucket_bytes + 64 * world_size  # what aligns parts
+
+
+class Ignored(Sink):
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        return
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_read_its_shards_is_reported_on_every_rank() -> None:
+    model, rank = MODELS["flat"](1), dist.get_rank()
+
+    def vector(self: Any, name: str, do: Any = SlotTensor.vector) -> Tensor:
+        if rank:
+            raise OSError(f"the disk of {name} has failed")
+        return do(self, name)
+
+    for sink in (Collected(), Parts()):
+        with (
+            mock.patch.object(SlotTensor, "vector", vector),
+            pytest.raises((OSError, RuntimeError), match="has failed"),
+        ):
+            fsdp.stream_weights(model, sink, bucket_bytes=BUCKET)
+    fsdp.stream_weights(model, Collected(), bucket_bytes=BUCKET)
 
 
 @on_ranks(2)
