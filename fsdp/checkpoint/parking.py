@@ -86,7 +86,7 @@ def park(
 def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
     """Collective. Bring back the memory of a model and of its optimizers, with the same bits; addresses may differ.
 
-    Call it on every rank. Without parked parts, it does nothing.
+    Call it on every rank. It brings back nothing if nothing is parked.
 
     Args:
         model: as for `park`.
@@ -100,7 +100,7 @@ def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
     """
     root = require_sharded(model, "fsdp.unpark")
     wanted = _checked(PARTS if parts is None else parts)
-    _unpark([one for one in _records(root) if one.part in wanted])
+    _unpark(root, [one for one in _records(root) if one.part in wanted])
 
 
 @contextmanager
@@ -119,13 +119,14 @@ def parked(
     Yields:
         The number of bytes that this rank has freed.
     """
+    root = require_sharded(model, "fsdp.park")
     ours = _park(model, optimizer, to, parts)
     try:
         yield sum(one.nbytes for one in ours)
     except BaseException:
-        _unpark([one for one in ours if one.is_parked], alone=True)
+        _unpark(root, [one for one in ours if one in _records(root)], alone=True)
         raise
-    _unpark([one for one in ours if one.is_parked])
+    _unpark(root, [one for one in ours if one in _records(root)])
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -226,6 +227,9 @@ class _Guard:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(self.message)
+
     def __repr__(self, **_: Any) -> str:
         return f"<{self.message}>"
 
@@ -298,10 +302,6 @@ class _Parked:
     def nbytes(self) -> int:
         """The number of bytes that are freed."""
         return sum(self.sizes)
-
-    @property
-    def is_parked(self) -> bool:
-        return self in _records(self.root)
 
     def copy(self) -> None:
         """Copy all storages; their memory is still there."""
@@ -416,13 +416,13 @@ def _park(
     return ours
 
 
-def _unpark(ours: Sequence[_Parked], *, alone: bool = False) -> None:
+def _unpark(root: Unit, ours: Sequence[_Parked], *, alone: bool = False) -> None:
     def fill() -> None:
         for one in ours:
             one.fill()
 
     try:
-        done_by_all([] if alone or not ours else [ours[0].root.everyone], "unpark the model", fill)
+        done_by_all([] if alone else [root.everyone], "unpark the model", fill)
     except BaseException:
         for one in ours:
             one.drop()

@@ -33,7 +33,8 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
     """Collective at its beginning. Keep units unsharded between forwards without gradients, as far as memory allows. ::
 
         with fsdp.resident(model, budget_bytes=8 << 30), torch.no_grad():
-            tokens = model.generate(prompt, max_new_tokens=100)
+            for batch in batches:
+                output = model(batch)
 
     The units are all-gathered when the context begins, and resharded when it ends. Inside, their forwards without
     gradients communicate nothing. A forward with gradients uses the unsharded parameters that are there, and reshards
@@ -140,6 +141,7 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
         runs = list(map(sum, zip(*from_everyone(runtime.root.everyone, runs), strict=True)))
     depths = dict.fromkeys(runtime.units, 0)
     for unit in runtime.units:
+        unit.follow_mode()  # before its size is known
         for _, inner in units_in(unit):
             depths[inner] += 1
     sizes = [sum(map(_nbytes, unit.handles)) for unit in runtime.units]
@@ -164,7 +166,6 @@ def _unshard(units: Sequence[Unit]) -> None:
     for place, unit in enumerate(units):
         unit.policy.keeps_for_inference = True
         for started in units[place : place + 2]:
-            started.follow_mode()
             started.unshard()
         unit.wait_for_unshard()
         unit.is_spare = True  # no backward will need it

@@ -172,6 +172,9 @@ def test_all_uses_of_a_parked_model_are_errors_that_name_the_remedy(kind: str, t
         lambda: param.data,
         lambda: param.grad.sum(),  # type: ignore[union-attr]
         lambda: state.mul_(2),
+        lambda: torch._foreach_mul_([state], 2),
+        partial(torch.save, state, tmp_path / "state.pt"),
+        partial(torch.save, local(param), tmp_path / "param.pt"),
         lambda: copy.deepcopy(model),
         model.half,
     ]
@@ -238,6 +241,19 @@ def test_parking_twice_changes_nothing_and_contexts_bring_back_only_their_own(tm
         fsdp.unpark(model)
         assert_same_state(full_state(model), before)
     assert_same_state(full_state(model), before)
+
+
+@on_ranks(2)
+def test_ranks_may_have_parked_different_tensors(tmp_path: Path) -> None:
+    model = FullyShardedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fsdp.park(model, optimizer, to=tmp_path)
+    if dist.get_rank():
+        optimizer.state[next(iter(model.parameters()))]["average"] = torch.ones(2)
+    with fsdp.parked(model, optimizer, to=tmp_path) as nbytes:
+        assert nbytes == 8 * dist.get_rank()
+    fsdp.unpark(model)
+    optimizer.step()
 
 
 @on_ranks(2)

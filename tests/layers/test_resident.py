@@ -145,6 +145,7 @@ def test_training_inside_reshards_units_and_new_values_are_gathered(form: str) -
         {"sharding_strategy": ShardingStrategy.SHARD_OPTIM},
         {"sharding_strategy": ShardingStrategy.NO_SHARD},
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)},
         {"offload": "cpu"},
     ],
     ids=str,
@@ -153,14 +154,15 @@ def test_training_inside_reshards_units_and_new_values_are_gathered(form: str) -
 def test_it_goes_with_other_options(options: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded(**options))
     inputs, traffic = torch.randn(2, 5), Traffic()
+    model(inputs).sum().backward()
     with torch.no_grad():
-        expected = model(inputs)
+        expected = model.eval()(inputs)
         with fsdp.resident(model), Counting(traffic):
             assert torch.equal(model(inputs), expected)
             received(traffic)
             assert torch.equal(model(inputs), expected)
             assert received(traffic) == (0, 0)
-    model(inputs).sum().backward()
+    model.train()(inputs).sum().backward()
 
 
 @on_ranks(2)
@@ -181,6 +183,9 @@ def test_contexts_may_be_nested_and_exceptions_leave_the_model_sharded() -> None
         assert unsharded_bytes(model) == 0
         assert torch.equal(model(inputs), plain(inputs))
     with torch.inference_mode(), fsdp.resident(model):
+        assert torch.equal(model(inputs), plain(inputs))
+    with torch.no_grad(), fsdp.resident(model):
+        assert_same_state(full_state(model), plain.state_dict())
         assert torch.equal(model(inputs), plain(inputs))
     model(inputs).sum().backward()
     assert_same_state(full_state(model), plain.state_dict())
