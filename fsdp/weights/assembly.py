@@ -30,7 +30,7 @@ class Shards:
         self._vectors = vectors
 
     def memory(self, holding: Holding) -> Tensor:
-        """Return memory for the largest part of a bucket. It is used for all buckets, because new memory is slower."""
+        """Return memory for the largest part of a bucket, which all buckets share because new memory is slower."""
         parts = (self.plan.packed_nbytes(self.plan.runs(each, holding)) for each in range(len(self.plan.buckets)))
         return torch.empty(max(parts, default=0), dtype=torch.uint8, device=self.device)
 

@@ -73,7 +73,6 @@ class Link:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory: mmap.mmap | None = None  # shared with the process at the other end
-        self._part = _EMPTY  # that was received last
         self._is_full = False  # the receiver has not yet taken the last part from this memory
 
     def set_peer(self, peer: str, timeout: float) -> None:
@@ -197,14 +196,12 @@ class Link:
             self.receive(Kind.TAKEN)
             self._is_full = False
 
-    def receive_part(self, most: int) -> Tensor:
-        """Return a part of a bucket, in memory that is used for the next part after `taken` was called."""
+    def receive_part(self, into: Tensor) -> Tensor:
+        """Return a part of a bucket: the beginning of `into`, or shared memory that is used until `taken` is called."""
         if self._memory is None:
-            if len(self._part) < most:
-                self._part = torch.empty(most, dtype=torch.uint8)
-            return self.receive(Kind.PART, most=most, into=self._part)
+            return self.receive(Kind.PART, most=len(into), into=into)
         nbytes = self.receive_json(Kind.PART)
-        if type(nbytes) is not int or not 0 <= nbytes <= min(len(self._memory), most):
+        if type(nbytes) is not int or not 0 <= nbytes <= len(self._memory):
             raise ConnectionError(f"{self.peer} has sent a part of {nbytes!r} bytes")
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes) if nbytes else _EMPTY
 

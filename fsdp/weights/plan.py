@@ -1,14 +1,15 @@
 """A plan of a stream: which rows of which tensors each bucket contains, and which bytes of a bucket each rank sends.
 
-A plan is pure arithmetic over names, dtypes, shapes and the ranges that ranks hold. It requires no process group, so a
+A plan is pure arithmetic over names, dtypes, shapes and the ranges that ranks hold, and requires no process group. A
 process that receives weights computes the same positions from the same plan.
 
 [Note: buckets] A bucket is a flat tensor of bytes. Each tensor is completely in a single bucket; only a tensor that is
-larger than a bucket is divided, by rows. Tensors are placed from the largest to the smallest, each into the first
-bucket with enough space, so that the number of buckets is close to the number of bytes divided by `bucket_bytes`.
+larger than a bucket is divided, by rows. Tensors are placed in the order of the model, each in the first bucket with
+enough space. Consecutive tensors of a flat parameter are on different ranks, so that all ranks send parts of a bucket.
+If the order from the largest to the smallest tensor results in fewer buckets, this order is used.
 
-[Note: parts of a bucket] A rank's part of a bucket consists of boxes of tensors (`Run`), because a shard is a range of
-a row-major tensor, or a box of it. Packed, the runs follow each other in the order of the bucket.
+[Note: parts of a bucket] A rank's part of a bucket consists of boxes of tensors (`Run`), because a shard is a range or
+a box of a row-major tensor. Packed, the runs follow each other in the order of the bucket.
 """
 
 from __future__ import annotations
@@ -273,13 +274,13 @@ def in_buckets(
     bundles = [list(group) for group in groups if group]
     grouped = {number for group in bundles for number in group}
     bundles += [[number] for number in range(len(tensors)) if number not in grouped]
-    items: list[tuple[int, list[tuple[int, int, int]]]] = []
-    for bundle in bundles:
+    items: list[_Item] = []
+    for bundle in sorted(bundles, key=min):
         nbytes = 0
         for number in bundle:
             nbytes = _aligned(nbytes, ALIGN) + tensors[number].nbytes
         if nbytes <= bucket_bytes:
-            items.append((nbytes, [(number, 0, tensors[number].sizes[0]) for number in bundle]))
+            items.append(_Item(nbytes, [(number, 0, tensors[number].sizes[0]) for number in bundle]))
         elif len(bundle) > 1:
             names = ", ".join(tensors[number].name for number in bundle)
             raise ValueError(
@@ -287,24 +288,36 @@ def in_buckets(
             )
         else:
             items += _by_rows(bundle[0], tensors[bundle[0]], bucket_bytes)
-    items.sort(key=lambda item: -item[0])
+    orders = items, sorted(items, key=lambda item: -item.nbytes)
+    buckets = min((_first_fit(tensors, order, bucket_bytes) for order in orders), key=len)
+    return tuple(sorted((tuple(pieces) for pieces in buckets), key=min))
+
+
+class _Item(NamedTuple):
+    """Tensors that are in the same bucket, or rows of a tensor."""
+
+    nbytes: int
+    rows: list[tuple[int, int, int]]  # the number of a tensor, the first row, and the number of rows
+
+
+def _first_fit(tensors: Sequence[PlannedTensor], items: Sequence[_Item], bucket_bytes: int) -> list[list[Piece]]:
+    """Place each item in the first bucket that has enough space, or in a new bucket."""
     filled: list[int] = []
     buckets: list[list[Piece]] = []
-    for nbytes, pieces in items:
+    for nbytes, rows in items:
         fits = (number for number, used in enumerate(filled) if _aligned(used, ALIGN) + nbytes <= bucket_bytes)
         place = next(fits, len(buckets))
         if place == len(buckets):
             buckets.append([])
             filled.append(0)
-        for number, first, rows in pieces:
+        for number, first, count in rows:
             offset = _aligned(filled[place], ALIGN)
-            buckets[place].append(Piece(number, first, rows, offset))
-            filled[place] = offset + rows * tensors[number].row_nbytes
-    # The order of the model, as far as it is possible, so that the first layers are received first.
-    return tuple(sorted((tuple(pieces) for pieces in buckets), key=min))
+            buckets[place].append(Piece(number, first, count, offset))
+            filled[place] = offset + count * tensors[number].row_nbytes
+    return buckets
 
 
-def _by_rows(number: int, tensor: PlannedTensor, bucket_bytes: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
+def _by_rows(number: int, tensor: PlannedTensor, bucket_bytes: int) -> list[_Item]:
     most = bucket_bytes // tensor.row_nbytes
     if most == 0:
         raise ValueError(
@@ -312,7 +325,7 @@ def _by_rows(number: int, tensor: PlannedTensor, bucket_bytes: int) -> list[tupl
             "Use larger buckets"
         )
     spans = [(first, min(most, tensor.sizes[0] - first)) for first in range(0, tensor.sizes[0], most)]
-    return [(rows * tensor.row_nbytes, [(number, first, rows)]) for first, rows in spans]
+    return [_Item(rows * tensor.row_nbytes, [(number, first, rows)]) for first, rows in spans]
 
 
 def chosen(names: Sequence[Collection[str]], only: Iterable[str] | None) -> list[int]:

@@ -23,7 +23,7 @@ from fsdp.weights.links import (
     require_own_user,
     text_of,
 )
-from fsdp.weights.plan import WeightPlan
+from fsdp.weights.plan import ALIGN, WeightPlan
 
 _HANDSHAKE = 10.0  # seconds, of a process that connects and says nothing
 
@@ -43,8 +43,8 @@ class Update:
         plan: the names, dtypes and shapes of all tensors, and the content of the buckets.
     """
 
-    def __init__(self, plan: WeightPlan, links: Sequence[Link], kept: _Kept | None) -> None:
-        self.plan, self._links, self._kept = plan, links, kept
+    def __init__(self, plan: WeightPlan, links: Sequence[Link], kept: _Kept | None, are_shared: bool) -> None:
+        self.plan, self._links, self._kept, self._are_shared = plan, links, kept, are_shared
         self._is_over = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -102,13 +102,15 @@ class Update:
         for link in self._links:
             link.send(Kind.ACCEPTED)
         kept = self._memory()
-        arriving = self._start(pool, 0)
+        sizes = [sum(self._sizes(number)) for number in range(len(self.plan.buckets))]
+        staging = torch.empty(0 if self._are_shared else max(sizes, default=0), dtype=torch.uint8)
+        arriving = self._start(pool, 0, staging)
         for number, nbytes in enumerate(self.plan.bucket_nbytes):
             bucket = kept[min(number, len(kept) - 1)][:nbytes]
             for rank, (link, future) in enumerate(zip(self._links, arriving, strict=True)):
                 self._put(number, rank, future.result(), bucket)
                 link.taken()
-            arriving = self._start(pool, number + 1)
+            arriving = self._start(pool, number + 1, staging)
             yield number, bucket
 
     def _memory(self) -> list[Tensor]:
@@ -120,15 +122,18 @@ class Update:
             self._kept.buckets = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in self.plan.bucket_nbytes]
         return self._kept.buckets
 
-    def _start(self, pool: ThreadPoolExecutor, number: int) -> list[Future[Tensor]]:
+    def _sizes(self, number: int) -> list[int]:
+        """Return the most bytes that each rank sends of a bucket, aligned for all dtypes."""
+        parts = (self.plan.packed_nbytes(self.plan.runs(number, part)) for part in self.plan.parts)
+        return [-(-nbytes // ALIGN) * ALIGN + CHANGES_BYTES for nbytes in parts]
+
+    def _start(self, pool: ThreadPoolExecutor, number: int, staging: Tensor) -> list[Future[Tensor]]:
         """Start to receive the parts of a bucket from all ranks at once, so that no rank waits for another rank."""
         if number == len(self.plan.buckets):
             return []
-        futures = []
-        for link, part in zip(self._links, self.plan.parts, strict=True):
-            nbytes = self.plan.packed_nbytes(self.plan.runs(number, part))
-            futures.append(pool.submit(link.receive_part, nbytes + CHANGES_BYTES))
-        return futures
+        sizes = self._sizes(number)
+        places = [staging] * len(sizes) if self._are_shared else staging[: sum(sizes)].split(sizes)
+        return [pool.submit(link.receive_part, place) for link, place in zip(self._links, places, strict=True)]
 
     def _put(self, number: int, rank: int, received: Tensor, bucket: Tensor) -> None:
         """Copy the part of a rank to a bucket."""
@@ -229,7 +234,7 @@ class Receiver:
             for each in links:
                 each.end(text_of(error))
             return None
-        return Update(replace(plan, stream=stream), links, self._kept)
+        return Update(replace(plan, stream=stream), links, self._kept, is_shared_memory(self.address))
 
     def _require_base(self, plan: WeightPlan) -> None:
         """Raise ValueError for changes to weights that this process does not have."""

@@ -217,7 +217,7 @@ def serve_weights(
 class WeightReader:
     """Reads ranges of the weights that the ranks of a training serve. No process group is required.
 
-    Creating a reader waits until the training calls `WeightServer.update`. It is a context manager.
+    Creating a reader waits until the training calls `WeightServer.update`. A reader is a context manager.
 
     Args:
         address: the address of rank 0, `WeightServer.address`.

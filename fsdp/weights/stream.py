@@ -208,7 +208,7 @@ def ready(model: nn.Module, what: str) -> tuple[list[Unit], Ranks]:
 
 
 class Stream:
-    """One stream of a model. The constructor and `run` are collective."""
+    """A single stream of a model. The constructor and `run` are collective."""
 
     def __init__(
         self,

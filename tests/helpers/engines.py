@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,10 +83,11 @@ def engine(
 PROGRAM = """
 import sys, os, torch
 from fsdp.weights import receive
-address, secret, folder, stop_after = sys.argv[1:]
+address, secret, stop_after = sys.argv[1:]
 with receive(address, secret=secret or None, timeout=30, keep=True) as receiver:
     print(receiver.address, flush=True)
-    for number, update in enumerate(receiver):
+    while True:
+        update = receiver.next(timeout=60)
         try:
             for bucket, _ in update.buckets():
                 if bucket == int(stop_after):
@@ -98,12 +98,16 @@ with receive(address, secret=secret or None, timeout=30, keep=True) as receiver:
 """
 
 
-def program(address: str, folder: Path, stop_after: int = -1) -> tuple[subprocess.Popen[str], str]:
-    """A process that receives, and its address."""
-    command = [sys.executable, "-c", PROGRAM, address, SECRET if ":" in address else "", str(folder), str(stop_after)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
+@contextmanager
+def program(address: str, stop_after: int = -1) -> Iterator[tuple[subprocess.Popen[str], Any, str]]:
+    """A process that receives, its output, and its address."""
+    command = [sys.executable, "-c", PROGRAM, address, SECRET if ":" in address else "", str(stop_after)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout, process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 def clones(update: Any) -> dict[str, Tensor]:
