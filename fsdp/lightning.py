@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -351,7 +350,6 @@ class FullyShardedStrategy(DDPStrategy):
             raise ValueError(f"{error} Under a Trainer, precision={precision!r} chooses it.") from error
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of every wrapper."""
         return {**self._precision_arguments(), **self._wrapper_options(), "compute_device": self.root_device}
 
     def _wrapper_options(self) -> dict[str, Any]:
@@ -601,10 +599,16 @@ class Checkpoints:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, write: Callable[..., None]) -> None:
         """Collective. Write the Trainer's checkpoint, with `write` if it is a single file."""
         path = self._strategy.broadcast(filepath)
-        if self._is_full:
-            self._together(f"write {path}", lambda: write(checkpoint, _no_folder(path), storage_options))
-        else:
+        if not self._is_full:
             self._save_folder(checkpoint, path, storage_options)
+            return
+
+        def write_file() -> None:
+            if os.path.isdir(path):
+                raise IsADirectoryError(f"{path} is a folder, and state_dict_type='full' writes a file: choose another")
+            write(checkpoint, path, storage_options)
+
+        self._together(f"write {path}", write_file)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove a checkpoint, after a checkpoint that is being written is complete."""
@@ -705,7 +709,6 @@ class Checkpoints:
         return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
 
     def _optimizers(self) -> Any:
-        """Return the optimizers for `fsdp.save` and `fsdp.load`: a single optimizer, a list, or None."""
         found = [_plain(each) for each in self._strategy.optimizers]
         return found[0] if len(found) == 1 else found or None
 
@@ -731,14 +734,7 @@ def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
     return {**rest, _FOLDER: os.fspath(path)}
 
 
-def _no_folder(path: Any) -> Path:
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"{path} is a folder, and state_dict_type='full' writes a file: choose another path")
-    return path
-
-
 def _plain(optimizer: Any) -> Any:
-    """Return an optimizer without Lightning's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

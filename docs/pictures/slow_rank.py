@@ -6,14 +6,17 @@ torchrun --nproc-per-node 3 docs/pictures/slow_rank.py
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _svg import GRADIENT, STEP, UNSHARDED, WAIT, Drawing
 from torch import nn
 
 import fsdp
 from fsdp import fully_shard
+from fsdp.layers.report import Record
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -45,8 +48,26 @@ def main() -> None:
             train()
     if dist.get_rank() == 0:
         print(trace)
-        trace.save_picture(Path(__file__).with_suffix(".svg"))
+        draw(trace.records, Path(__file__).with_suffix(".svg"))
     dist.destroy_process_group()
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Draw a line for each rank; what lies within other work is drawn over it."""
+    spans = [span for record in records for span in record.spans]
+    start = min(span.begin for span in spans)
+    scale = 1120 / (max(span.end for span in spans) - start)
+    drawing = Drawing(1200, 80 + 44 * len(records))
+    drawing.legend(
+        70, 12, (UNSHARDED, "forward"), (GRADIENT, "backward"), (WAIT, "wait"), (STEP, "optimizer step"), step=150
+    )
+    colors = {"forward": UNSHARDED, "backward": GRADIENT, "wait": WAIT, "optimizer step": STEP}
+    for row, record in enumerate(records):
+        drawing.text(4, 72 + 44 * row, f"rank {record.rank}")
+        for kind, name, begin, end in sorted(record.spans, key=lambda span: (span.begin, -span.end)):
+            title = f"{kind}: {name}, {(end - begin) / 1e6:.1f} ms"
+            drawing.box(70 + (begin - start) * scale, 50 + 44 * row, (end - begin) * scale, 36, colors[kind], title)
+    drawing.save(path)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,6 @@ def _squared(times: int) -> int:
 
 @cache
 def _power(exponent: int) -> int:
-    """Return x to this power."""
     found = _ONE
     for bit in range(exponent.bit_length()):
         if exponent >> bit & 1:

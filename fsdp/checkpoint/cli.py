@@ -36,7 +36,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.untrusted import readable, short
 from fsdp.distributed.reports import page
-from fsdp.layers.summary import size_text
+from fsdp.layers.summary import aligned, size_text
 from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
@@ -310,22 +310,13 @@ def lines(source: Source) -> Iterator[str]:
     yield f"{source.path}: {source.format}{saved}"
     yield ""
     tensors = source.model.tensors
-    rows = [
-        (
-            readable(name, _MOST_WIDTH),
-            readable(" x ".join(map(str, each.shape)), _MOST_WIDTH) or "number",
-            _dtype(each.dtype),
-            f"{each.nbytes:,}",
-        )
-        for name, each in tensors.items()
-    ]
+    rows = [("  tensor", "shape", "dtype", "bytes")]
+    for name, each in tensors.items():
+        shape = readable(" x ".join(map(str, each.shape)), _MOST_WIDTH) or "number"
+        rows.append((f"  {readable(name, _MOST_WIDTH)}", shape, _dtype(each.dtype), f"{each.nbytes:,}"))
     count = sum(each.shape.numel() for each in tensors.values())
-    table = [("tensor", "shape", "dtype", "bytes"), *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for *texts, number in table:
-        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
-        yield "  " + "  ".join([*cells, number.rjust(widths[-1])])
-    yield f"model: {len(rows):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
+    yield from aligned(rows)
+    yield f"model: {len(tensors):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
     if source.extra:
         yield f"extra state of modules: {', '.join(sorted(source.extra))}"
     if source.optimizer is not None:

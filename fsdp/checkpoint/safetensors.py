@@ -139,7 +139,6 @@ class SafetensorsFiles(TensorReader):
 
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file."""
     with opened(path) as file:
         seen = SeenFile.of(path, file.fileno())
         size = seen.nbytes

@@ -537,7 +537,6 @@ class Saver:
             self._job.finish()
 
     def _copied(self, found: Plan) -> Plan:
-        """Return the plan with copies of this rank's data."""
         parts = [entry.part for each in found.sets for entry in each.entries if entry.part is not None]
         copies = iter(self._stager.stage([part.values for part in parts]))
 

@@ -27,31 +27,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.serialization import add_safe_globals
 
+import fsdp
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group, default_group
-from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.unit import TrainingState
-from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
-from fsdp.layers.flatten_params_wrapper import FlattenParamsWrapper
-from fsdp.layers.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.optim_utils.full import ADDED
-from fsdp.optim_utils.grad_scaler import ShardedGradScaler
-from fsdp.wrap import (
-    ConfigAutoWrap,
-    auto_wrap,
-    config_auto_wrap_policy,
-    default_auto_wrap_policy,
-    enable_wrap,
-    wrap,
-)
-from fsdp.wrap.batch_norm import auto_wrap_bn
-from fsdp.wrap.checkpoint_wrapper import (
-    checkpoint_wrapper,
-    disable_checkpointing,
-    is_checkpointing,
-    is_recomputing,
-    patch_batchnorm,
-)
 
 # --- small things that clients import, and that this library itself has no use for ---
 
@@ -355,23 +334,26 @@ _ROOT = "fairscale"
 VERSION = "0.4.13"
 
 
-def _named(*objects: Any) -> dict[str, Any]:
-    return {each.__name__: each for each in objects}
+def _named(names: str, *objects: Any) -> dict[str, Any]:
+    """Return public names of this package, separated by spaces, and objects by their names."""
+    return {name: getattr(fsdp, name) for name in names.split()} | {each.__name__: each for each in objects}
 
 
-_WRAP = _named(auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap)
+_WRAP = _named("auto_wrap config_auto_wrap_policy default_auto_wrap_policy enable_wrap wrap")
 _DATA_PARALLEL = _named(
-    FullyShardedDataParallel, TrainingState, auto_wrap_bn, get_fsdp_instances, no_pre_load_state_dict_hook
+    "FullyShardedDataParallel TrainingState auto_wrap_bn get_fsdp_instances no_pre_load_state_dict_hook"
 )
-_CHECKPOINT = _named(checkpoint_wrapper, is_checkpointing, is_recomputing)
-_CHECKPOINT_FILE = {**_CHECKPOINT, **_named(disable_checkpointing)}
-_FLATTEN = _named(FlattenParamsWrapper, FlatParameter)
+_CHECKPOINT = _named("checkpoint_wrapper is_checkpointing is_recomputing")
+_CHECKPOINT_FILE = {**_CHECKPOINT, **_named("disable_checkpointing")}
+_FLATTEN = _named("FlattenParamsWrapper FlatParameter")
 # With torch's scaler, ranks could take different steps, so both names refer to the sharded scaler.
-_SCALERS: dict[str, Any] = {"GradScaler": ShardedGradScaler, "ShardedGradScaler": ShardedGradScaler}
-_TESTING = _named(DummyProcessGroup)
-_CONTAINERS = _named(apply_to_tensors, apply_to_type, pack_kwargs, unpack_kwargs, split_non_tensors, unpack_non_tensors)
-_BUCKETER, _PARALLEL = _named(ReduceScatterBucketer), _named(ProcessGroupName)
-_OSS, _SHARDED_DDP = _named(OSS), _named(ShardedDataParallel)
+_SCALERS: dict[str, Any] = {"GradScaler": fsdp.ShardedGradScaler, "ShardedGradScaler": fsdp.ShardedGradScaler}
+_TESTING = _named("", DummyProcessGroup)
+_CONTAINERS = _named(
+    "", apply_to_tensors, apply_to_type, pack_kwargs, unpack_kwargs, split_non_tensors, unpack_non_tensors
+)
+_BUCKETER, _PARALLEL = _named("", ReduceScatterBucketer), _named("ProcessGroupName")
+_OSS, _SHARDED_DDP = _named("", OSS), _named("", ShardedDataParallel)
 
 # Old paths and new ones: `fairscale.utils` became `fairscale.internal` and `fairscale.fair_dev`.
 PROVIDED: dict[str, dict[str, Any]] = {
@@ -379,23 +361,23 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "fairscale.version": {"__version_tuple__": tuple(map(int, VERSION.split("."))), "__version__": VERSION},
     "fairscale.nn": {
         **_WRAP,
-        **_named(FullyShardedDataParallel, FlattenParamsWrapper, ShardedDataParallel, checkpoint_wrapper),
+        **_named("FullyShardedDataParallel FlattenParamsWrapper checkpoint_wrapper", ShardedDataParallel),
     },
     "fairscale.nn.data_parallel": {**_DATA_PARALLEL, **_SHARDED_DDP},
     "fairscale.nn.data_parallel.fully_sharded_data_parallel": {**_DATA_PARALLEL, **_FLATTEN, **_BUCKETER, **_PARALLEL},
     "fairscale.nn.data_parallel.fsdp_optim_utils": _named(
-        flatten_optim_state_dict, build_unflat_state_dict, check_param_counts_before_sharding, is_singleton_tensor
+        "", flatten_optim_state_dict, build_unflat_state_dict, check_param_counts_before_sharding, is_singleton_tensor
     ),
     "fairscale.nn.data_parallel.sharded_ddp": _SHARDED_DDP,
     "fairscale.nn.wrap": _WRAP,
-    "fairscale.nn.wrap.auto_wrap": {**_WRAP, **_named(ConfigAutoWrap)},
-    "fairscale.nn.misc": _named(FlattenParamsWrapper, checkpoint_wrapper),
+    "fairscale.nn.wrap.auto_wrap": {**_WRAP, **_named("ConfigAutoWrap")},
+    "fairscale.nn.misc": _named("FlattenParamsWrapper checkpoint_wrapper"),
     "fairscale.nn.misc.flatten_params_wrapper": _FLATTEN,
     "fairscale.nn.misc.checkpoint_activations": _CHECKPOINT_FILE,
     "fairscale.nn.checkpoint": _CHECKPOINT,
     "fairscale.nn.checkpoint.checkpoint_activations": _CHECKPOINT_FILE,
-    "fairscale.nn.checkpoint.checkpoint_utils": _named(patch_batchnorm),
-    "fairscale.optim": {"GradScaler": ShardedGradScaler, **_OSS},
+    "fairscale.nn.checkpoint.checkpoint_utils": _named("patch_batchnorm"),
+    "fairscale.optim": {"GradScaler": fsdp.ShardedGradScaler, **_OSS},
     "fairscale.optim.oss": _OSS,
     "fairscale.optim.grad_scaler": _SCALERS,
     "fairscale.utils": {},
@@ -477,7 +459,7 @@ def install(force: bool = False) -> None:
     # For `torch.load` with its default, ``weights_only=True``, of files that refer to these FairScale classes.
     wrapper = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
     flat_parameter = "fairscale.nn.misc.flatten_params_wrapper.FlatParameter"
-    add_safe_globals([(FlatParameter, flat_parameter), (TrainingState, f"{wrapper}.TrainingState")])
+    add_safe_globals([(fsdp.FlatParameter, flat_parameter), (fsdp.TrainingState, f"{wrapper}.TrainingState")])
 
 
 def uninstall() -> None:

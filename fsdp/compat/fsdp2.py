@@ -14,31 +14,14 @@ from typing import Any
 
 import torch.distributed.fsdp as torchs
 
-from fsdp.fully_shard import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    fully_shard,
-    share_comm_ctx,
-)
-from fsdp.layers.module_overrides import register_fsdp_forward_method
+import fsdp
 
-_OURS: tuple[Any, ...] = (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
+# torch's names, which are ours too.
+_NAMES = (
+    "CPUOffloadPolicy DataParallelMeshDims FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle fully_shard "
+    "register_fsdp_forward_method share_comm_ctx"
 )
-# By torch's names, which are ours too.
-PROVIDED: dict[str, Any] = {each.__name__: each for each in _OURS}
+PROVIDED: dict[str, Any] = {name: getattr(fsdp, name) for name in _NAMES.split()}
 _TORCHS = {name: getattr(torchs, name) for name in PROVIDED if hasattr(torchs, name)}
 # Modules that are torch's own implementation, or build on it.
 _OWN = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp", "fsdp.")

@@ -84,7 +84,8 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
             continue
         own = f"rank {number_among(ranks)}"
         mine = heard if error is None else f"{own} could not {what}. {type(error).__name__}: {error}"
-        heard = heard or next(filter(None, from_everyone(ranks, mine)), "")
+        told = from_everyone(ranks, mine)  # also by ranks that have heard of an error: the others wait for them
+        heard = heard or next(filter(None, told), "")
     if error is not None:
         raise error
     if heard:

@@ -47,8 +47,7 @@ class UnitBackward:
     def begin(self, handles: Iterable[FlatParamHandle]) -> None:
         """A backward begins, which may bring gradients of these handles.
 
-        It may leave pending calls for a later backward: a forward that takes gradients inside of it does so, for
-        instance.
+        A backward inside of a forward, for instance, leaves pending calls for a later backward.
         """
         self._before_backward, self.reached = self._made, 0
         self._pending = {number: call for number, call in self._pending.items() if call() is not None}

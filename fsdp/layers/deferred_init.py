@@ -30,7 +30,7 @@ _REMEDY = (
 )
 Place = tuple[nn.Module, str]
 
-# Memory that `to_empty` gave, with its version then, until values are found in it.
+# Memory that `to_empty` gave, until values are found in it.
 _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -97,45 +97,45 @@ def valueless_in(unit: Unit) -> Iterator[str]:
 
 def mark(tensor: Tensor) -> None:
     """Fill memory without values with the mark that `is_marked` detects; for a `DTensor`, this rank's part."""
-    tensor = local_part(tensor)
+    numbers = _numbers(tensor)
     with torch.no_grad():
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is not torch.bool:
-            tensor.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
+        numbers.fill_(_mark_of(numbers.dtype))
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Return True if no element was written since `mark`; always True for booleans, which have no mark."""
-    flat = local_part(tensor).detach().reshape(-1)
+    """Return True if no element was written since `mark`."""
+    flat = _numbers(tensor).reshape(-1)
     # The first element says no in most cases, and costs nothing.
     return flat.numel() > 0 and bool(_marks(flat[:1]).all()) and bool(_marks(flat).all())
 
 
+def _numbers(tensor: Tensor) -> Tensor:
+    local = local_part(tensor).detach()
+    return local.view(torch.uint8) if local.dtype is torch.bool else local  # a byte that is neither 0 nor 1
+
+
+def _mark_of(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
 def _marks(flat: Tensor) -> Tensor:
-    if flat.is_floating_point() or flat.is_complex():
-        return torch.isnan(flat.float() if flat.dtype.itemsize == 1 else flat)
-    if flat.dtype is torch.bool:
-        return torch.ones_like(flat)
-    return flat == (torch.iinfo(flat.dtype).min or torch.iinfo(flat.dtype).max)
+    mark = _mark_of(flat.dtype)
+    return flat == mark if mark == mark else torch.isnan(flat.float() if flat.dtype.itemsize == 1 else flat)
 
 
 def note_empty(tensor: Tensor) -> Tensor:
     """Remember that memory waits for values, and return it."""
     mark(tensor)
-    _empty[tensor] = tensor._version
+    _empty[tensor] = True
     return tensor
 
 
 def _waits(tensor: Tensor) -> bool:
-    if tensor.is_meta:
+    if tensor.is_meta or (tensor in _empty and is_marked(tensor)):
         return True
-    version = _empty.get(tensor)
-    if version is None:
-        return False
-    if tensor._version == version if tensor.dtype is torch.bool else is_marked(tensor):
-        return True
-    del _empty[tensor]
+    _empty.pop(tensor, None)
     return False
 
 
@@ -151,8 +151,7 @@ class Uninitialized:
     ) -> None:
         self.places, self.handle, self.slot = places, handle, slot
         self.shape = torch.Size() if tensor is None else tensor.shape
-        self._before, self._given = tensor, tensor
-        self._version = 0
+        self._before = tensor
 
     @property
     def value(self) -> Tensor | None:
@@ -169,11 +168,8 @@ class Uninitialized:
             made = nn.Parameter(made, self._before.requires_grad) if is_parameter else made
             mark(made)
             self.put(made)
-        value = self.value
-        if value is not None:
-            self.shape, self._version = value.shape, value._version
-            # Held no longer than needed: a unit's parameter is unsharded, and other units are filled after it.
-            self._given = value if value.dtype is torch.bool else None
+        if self.value is not None:
+            self.shape = self.value.shape
 
     def put(self, value: Tensor) -> None:
         """Register `value` in all of its places."""
@@ -186,12 +182,8 @@ class Uninitialized:
     def is_filled(self) -> bool:
         """Values came since it got memory."""
         value = self.value
-        if value is None or value.is_meta:
-            return False
-        if value.dtype is torch.bool:
-            return value is not self._given or value._version != self._version
         # Not the version: batch norms load their count of batches from itself where a state dict has none.
-        return value.numel() == 0 or not is_marked(value)
+        return value is not None and not value.is_meta and not is_marked(value)
 
     def take_back(self) -> None:
         """Undo `give_memory`."""

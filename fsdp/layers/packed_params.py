@@ -67,6 +67,6 @@ class PackedParameters(UnshardedParameters):
 
 
 def in_own_form(shard: Shard) -> Shard:
-    """Return the shard, which unshards those of its parameters that are sharded as bytes in their own form."""
+    """Return a shard whose parameters of bytes are unsharded in their own form."""
     packings = shard.flat_param.packings
     return replace(shard, new_unsharded=partial(PackedParameters, packings=packings)) if any(packings) else shard

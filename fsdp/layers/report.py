@@ -24,7 +24,7 @@ class Span(NamedTuple):
     Attributes:
         kind: "forward", "backward", "wait" (for a collective) or "optimizer step".
         name: of the unit, the collective, or the optimizer.
-        begin, end: in nanoseconds, on rank 0's clock.
+        begin, end: in nanoseconds since 1970, on the clock of the rank's machine.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The record of a rank; times are in nanoseconds, on rank 0's clock.
+    """The record of a rank; times are in nanoseconds since 1970, on the clock of the rank's machine.
 
     Attributes:
         rank: the global rank.
@@ -105,7 +105,16 @@ class Report:
                     "" if unit.last_rank is None else f"rank {unit.last_rank}",
                 )
             )
-        return "\n".join([f"{self.steps} steps on {len(ranks)} ranks", "", *aligned(rows)])
+        waited = {rank: sum(unit.waited[rank] for unit in self.units) for rank in ranks}
+        least, *others = sorted(ranks, key=waited.__getitem__)
+        lines = [f"{self.steps} steps on {len(ranks)} ranks", "", *aligned(rows)]
+        if others:
+            average = milliseconds(sum(map(waited.__getitem__, others)) // len(others))
+            lines += [
+                "",
+                f"Rank {least} waits least, for {milliseconds(waited[least])}, others for {average} on average.",
+            ]
+        return "\n".join(lines)
 
 
 def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:

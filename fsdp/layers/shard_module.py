@@ -155,11 +155,11 @@ def _shard_params(
     try:
         for param, places in found.items():
             unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
-        if stand_ins is not None:
-            stand_ins.check(unit)
             # Of `DTensor`s that stay what they are, `prepare` has checked the mesh.
             for over in () if form.lists_parts else filter(None, (groups.shard, reduce_group, groups.replicate)):
                 check_ranks(places[0].fqn, param, over, device)
+        if stand_ins is not None:
+            stand_ins.check(unit)
         from fsdp.layers.fingerprints import take_fingerprints  # a check, as those of the first use
 
         new_storage = options.storage.storage_on(device)

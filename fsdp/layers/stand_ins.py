@@ -21,7 +21,7 @@ class StandIns:
 
     Args:
         found: the parameters, with the places where they are used.
-        packed: those of them that are sharded as bytes.
+        packed: the parameters of `found` that are sharded as bytes.
 
     Attributes:
         found: the same, with a stand-in for each parameter that is sharded as bytes.

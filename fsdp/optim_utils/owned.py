@@ -299,7 +299,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         order = [number for group in saved for number in group["params"]]
         states = {member: state_dict["state"].get(number) for number, member in zip(order, members, strict=True)}
         for member, state in states.items():
-            if not member.stepped.is_here and any(map(_has_elements, (state or {}).values())):
+            tensors = [each for each in (state or {}).values() if isinstance(each, Tensor) and each.dim()]
+            if not member.stepped.is_here and any(each.numel() for each in tensors):
                 raise ValueError(
                     f"OwnedOptimizer.load_state_dict: the state has values of {member.name}, which another rank "
                     f"owns (rank {member.stepped.owner} of the ranks that share it): the state belongs to another rank "
@@ -333,10 +334,6 @@ def _refuse_torchs_functions() -> None:
     """
     if is_called_from("torch.distributed.checkpoint.state_dict"):
         raise NotImplementedError(f"torch.distributed.checkpoint.state_dict does not know the owners of state. {_FULL}")
-
-
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
 
 
 def _beside(value: Any, param: Tensor) -> Any:

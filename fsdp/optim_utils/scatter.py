@@ -126,7 +126,6 @@ def _from_first(params: Parameters, optim: Any, full: Any, source: FirstRank) ->
 
 
 def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
-    """Return an optimizer's current state of a parameter."""
     return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
 
 

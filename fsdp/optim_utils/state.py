@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -216,7 +216,7 @@ def match_groups(
     """
     found: list[int | None] = []
     problems = []
-    matched: dict[int, tuple[int, str]] = {}  # by saved group: the optimizer's group, and a parameter
+    places: list[tuple[int, int, str]] = []  # a group of the optimizer, a saved one, and a parameter that is in both
     for number, group in enumerate(groups):
         first: dict[int, str] = {}
         for original in (original for one in group for original in one.originals):
@@ -227,30 +227,17 @@ def match_groups(
                 )
             else:
                 first.setdefault(there, original.name)
-        if len(first) > 1:
-            (one_group, one_name), (other_group, other_name), *_ = first.items()
-            problems.append(
-                f"the optimizer has {one_name} and {other_name} in one parameter group ({number}), and {saved} has "
-                f"them in groups {one_group} and {other_group}: make it with the same groups"
-            )
         found.append(next(iter(first), None))
-        if has_groups and len(first) == 1:
-            ((there, name),) = first.items()
-            last = max(matched, default=there)
-            if there in matched:
-                other, other_name = matched[there]
-                problems.append(
-                    f"the optimizer has {other_name} and {name} in parameter groups {other} and {number}, and {saved} "
-                    f"has them in one group ({there}), with one learning rate for both: make it with the same groups"
-                )
-            elif there < last:
-                other, other_name = matched[last]
-                problems.append(
-                    f"the optimizer has {other_name} and {name} in parameter groups {other} and {number}, and {saved} "
-                    f"has them in groups {last} and {there}: make it with the same groups in the same order, by which "
-                    "learning-rate schedulers know them"
-                )
-            matched.setdefault(there, (number, name))
+        places += [(number, there, name) for there, name in first.items()]
+    for (ours, theirs, name), (others, their_others, other) in combinations(places, 2):
+        is_same = (ours < others) == (theirs < their_others) and (ours == others) == (theirs == their_others)
+        if not is_same and (has_groups or ours == others):
+            problems.append(
+                f"the optimizer has {name} and {other} in parameter groups {ours} and {others}, and {saved} has them "
+                f"in groups {theirs} and {their_others}: make it with the same groups in the same order, by which "
+                "learning-rate schedulers know them"
+            )
+            break
     return found, problems
 
 

@@ -8,7 +8,7 @@ including tensors inside them, are passed unchanged if the result shares memory 
 otherwise. Tensors that are not dense (sparse, quantized, nested, wrappers of other tensors) have unknown types.
 
 An error names the path, and is raised before any value is changed. In collective functions, every rank raises an
-error.
+error: ranks whose own trees are right raise a RuntimeError that contains the error of another rank.
 
 Names and arguments are the same as in torch's private `torch.distributed._state_dict_utils`.
 """
@@ -16,17 +16,17 @@ Names and arguments are the same as in torch's private `torch.distributed._state
 from __future__ import annotations
 
 import io
-import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Collection
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
-from fsdp.distributed.communicator import Group, backend_names
+from fsdp.distributed.communicator import Group, backend_names, own_rank
+from fsdp.distributed.consensus import done_by_all
 from fsdp.distributed.devices import HOST, finish_queued
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
 from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
@@ -62,7 +62,6 @@ from fsdp.state_dict_utils.tree import FlatMapping as FlatMapping
 from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
 from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
 
-_Result = TypeVar("_Result")
 _ALIGNMENT = 16  # bytes, for the widest dtype, so that a part of a buffer can have any dtype
 
 
@@ -127,7 +126,8 @@ def gather_state_dict(
                 raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
 
     tensors = [(path, leaf) for path, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
-    _agree(gathering.ways(leaf for _, leaf in tensors), gathering.where, check)
+    ways = gathering.ways(leaf for _, leaf in tensors)
+    done_by_all([(comm,) for comm in ways], f"gather a state dict (on global rank {own_rank()})", check)
 
     def whole(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not has_part(leaf):
@@ -325,19 +325,19 @@ def broadcast_state_dict(
     device = torch.device(device)
     home = HOST if cpu_offload else device
     comm = _ranks_of(pg, device)
-    where = _place_in(comm)
+    what = "broadcast a state dict"
 
     def pack() -> bytes:
         return _packed(_description(full, type_check)) if comm.rank == 0 else b""
 
-    letter = comm.all_gather_bytes(_agree([comm], where, pack))[0]
+    letter = comm.all_gather_bytes(done_by_all([(comm,)], what, pack))[0]
 
     def check() -> Any:
         described = torch.load(io.BytesIO(letter), map_location=home, weights_only=False)  # unknown leaves at home
         _check_local(described, local, strict, type_check)
         return described
 
-    described = _agree([comm], where, check)
+    described = done_by_all([(comm,)], what, check)
     arrivals = _Arrivals(comm, device, described, full, max_coalesced_bytes)
 
     def put(path: Path, info: Any, target: Any) -> Any:
@@ -386,7 +386,7 @@ def distribute_state_dict(
         return with_own_leaves(full)
 
     comm = LONE_RANK if pg is None else _ranks_of(pg, torch.device(device))
-    whole = _agree([comm], _place_in(comm), check)
+    whole = done_by_all([(comm,)], "distribute a state dict", check)
 
     def put(path: Path, value: Any, target: Any) -> Any:
         return placed(value.detach(), target, home) if is_tensor(value) else value
@@ -415,35 +415,6 @@ def _group_of(pg: Group | None) -> Group | None:
     if not callable(getattr(pg, "rank", None)) or not callable(getattr(pg, "size", None)):
         raise TypeError(f"pg must be a process group that this rank is in, got {pg!r}")
     return pg
-
-
-def _told(error: Exception, where: str) -> Exception:
-    """Return an error of this rank in the form that other ranks raise; `where` is this rank's name."""
-    if isinstance(error, CompanionMismatch):
-        return CompanionMismatch(error.path, f"on {where}, {error.difference}")
-    kinds = (ValueError, NotImplementedError, TypeError)
-    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(f"on {where}, {error}")
-
-
-def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], _Result]) -> _Result:
-    """Collective. Return the result of a check; if it raises an error on a rank, all ranks raise the same type.
-
-    Results from one of the `ways` to other ranks are passed on the next; `where` is the name of this rank.
-    """
-    problem, failed = b"", None
-    try:
-        result = check()
-    except Exception as error:  # noqa: BLE001 - all ranks raise it
-        failed = error
-        problem = pickle.dumps(_told(error, where))
-    for comm in ways:
-        answers = comm.all_gather_bytes(problem)
-        problem = problem or next(filter(None, answers), b"")
-    if failed is not None:
-        raise failed
-    if problem:
-        raise pickle.loads(problem)
-    return result
 
 
 def _description(tree: Any, type_check: bool) -> Any:
@@ -480,10 +451,6 @@ def _saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)  # not pickle, which restores tensors to their original device
     return file.getvalue()
-
-
-def _place_in(comm: Communicator) -> str:
-    return f"rank {comm.rank} of the group"
 
 
 def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:

@@ -24,8 +24,7 @@ _WHAT = "the gather of a state dict"
 class Gathering:
     """The gather of a tree: the ranks that need the result, and the communicators that were used.
 
-    The ranks of the group in `ranks_only` need the result, or all ranks if it is empty. `where` is this rank's name in
-    messages.
+    The ranks of the group in `ranks_only` need the result, or all ranks if it is empty.
     """
 
     def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:
@@ -33,7 +32,6 @@ class Gathering:
         for each in ranks_only:
             if not 0 <= each < size:
                 raise ValueError(f"ranks_only={tuple(ranks_only)}: there is no rank {each}, only 0 to {size - 1}")
-        self.where = f"rank {dist.get_rank() if group is not None else 0}"
         self.is_wanted = not ranks_only or rank in ranks_only
         members = dist.get_process_group_ranks(group) if ranks_only and group is not None else []  # type: ignore[arg-type]
         self._wants = {member: number in ranks_only for number, member in enumerate(members)}

@@ -35,8 +35,6 @@ _POLL_SECONDS = 0.005
 
 
 class _Block:
-    """Memory for a copy of a storage."""
-
     def __init__(self, nbytes: int, pin: bool, share: bool) -> None:
         self.storage = allocate(nbytes, pin, share)
         self._alone = self._holders()
@@ -51,8 +49,6 @@ class _Block:
 
 
 class _Kept:
-    """The blocks of an original."""
-
     def __init__(self, original: UntypedStorage, forget: Callable[[object], None]) -> None:
         self.original = weakref.ref(original, forget)
         self.blocks: list[_Block] = []
@@ -102,7 +98,8 @@ class HostMemory:
         self._kept[id(original)] = kept
         block = kept.free(nbytes)
         if block is None:
-            size = _allocated_bytes(nbytes, self._pin, self._share)
+            rounds_up = not self._share and _rounds_up(nbytes, self._pin)
+            size = 1 << (nbytes - 1).bit_length() if rounds_up else nbytes
             self._make_room(size, wanted)
             block = _Block(nbytes, self._pin, self._share)
             with self._lock:
@@ -193,10 +190,6 @@ def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
 def _rounds_up(nbytes: int, pin: bool) -> bool:
     """Return whether torch's allocator of pinned memory serves, which takes the next power of two."""
     return pin and (nbytes < _REGISTERED_BYTES or not can_page_lock())
-
-
-def _allocated_bytes(nbytes: int, pin: bool, share: bool) -> int:
-    return 1 << (nbytes - 1).bit_length() if not share and _rounds_up(nbytes, pin) else nbytes
 
 
 def _mapped(nbytes: int) -> UntypedStorage:

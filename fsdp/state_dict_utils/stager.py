@@ -3,10 +3,9 @@
 ``StateDictStager().stage(tree)`` copies any tree of Python objects. Training then waits only for a copy into existing
 memory; a thread or process of the user can write the copy to disk.
 
-`copy.deepcopy` would keep tensors on their devices. `TreeCopy` represents a tensor like ``torch.save``: a storage, and
-a view of it. Each storage is replaced once, by a function of the caller, and every tensor on it becomes the same view
-of the replacement. All other objects follow the rules of `copy.deepcopy`. Staging, restoring and counting use the same
-walk with three different functions.
+`copy.deepcopy` would keep tensors on their devices. `TreeCopy` therefore first replaces all tensors in containers and
+objects: a tensor is a view of a storage, each storage is replaced once, and every tensor on it becomes the same view
+of the replacement. `copy.deepcopy` then copies the tree, and finds the new tensors in its memo.
 
 User-defined classes may run code during the copy (a constructor, ``__setstate__``, ``__deepcopy__``, ``__hash__``),
 and this code may read values. Replacements are therefore filled before such code runs. If there are only tensors and
@@ -15,13 +14,15 @@ plain containers, they may be filled later.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -29,9 +30,10 @@ from torch import Tensor, UntypedStorage, nn
 
 from fsdp.distributed.devices import HOST, Arrival, CopyStream, has_streams, new_copy_stream
 from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
-from fsdp.state_dict_utils.tree import by_class, class_name, is_wrapper, missing_memory
+from fsdp.state_dict_utils.tree import by_class, is_wrapper, missing_memory
 
 Tree = TypeVar("Tree")
+_Path = tuple[Any, ...]  # empty, or the path of the object around it, and the key in that
 _META = "meta"
 # They are immutable, or (functions, classes) are copied by reference.
 _ATOMIC: frozenset[type] = frozenset(
@@ -41,15 +43,9 @@ _ATOMIC: frozenset[type] = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
-_COMPRESSED = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
-_MISSING = object()
-# They store their items without examining them.
-_STORING: frozenset[Any] = frozenset({list.append, deque.append, dict.__setitem__, OrderedDict.__setitem__})
+# They run no code of a user while they are copied.
+_PLAIN = (dict, list, tuple, set, frozenset, OrderedDict, defaultdict, deque)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class PendingCopy(Generic[Tree]):
@@ -147,7 +143,8 @@ class StateDictStager:
                 returned or `protect()` was called. Deleting the `PendingCopy` waits for the copy.
 
         Raises:
-            TypeError: for objects that cannot be copied (an open file; a tensor without storage), with their position.
+            TypeError: for objects that cannot be copied, such as an open file; for a tensor without storage, with its
+                position.
             RuntimeError: for a tensor whose memory was freed, or a stager that was closed.
             MemoryError: if `max_bytes` is reached, with the number of requested bytes.
         """
@@ -173,7 +170,14 @@ class StateDictStager:
         pairs: list[tuple[UntypedStorage, UntypedStorage]] = []
 
         def wanted_bytes() -> int:
-            return sum(storage.nbytes() for storage in _storages_of(tree) if storage.device.type != _META)
+            sizes: list[int] = []
+
+            def note(storage: UntypedStorage) -> UntypedStorage:
+                sizes.append(0 if storage.device.type == _META else storage.nbytes())
+                return storage
+
+            TreeCopy(note, lambda: None).copy(tree)
+            return sum(sizes)
 
         def place(original: UntypedStorage) -> UntypedStorage:
             nbytes = original.nbytes()
@@ -217,7 +221,15 @@ def origins(copied: Any) -> list[str]:
     Args:
         copied: the result of `StateDictStager.stage`.
     """
-    return [str(_origin(storage)) for storage in _storages_of(copied)]
+    found: list[str] = []
+
+    def note(storage: UntypedStorage) -> UntypedStorage:
+        found.append(str(_origin(storage)))
+        return storage
+
+    with torch.inference_mode(False), torch.no_grad():
+        TreeCopy(note, lambda: None, to_host=False).copy(copied)
+    return found
 
 
 def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -> Tree:
@@ -246,7 +258,7 @@ def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -
         return UntypedStorage(storage.nbytes(), device=device).copy_(storage, False)
 
     with torch.inference_mode(False), torch.no_grad():
-        restored = TreeCopy(place).copy(copied)
+        restored: Tree = TreeCopy(place, lambda: None, to_host=False).copy(copied)
     if targets is not None and count != len(targets):
         raise ValueError(f"the tree has {count} storages and there are {len(targets)} devices: it is another tree")
     return restored
@@ -261,19 +273,6 @@ def _origin(storage: UntypedStorage) -> torch.device:
     return getattr(storage, "staged_from", storage.device)
 
 
-def _storages_of(tree: Any) -> list[UntypedStorage]:
-    """Return the storages of a tree, in the order in which a copy meets them."""
-    found: list[UntypedStorage] = []
-
-    def note(storage: UntypedStorage) -> UntypedStorage:
-        found.append(storage)
-        return storage
-
-    with torch.inference_mode(False), torch.no_grad():
-        TreeCopy(note).copy(tree)
-    return found
-
-
 class TreeCopy:
     """A copy of a tree of objects, with the aliases and cycles of the original.
 
@@ -282,173 +281,106 @@ class TreeCopy:
             for each tensor without memory.
         fill: a function that copies the original values into all storages that `place` has returned so far. Called
             before user-defined code runs. The caller must fill the storages that were placed since the last such call.
+        to_host: all tensors of the copy must be on the CPU.
     """
 
     def __init__(
-        self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None] = lambda: None
+        self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None], *, to_host: bool = True
     ) -> None:
-        self._place, self._fill = place, fill
-        # In the form of `copy.deepcopy`, because objects' own `__deepcopy__` receive it. It also keeps the originals:
-        # the id of a temporary object must not be reused during the copy.
-        self._originals: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._memo[id(self._memo)] = self._originals
-        self._path: list[Any] = []
-        self._copiers: dict[type, Callable[[TreeCopy, Any], Any]] = dict(_COPIERS)  # and of classes that were met
+        self._place, self._fill, self._is_to_host = place, fill, to_host
+        # The second memo is torch's, by the address of a storage; it serves tensors that exist only during the copy.
+        self._storages: dict[int, UntypedStorage] = {}
+        self._memo: dict[Any, Any] = {"torch": self._storages}
+        self._seen: dict[int, Any] = {}  # keeps objects, because ids of deleted objects are reused
+        self._attributes: list[tuple[Tensor, Tensor]] = []  # tensors and their copies
+        self._runs_code = False
 
-    def copy(self, original: Any) -> Any:
-        """Return the copy of a part of the nest; errors say where in it."""
-        kind = type(original)
-        if kind in _ATOMIC:
-            return original
-        known = self._memo.get(id(original), _MISSING)
-        if known is not _MISSING:
-            return known
-        copier = self._copiers.get(kind)
-        if copier is None:
-            copier = self._copiers[kind] = _copier_of(kind)
-        return copier(self, original)
-
-    def _remember(self, original: Any, copied: Any) -> Any:
-        self._memo[id(original)] = copied
-        self._originals.append(original)
-        return copied
-
-    def _where(self) -> str:
-        return "the tree" + "".join(f"[{key!r}]" for key in self._path)
-
-    # --- containers and objects ---------------------------------------------------------------------------------
-
-    def _part(self, key: Any, original: Any) -> Any:
-        self._path.append(key)
-        copied = self.copy(original)
-        self._path.pop()
-        return copied
-
-    def _dict(self, original: dict[Any, Any]) -> Any:
-        copied = self._remember(original, {})
-        for key, value in original.items():
-            copied[self._key(key)] = self._part(key, value)
-        return copied
-
-    def _key(self, original: Any) -> Any:
-        copied = self.copy(original)
-        if copied is not original:  # its hash may depend on values
+    def copy(self, tree: Any) -> Any:
+        """Return the copy."""
+        self._find(tree, ())
+        if self._runs_code:
             self._fill()
+        for original, replacement in self._attributes:
+            for name, value in list(_lacking(original, replacement)):
+                object.__setattr__(replacement, name, copy.deepcopy(value, self._memo))
+        copied = copy.deepcopy(tree, self._memo)
+        with torch._C.DisableTorchFunctionSubclass():
+            for path, found in _objects_in(copied, (), {}) if self._runs_code and self._is_to_host else ():
+                if isinstance(found, Tensor) and found.device.type not in ("cpu", _META):
+                    raise TypeError(
+                        f"{_spelled(path)}: the copy of an object makes a tensor on {found.device}, which is in no "
+                        "attribute of the original. Have its __deepcopy__ copy its tensors with "
+                        "copy.deepcopy(tensor, memo)."
+                    )
         return copied
 
-    def _list(self, original: list[Any]) -> Any:
-        copied = self._remember(original, [])
-        for index, value in enumerate(original):
-            copied.append(self._part(index, value))
-        return copied
-
-    def _tuple(self, original: tuple[Any, ...]) -> Any:
-        copied = tuple(self._part(index, value) for index, value in enumerate(original))
-        if id(original) in self._memo:  # a part of it refers to it, and has copied it already
-            return self._memo[id(original)]
-        if all(one is other for one, other in zip(original, copied, strict=True)):
-            return original
-        return self._remember(original, copied)
-
-    def _by_itself(self, original: Any) -> Any:
-        # The object passes its parts to `copy.deepcopy`, which checks the memo first.
-        for found in tensors_in(original):
-            self.copy(found)
-        self._fill()
-        copied = original.__deepcopy__(self._memo)
-        if copied is original:
-            return original
-        for found in tensors_in(copied):
-            if isinstance(found, Tensor) and found.device.type not in ("cpu", "meta"):
-                raise TypeError(
-                    f"{self._where()}: the __deepcopy__ of {class_name(type(original))} makes a tensor on "
-                    f"{found.device}, which is not in its attributes. Have it copy its tensors with "
-                    "copy.deepcopy(tensor, memo)."
-                )
-        return self._remember(original, copied)
-
-    def _by_reducing(self, original: Any) -> Any:
-        reduce = copyreg.dispatch_table.get(type(original))
-        try:
-            rebuilt = reduce(original) if reduce else original.__reduce_ex__(4)
-        except TypeError as error:
-            raise TypeError(f"{self._where()}: a {class_name(type(original))} cannot be copied: {error}") from error
-        if isinstance(rebuilt, str):  # a global
-            return original
-        build, args, state, items, pairs, set_state = (*rebuilt, None, None, None, None)[:6]
-        own_args = [self.copy(arg) for arg in args]
-        if any(own is not arg for own, arg in zip(own_args, args, strict=True)):
-            self._fill()
-        copied = self._remember(original, build(*own_args))
-        if state is not None:
-            own_state = self.copy(state)
-            if set_state is not None or hasattr(copied, "__setstate__"):
-                self._fill()
-            _give_state(copied, own_state, set_state)
-        for item in items or ():
-            own_item = self.copy(item)
-            if type(copied).append not in _STORING:
-                self._fill()
-            copied.append(own_item)
-        for key, value in pairs or ():
-            own_value, own_key = self._part(key, value), self._key(key)
-            if type(copied).__setitem__ not in _STORING:
-                self._fill()
-            copied[own_key] = own_value
-        return copied
+    def _find(self, tree: Any, path: _Path) -> None:
+        """Replace all tensors in a part of the tree."""
+        for place, found in _objects_in(tree, path, self._seen):
+            if isinstance(found, Tensor):
+                self._tensor(found, place)
+            elif isinstance(found, UntypedStorage):
+                self._memo[id(found)] = self._storage(found)
+            elif type(found) not in _PLAIN:
+                self._runs_code = True
 
     # --- tensors ------------------------------------------------------------------------------------------------
 
-    def _storage(self, original: UntypedStorage) -> UntypedStorage:
-        if original.nbytes() == 0:
-            return self._place(original)
-        placed = self._memo.get(id(original))
-        return self._remember(original, self._place(original)) if placed is None else placed
+    def _tensor(self, original: Any, path: _Path) -> Tensor:
+        if id(original) in self._memo:
+            return self._memo[id(original)]
+        self._seen[id(original)] = original
+        kind: Any = type(original)
+        copied: Any
+        reduce = copyreg.dispatch_table.get(kind)
+        if reduce is not None or kind.__reduce_ex__ not in (Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__):
+            # The class defines how it is rebuilt.
+            rebuilt = original.__reduce_ex__(4) if reduce is None else reduce(original)
+            self._find(rebuilt, path)
+            self._fill()
+            copied = original if isinstance(rebuilt, str) else copy.deepcopy(_Rebuilt(rebuilt), self._memo)
+        elif hasattr(kind, "trigger_wait"):  # the result of a collective that may be under way
+            copied = self._tensor(original.trigger_wait(), path)
+        else:
+            copied = (self._wrapper if hasattr(kind, "__tensor_flatten__") else self._plain)(original, path)
+            self._memo[id(original)] = copied
+            self._attributes.append((original, copied))
+            for name, value in _lacking(original, copied):
+                self._find(value, (path, name))
+        self._memo[id(original)] = copied
+        return copied
 
-    def _plain(self, original: Tensor) -> Tensor:
-        view = self._view(original)
-        if original.requires_grad:
-            view.requires_grad_()
-        self._remember(original, view)
-        return self._with_attributes(original, view) if original.__dict__ else view
-
-    def _subclass(self, original: Tensor) -> Tensor:
+    def _plain(self, original: Tensor, path: _Path) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():  # overridden operations of a class must not run
-            copied = Tensor._make_subclass(type(original), self._view(original), original.requires_grad)
-        return self._with_attributes(original, self._remember(original, copied))
+            view = self._view(original, path)
+            if type(original) is Tensor:
+                return view.requires_grad_(original.requires_grad)
+            return Tensor._make_subclass(type(original), view, original.requires_grad)
 
-    def _wrapper(self, original: Any) -> Tensor:
+    def _wrapper(self, original: Any, path: _Path) -> Tensor:
         names, context = original.__tensor_flatten__()
         parts = {name: getattr(original, name) for name in names}
         for name, part in parts.items():
             if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
-                parts[name] = self._part(name, part)
+                parts[name] = self._tensor(part, (path, name))
         if not type(original).__module__.startswith("torch."):  # torch's classes do not read values
             self._fill()
-        copied = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
+        copied: Tensor = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
         if copied.requires_grad != original.requires_grad:
             copied.requires_grad_(original.requires_grad)
-        return self._with_attributes(original, self._remember(original, copied))
-
-    def _with_attributes(self, original: Tensor, copied: Tensor) -> Tensor:
-        for name, value in original.__dict__.items():
-            if name not in copied.__dict__:  # a wrapper was given its parts already
-                copied.__dict__[name] = self._part(name, value)
-        for name in _slots(type(original)):
-            if hasattr(original, name) and not hasattr(copied, name):
-                setattr(copied, name, self._part(name, getattr(original, name)))
         return copied
 
-    def _view(self, original: Tensor) -> Tensor:
+    def _view(self, original: Tensor, path: _Path) -> Tensor:
         """Return a tensor of no special class that looks at its storage as the original does."""
-        if original.layout != torch.strided:
-            return self._sparse(original)
+        if original.layout in _SPARSE:  # of several storages, which are not reused
+            return original.detach().to(_META if original.is_meta else HOST, copy=True)
+        if original.layout is not torch.strided:
+            raise TypeError(f"{_spelled(path)}: {by_class(original)} has a layout that cannot be copied by its memory")
         try:
             storage = original.untyped_storage()
         except (NotImplementedError, RuntimeError) as error:
-            raise TypeError(f"{self._where()}: {by_class(original)} has no storage to copy: {error}") from error
-        self._check(original)
+            raise TypeError(f"{_spelled(path)}: {by_class(original)} has no storage to copy: {error}") from error
+        self._check(original, path)
         placed = self._storage(storage)
         if original.is_quantized:
             view = torch.empty_quantized(original.shape, original, device=placed.device)
@@ -459,89 +391,82 @@ class TreeCopy:
             view = view.conj()
         return torch._neg_view(view) if original.is_neg() else view
 
-    def _check(self, original: Tensor) -> None:
+    def _check(self, original: Tensor, path: _Path) -> None:
         if original.is_nested or is_wrapper(original):
             raise TypeError(
-                f"{self._where()}: {by_class(original)} keeps its values in an inaccessible place. A class that wraps "
+                f"{_spelled(path)}: {by_class(original)} keeps its values in an inaccessible place. A class that wraps "
                 "tensors needs __tensor_flatten__ and __tensor_unflatten__, or its own __reduce_ex__."
             )
         if missing := missing_memory(original):
-            raise RuntimeError(f"{self._where()}: {missing}. Stage the result of state_dict().")
+            raise RuntimeError(f"{_spelled(path)}: {missing}. Stage the result of state_dict().")
 
-    def _sparse(self, original: Tensor) -> Tensor:
-        if original.layout == torch.sparse_coo:
-            indices, values = self._plain(original._indices()), self._plain(original._values())
-            # Unchecked, because the values may still be on their way.
-            return torch.sparse_coo_tensor(
-                indices, values, original.shape, is_coalesced=original.is_coalesced(), check_invariants=False
-            )
-        if original.layout not in _COMPRESSED:
-            raise TypeError(f"{self._where()}: {by_class(original)} has a layout that cannot be copied by its memory")
-        first, second = (self._plain(indices(original)) for indices in _COMPRESSED[original.layout])
-        values = self._plain(original.values())
-        return torch.sparse_compressed_tensor(
-            first, second, values, original.shape, layout=original.layout, check_invariants=False
-        )
+    def _storage(self, original: UntypedStorage) -> UntypedStorage:
+        if original.nbytes() == 0:
+            return self._place(original)
+        if id(original) not in self._memo:
+            self._seen[id(original)] = original
+            placed = self._memo[id(original)] = self._place(original)
+            if original.device == HOST:
+                self._storages[original._cdata] = placed
+        return self._memo[id(original)]
 
 
-# By name and not bound, or a copy would be garbage that holds on to its tensors.
-_COPIERS: dict[type, Callable[[TreeCopy, Any], Any]] = {
-    dict: TreeCopy._dict,
-    list: TreeCopy._list,
-    tuple: TreeCopy._tuple,
-    types.MethodType: lambda copy, method: types.MethodType(method.__func__, copy.copy(method.__self__)),
-    Tensor: TreeCopy._plain,
-    UntypedStorage: TreeCopy._storage,
-}
+class _Rebuilt:
+    """Is copied by `copy.deepcopy` to the object that pickle rebuilds from the result of ``__reduce_ex__``."""
+
+    def __init__(self, rebuilt: Any) -> None:
+        self._rebuilt = rebuilt
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._rebuilt
 
 
-def _copier_of(kind: type) -> Callable[[TreeCopy, Any], Any]:
-    if issubclass(kind, Tensor):
-        # Classes with their own pickling define how they are rebuilt.
-        is_torchs = kind.__reduce_ex__ in (Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
-        if kind in copyreg.dispatch_table or not is_torchs:
-            return TreeCopy._by_reducing
-        if hasattr(kind, "trigger_wait"):  # the result of a collective that may be under way
-            return lambda copy, result: copy._remember(result, copy.copy(result.trigger_wait()))
-        return TreeCopy._wrapper if hasattr(kind, "__tensor_flatten__") else TreeCopy._subclass
-    if issubclass(kind, type):
-        return lambda copy, same: same
-    return TreeCopy._by_itself if hasattr(kind, "__deepcopy__") else TreeCopy._by_reducing
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers and attributes of objects; not those inside of tensors."""
+    return (found for _, found in _objects_in(tree, (), {}) if isinstance(found, Tensor))
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor | UntypedStorage]:
-    """Yield tensors and storages in containers and attributes of objects, each once; not those inside of tensors."""
-    seen: dict[int, Any] = {}
-    pending = [tree]
+def _objects_in(tree: Any, path: _Path, seen: dict[int, Any]) -> Iterator[tuple[_Path, Any]]:
+    """Yield the objects in containers and attributes with their paths, in order and once; none inside of tensors."""
+    pending = [(path, tree)]
     while pending:
-        found = pending.pop()
+        path, found = pending.pop()
         if type(found) in _ATOMIC or isinstance(found, (type, types.ModuleType)) or id(found) in seen:
             continue
-        seen[id(found)] = found
-        if isinstance(found, (Tensor, UntypedStorage)):
-            yield found
-            continue
-        if isinstance(found, dict):
-            pending += [*found.keys(), *found.values()]
-        elif isinstance(found, (list, tuple, set, frozenset)):
-            pending += found
-        pending += getattr(found, "__dict__", {}).values()
-        pending += [getattr(found, name) for name in _slots(type(found)) if hasattr(found, name)]
+        if not isinstance(found, (Tensor, UntypedStorage)):
+            seen[id(found)] = found
+            pending += [((path, key), part) for key, part in _parts(found)][::-1]
+        yield path, found
 
 
-def _slots(kind: type) -> list[str]:
-    return copyreg._slotnames(kind)  # type: ignore[attr-defined]
+def _parts(found: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what `copy.deepcopy` copies of a container or an object, as far as it can be seen in advance."""
+    kind = type(found)
+    if kind in (dict, OrderedDict, defaultdict):
+        yield from ((key, part) for key, value in found.items() for part in (key, value))
+    elif kind in _PLAIN:
+        yield from enumerate(found)
+    elif kind is types.MethodType:
+        yield "__self__", found.__self__
+        return
+    elif not hasattr(kind, "__deepcopy__"):
+        reduce = copyreg.dispatch_table.get(kind)
+        with suppress(TypeError):  # which copying it will raise
+            rebuilt = found.__reduce_ex__(4) if reduce is None else reduce(found)
+            for name, part in zip(("arguments", "state", "items", "pairs"), rebuilt[1:5], strict=False):
+                yield name, list(part) if name in ("items", "pairs") and part is not None else part
+        return
+    yield from _attributes_of(found)
 
 
-def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] | None) -> None:
-    """Set the state of a copy by pickle's rules, in the form that `__reduce_ex__` returned."""
-    if set_state is not None:
-        set_state(copied, state)
-    elif hasattr(copied, "__setstate__"):
-        copied.__setstate__(state)
-    else:
-        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-        if attributes:
-            copied.__dict__.update(attributes)
-        for name, value in (slots or {}).items():
-            setattr(copied, name, value)
+def _attributes_of(found: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(found, "__dict__", {}).items()
+    yield from ((name, getattr(found, name)) for name in copyreg._slotnames(type(found)) if hasattr(found, name))  # type: ignore[attr-defined]
+
+
+def _lacking(original: Tensor, copied: Tensor) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in _attributes_of(original) if not hasattr(copied, name))
+
+
+def _spelled(path: _Path) -> str:
+    return f"{_spelled(path[0])}[{path[1]!r}]" if path else "the tree"

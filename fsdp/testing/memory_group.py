@@ -28,7 +28,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 _SEGMENT_BYTES = 1 << 20
 
-# The inputs and outputs of each rank in a collective: tensors by rank of the group.
+# The inputs or outputs of each rank in a collective: tensors by rank of the group.
 Parts = Sequence[Sequence[Tensor]]
 
 
@@ -86,7 +86,6 @@ class MemoryGroup(dist.ProcessGroup):
     abort = shutdown
 
     def _number(self, peer: int) -> int:
-        """The number of a rank of this group among all."""
         ranks = self.options.global_ranks_in_group
         return ranks[peer] if ranks else peer
 
@@ -107,15 +106,15 @@ class MemoryGroup(dist.ProcessGroup):
     # Collectives
 
     def _meet(
-        self, what: str, given: Sequence[Tensor], wanted: Sequence[Tensor], end: Callable[[list[Any]], None]
+        self, what: str, given: Sequence[Tensor], wanted: Sequence[Tensor], results: Callable[[Parts], Parts]
     ) -> Work:
         """Start a collective.
 
         Args:
             what: a description that must be equal on all ranks.
             given, wanted: the tensors that this rank's part is read from and written to.
-            end: a function that writes the results; called with ``(given, wanted)`` of each rank after all ranks have
-                arrived.
+            results: a function that is called with the given tensors of each rank after all ranks have arrived. It
+                returns for each rank the tensors that are copied to the wanted ones; none if it has no result.
         """
         network, rank, members = self.network, self._number(self._rank), self._members
         self._calls += 1
@@ -131,10 +130,10 @@ class MemoryGroup(dist.ProcessGroup):
             meeting[rank if fault != "lose" else None] = what, given, wanted, work
             if len(meeting) == self._size and None not in meeting:
                 del network.meetings[key]
-                self._complete([meeting[each] for each in members], members, end)
+                self._complete([meeting[each] for each in members], members, results)
         return work
 
-    def _complete(self, came: list[Any], members: list[int], end: Callable[[list[Any]], None]) -> None:
+    def _complete(self, came: list[Any], members: list[int], results: Callable[[Parts], Parts]) -> None:
         works = [work for *_, work in came]
         texts = {what: member for (what, *_), member in zip(reversed(came), reversed(members), strict=True)}
         error = ""
@@ -146,7 +145,10 @@ class MemoryGroup(dist.ProcessGroup):
         def deliver() -> None:
             if not error:
                 with torch.no_grad():
-                    end([(given, wanted) for _, given, wanted, _ in came])
+                    found = results([given for _, given, _, _ in came])
+                    for sources, (_, _, wanted, _) in zip(found, came, strict=True):
+                        for source, target in zip(sources, wanted, strict=False):
+                            _write(source, target)
             for work in works:
                 work.end(error)
 
@@ -155,49 +157,45 @@ class MemoryGroup(dist.ProcessGroup):
         if any(work.waiters for work in works) or self.network.schedule.draw():
             deliver()
 
+    def _on_all(self, tensors: Sequence[Tensor]) -> Parts:
+        return [tensors] * self._size
+
+    def _on(self, root: int, tensors: Sequence[Tensor]) -> Parts:
+        return [tensors if rank == root else () for rank in range(self._size)]
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         operation = _operation(opts)
-
-        def end(parts: list[Any]) -> None:
-            for number in range(len(tensors)):
-                total = reduced([given[number] for given, _ in parts], operation)
-                for _, wanted in parts:
-                    _write(total, wanted[number])
-
-        return self._meet(f"all_reduce{_shapes(tensors)} {operation}", tensors, tensors, end)
+        return self._meet(
+            f"all_reduce{_shapes(tensors)} {operation}",
+            tensors,
+            tensors,
+            lambda given: self._on_all([reduced(each, operation) for each in zip(*given, strict=True)]),
+        )
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         operation, root = _operation(opts), opts.rootRank
-
-        def end(parts: list[Any]) -> None:
-            _write(reduced([given[0] for given, _ in parts], operation), parts[root][1][0])
-
-        return self._meet(f"reduce{_shapes(tensors)} {operation} to {root}", tensors, tensors, end)
+        return self._meet(
+            f"reduce{_shapes(tensors)} {operation} to {root}",
+            tensors,
+            tensors,
+            lambda given: self._on(root, [reduced(each, operation) for each in zip(*given, strict=True)]),
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         root = opts.rootRank
-
-        def end(parts: list[Any]) -> None:
-            for rank, (_, wanted) in enumerate(parts):
-                for source, target in zip(parts[root][0], wanted, strict=True):
-                    if rank != root:
-                        _write(source, target)
-
-        return self._meet(f"broadcast{_shapes(tensors)} from {root}", tensors, tensors, end)
+        what = f"broadcast{_shapes(tensors)} from {root}"
+        return self._meet(what, tensors, tensors, lambda given: self._on_all(given[root]))
 
     def _gather(self, what: str, given: list[Tensor], wanted: list[list[Tensor]]) -> Work:
-        """Gather each given tensor into a list of tensors by rank."""
-
-        def end(parts: list[Any]) -> None:
-            sources = [source for source, _ in parts]
-            for _, targets in parts:  # rank by rank, one given tensor after the other
-                for number, target in enumerate(targets):
-                    tensor, rank = divmod(number, self._size)
-                    _write(sources[rank][tensor], target)
-
-        return self._meet(f"{what}{_shapes(given)}", given, [each for targets in wanted for each in targets], end)
+        return self._meet(
+            f"{what}{_shapes(given)}",
+            given,
+            [each for targets in wanted for each in targets],
+            # Of one given tensor after the other, rank by rank.
+            lambda sources: self._on_all([each for tensors in zip(*sources, strict=True) for each in tensors]),
+        )
 
     def allgather(self, wanted: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Work:
         return self._gather("all_gather", given, wanted)
@@ -207,13 +205,10 @@ class MemoryGroup(dist.ProcessGroup):
         return self._gather("all_gather", given, [list(each) for each in zip(*wanted, strict=True)])
 
     def all_gather_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
-        def end(parts: list[Any]) -> None:
-            for number in range(len(wanted)):
-                whole = torch.cat([source[number].reshape(-1) for source, _ in parts])
-                for _, targets in parts:
-                    _write(whole, targets[number])
+        def results(sources: Parts) -> Parts:
+            return self._on_all([torch.cat([each.reshape(-1) for each in same]) for same in zip(*sources, strict=True)])
 
-        return self._meet(f"all_gather{_shapes(given)}", given, wanted, end)
+        return self._meet(f"all_gather{_shapes(given)}", given, wanted, results)
 
     def all_gather_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([wanted], [given])
@@ -222,51 +217,34 @@ class MemoryGroup(dist.ProcessGroup):
         return self._gather(f"gather to {opts.rootRank} of ", given, wanted)
 
     def scatter(self, wanted: list[Tensor], given: list[list[Tensor]], opts: Any) -> Work:
-        root = opts.rootRank
-
-        def end(parts: list[Any]) -> None:
-            for source, (_, targets) in zip(parts[root][0], parts, strict=True):
-                _write(source, targets[0])
-
-        flat = [each for tensors in given for each in tensors]
-        return self._meet(f"scatter{_shapes(wanted)} from {root}", flat, wanted, end)
-
-    def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        return list(tensor.detach().view(self._size, -1).unbind())
+        root, flat = opts.rootRank, [each for tensors in given for each in tensors]
+        what = f"scatter{_shapes(wanted)} from {root}"
+        return self._meet(what, flat, wanted, lambda sources: [[each] for each in sources[root]])
 
     def reduce_scatter(self, wanted: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> Work:
-        operation = _operation(opts)
+        operation, size = _operation(opts), self._size
 
-        def end(parts: list[Any]) -> None:
-            for rank, (_, targets) in enumerate(parts):  # piece by piece, as gloo does
-                for number, target in enumerate(targets):
-                    piece = [source[number * self._size + rank] for source, _ in parts]
-                    _write(reduced(piece, operation), target)
+        def results(sources: Parts) -> Parts:  # piece by piece, as gloo does
+            totals = [reduced(each, operation) for each in zip(*sources, strict=True)]
+            return [totals[rank::size] for rank in range(size)]
 
         flat = [each for tensors in given for each in tensors]
-        return self._meet(f"reduce_scatter{_shapes(flat)} {operation}", flat, wanted, end)
+        return self._meet(f"reduce_scatter{_shapes(flat)} {operation}", flat, wanted, results)
 
     def reduce_scatter_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
-        operation = _operation(opts)
+        operation, size = _operation(opts), self._size
 
-        def end(parts: list[Any]) -> None:
-            for number in range(len(wanted)):  # by an all-reduce, as gloo does
-                total = reduced([source[number] for source, _ in parts], operation)
-                for piece, (_, targets) in zip(self._pieces(total), parts, strict=True):
-                    _write(piece, targets[number])
+        def results(sources: Parts) -> Parts:  # by an all-reduce, as gloo does
+            totals = [reduced(each, operation).view(size, -1) for each in zip(*sources, strict=True)]
+            return [[total[rank] for total in totals] for rank in range(size)]
 
-        return self._meet(f"reduce_scatter{_shapes(given)} {operation}", given, wanted, end)
+        return self._meet(f"reduce_scatter{_shapes(given)} {operation}", given, wanted, results)
 
     def reduce_scatter_single(self, wanted: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([wanted], [given], opts)
 
     def _swap(self, wanted: list[Tensor], given: list[Tensor]) -> Work:
-        def end(parts: list[Any]) -> None:
-            for rank, (_, targets) in enumerate(parts):
-                for (sources, _), target in zip(parts, targets, strict=True):
-                    _write(sources[rank], target)
-
-        return self._meet("all_to_all", given, wanted, end)
+        return self._meet("all_to_all", given, wanted, lambda sources: list(zip(*sources, strict=True)))
 
     def alltoall(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
         return self._swap(wanted, given)
@@ -280,7 +258,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._swap(split(wanted, wanted_sizes), split(given, given_sizes))
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._meet("barrier", (), (), lambda parts: None)
+        return self._meet("barrier", (), (), lambda given: self._on_all(()))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()

@@ -79,8 +79,7 @@ class Transfer:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         schedule = self.network.schedule
-        has_come = schedule.enter(self.rank)
-        try:
+        with schedule.turn(self.rank):
             if not self.is_done:
                 self.deliver()
             if self.is_done:
@@ -91,9 +90,6 @@ class Transfer:
                 schedule.block(self.waiters, self.what)
                 if not self.is_done:
                     self.deliver()
-        finally:
-            if has_come:
-                schedule.leave()
         if self.error:
             raise RuntimeError(self.error)
         return True
@@ -238,28 +234,20 @@ class Network:
         return fault.effect
 
     def send(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Message:
-        has_come = self.schedule.enter(rank)
-        try:
+        with self.schedule.turn(rank):
             self.check(rank, (peer,))
             message = Message(self, rank, peer, tensor, is_sent=True, fault=self.fault(rank))
             if message.fault == "lose":
                 message.end()
             else:
                 self._meet(message, (group, rank, peer, tag), self._asked, self._sent)
-        finally:
-            if has_come:
-                self.schedule.leave()
         return message
 
     def receive(self, group: str, rank: int, peer: int, tag: int, tensor: Tensor) -> Message:
-        has_come = self.schedule.enter(rank)
-        try:
+        with self.schedule.turn(rank):
             self.check(rank, (peer,))
             message = Message(self, rank, peer, tensor, is_sent=False)
             self._meet(message, (group, peer, rank, tag), self._sent, self._asked)
-        finally:
-            if has_come:
-                self.schedule.leave()
         return message
 
     def _meet(self, message: Message, key: Key, others: _Ends, own: _Ends) -> None:

@@ -101,33 +101,24 @@ class Schedule:
         """The task of this thread; None if it is not a rank's main thread and does not communicate."""
         return self._tasks.get(threading.get_ident())
 
-    def enter(self, rank: int) -> bool:
-        """Take the baton, unless this thread has it, which is of a rank; return whether it has to be left again."""
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Hold the baton inside the context; `rank` is the rank of this thread, which may have it already."""
         ident = threading.get_ident()
         if ident in self._tasks:
-            return False
+            yield
+            return
         task = self._tasks[ident] = Task(rank)
         with self._mutex:
             self._beside -= 1
         self._take(task)
-        return True
-
-    def leave(self) -> None:
-        """Go on without the baton."""
-        with self._mutex:
-            del self._tasks[threading.get_ident()]
-            self._beside += 1
-            self._pass_on()
-
-    @contextmanager
-    def turn(self, rank: int) -> Iterator[None]:
-        """Hold the baton inside the context; `rank` is the rank of this thread."""
-        has_come = self.enter(rank)
         try:
             yield
         finally:
-            if has_come:
-                self.leave()
+            with self._mutex:
+                del self._tasks[ident]
+                self._beside += 1
+                self._pass_on()
 
     @contextmanager
     def without(self) -> Iterator[None]:

@@ -139,7 +139,8 @@ class StreamOrder:
         if found is None or found.order is not self:
             locked = storage.data_ptr() in self.page_locked  # the host's memory is anybody's when it is freed
             memory = Memory(self.host if locked else None, storage.nbytes())
-            found = self._hold(storage, _real_device(storage), locked, memory)
+            device = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined] # a simulation's is another
+            found = self._hold(storage, device, locked, memory)
             if is_host(found.device):
                 found.within = next((each for each in self._on_host if each.surrounds(found)), None)
         return found
@@ -258,10 +259,6 @@ class StreamOrder:
             self.collect()
             for access in accesses:
                 access.timeline, access.time = self.host, self.host.tick()
-
-
-def _real_device(storage: UntypedStorage) -> torch.device:
-    return torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined] # a simulation says otherwise
 
 
 def _places() -> tuple[str, ...]:

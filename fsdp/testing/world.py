@@ -151,8 +151,6 @@ def _no_groups() -> SimpleNamespace:
 
 
 class _Run:
-    """A call of `World.run`."""
-
     def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
         self.schedule = Schedule(ranks, seed, late, self._passed, self._stuck)
@@ -262,7 +260,6 @@ class _Run:
             yield
 
     def _await(self) -> None:
-        """Wait for all ranks."""
         seen, since = -1, time.monotonic()
         try:
             while alive := [thread for thread in self._threads if thread.is_alive()]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.model_tensors import (
     Held,
+    SlotTensor,
     Target,
     UnshardedTensor,
     all_ranks,
@@ -105,6 +106,11 @@ class _Content:
         for (name, target), every in zip(targets.items(), names, strict=True):
             if target.param.is_meta:
                 raise RuntimeError(f"cannot {_WHAT}: {name} is on the meta device and has no values")
+            if isinstance(target, SlotTensor) and (packing := target.handle.flat_param.packings[target.slot]):
+                raise NotImplementedError(
+                    f"cannot {_WHAT}: {name} is sharded as bytes, {packing.description}. Send the other parameters "
+                    "(only=), and load the quantised ones in the receiving process from its own copy of the base"
+                )
             sent = tuple(dict.fromkeys(map(settings.renamed, every)))
             for each in sent:
                 if taken.setdefault(each, name) != name:

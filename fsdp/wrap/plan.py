@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fsdp.distributed import devices
 from fsdp.distributed.devices import CopyStream
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
+from fsdp.engine.autograd import differentiable_tensors
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import runtime_of
@@ -222,7 +223,9 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
     for name in options:
         if name in _NOT_MODELLED:
             raise ValueError(f"plan() does not model {name}: {_NOT_MODELLED[name]}")
-    if not isinstance(reshards := _reshards(options), bool):
+    placements = options.get("placements")
+    reshards = options.get("reshard_after_forward", True) if placements is None else placements.reshard_after_forward
+    if not isinstance(reshards, bool):
         raise ValueError(f"plan() does not model reshard_after_forward={reshards}: plan True, which takes less memory")
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise ValueError(f"replicas must divide world_size, got replicas={replicas} and world_size={world_size}")
@@ -234,12 +237,6 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
                 f"{name or type(module).__name__} is sharded already: give plan() the plain model, and say by "
                 "auto_wrap_policy what becomes a unit"
             )
-
-
-def _reshards(options: Mapping[str, Any]) -> bool | int:
-    placements = options.get("placements")
-    given = options.get("reshard_after_forward", True) if placements is None else placements.reshard_after_forward
-    return cast("bool | int", given)
 
 
 def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -337,14 +334,7 @@ def _call(model: nn.Module, sample: Any) -> Any:
 
 def _sum_of(output: Any) -> Tensor:
     """Return the sum of all floating-point tensors in what a model returns."""
-    found: list[Tensor] = []
-
-    def find(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(find, output)
-    sums = [tensor.sum() for tensor in found if tensor.is_floating_point() and tensor.requires_grad]
+    sums = [tensor.sum() for tensor in differentiable_tensors(output) if tensor.is_floating_point()]
     if not sums:
         raise ValueError("the model returns no tensor that depends on what it trains: give plan() a loss")
     return torch.stack([each.float() for each in sums]).sum() if len(sums) > 1 else sums[0]

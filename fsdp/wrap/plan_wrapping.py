@@ -169,7 +169,10 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
             found.append(judge(dict.fromkeys(larger, True)))
         if found[-1].fits:
             found[-1] = _keep_most(judge, found[-1])
-            if not any(found[-1].units.values()) or _largest_share(found[-1].plan) < _WORTHWHILE:
+            planned = found[-1].plan
+            # How much of what is sent is saved at most by another unit that is kept.
+            saving = max((unit.unsharded_bytes for unit in planned.units[1:]), default=0) / max(planned.bytes_sent, 1)
+            if not any(found[-1].units.values()) or saving < _WORTHWHILE:
                 break
     best = min(found, key=lambda one: (one.missing, one.plan.bytes_sent))
     if best.fits:
@@ -221,11 +224,6 @@ def _keep_most(judge: Callable[[Mapping[str, bool]], PlannedWrapping], reshardin
         else:
             worst, beyond = tried, count
     return best
-
-
-def _largest_share(plan: Plan) -> float:
-    """Return how much of what is sent another unit that is kept saves, at most."""
-    return max((unit.unsharded_bytes for unit in plan.units[1:]), default=0) / max(plan.bytes_sent, 1)
 
 
 def _granularities(graph: ModuleGraph) -> list[list[str]]:

@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) -> N
     with pytest.raises(RuntimeError) as caught:
         fsdp.load(tmp_path / "run", model, other)
     for text in (
-        "in one parameter group (0), and that of the checkpoint has them in groups 0 and 1",
+        "in parameter groups 0 and 0, and that of the checkpoint has them in groups 0 and 1",
         "the optimizer has entry.bias in its parameter group 0, and that of the checkpoint has not",
         "the optimizer of the checkpoint has exit.bias, and this one has not",
     ):
@@ -276,16 +276,12 @@ def _rows_pair() -> nn.Module:
 
 
 REGROUPED = [
-    ((), (1,), r"in parameter groups 0 and 1, and {} has them in one group \(0\), with one learning rate for both"),
-    ((1,), (1, 2), r"in parameter groups 1 and 2, and {} has them in one group \(1\), with one learning rate for both"),
-    (
-        (2,),
-        (1, -2),
-        r"in parameter groups 0 and 2, and {} has them in one group \(0\), with one learning rate for both",
-    ),
-    ((1,), (), r"in one parameter group \(0\), and {} has them in groups 0 and 1"),
-    ((1,), (2,), r"in one parameter group \(0\), and {} has them in groups 0 and 1"),
-    ((-1,), (3,), r"and {} has them in groups 1 and 0: make it with the same groups in the same order"),
+    ((), (1,), "in parameter groups 0 and 1, and {} has them in groups 0 and 0"),
+    ((1,), (1, 2), "in parameter groups 1 and 2, and {} has them in groups 1 and 1"),
+    ((2,), (1, -2), "in parameter groups 0 and 2, and {} has them in groups 0 and 0"),
+    ((1,), (), "in parameter groups 0 and 0, and {} has them in groups 0 and 1"),
+    ((1,), (2,), "in parameter groups 0 and 0, and {} has them in groups 0 and 1"),
+    ((-1,), (3,), "and {} has them in groups 1 and 0: make it with the same groups in the same order"),
 ]
 
 

@@ -458,3 +458,30 @@ def test_a_model_is_parked_between_forwards_of_resident_units(tmp_path: Path) ->
         with fsdp.parked(model, to=tmp_path):
             assert nbytes_of(handle.unsharded.full for handle in fsdp.flat_param_handles(model)) == 0
         assert torch.equal(model(tokens), expected)
+
+
+class Quantised(nn.Module):
+    """A weight in integers with a scale, neither of which is trained, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(-7, 8, dtype=torch.int8).view(3, 5), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor([0.5]), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(inputs, self.codes * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@on_ranks(1, 2)
+def test_parameters_of_bytes_are_parked(form: str, tmp_path: Path) -> None:
+    model = KINDS[form][0](nn.Sequential(KINDS[form][0](Quantised()), nn.Linear(3, 1)))
+    inputs = torch.ones(2, 5)
+    expected, before = model(inputs), full_state(model)
+    with fsdp.parked(model, to=tmp_path), pytest.raises(RuntimeError, match="unpark"):
+        model(inputs)
+    assert torch.equal(model(inputs), expected)
+    assert_same_state(full_state(model), before)
+    with torch.no_grad(), fsdp.resident(model):
+        assert torch.equal(model(inputs), expected)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -157,3 +158,11 @@ def _live_bytes() -> int:
             storage = item.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def fails_on(wrong: Collection[int], error: type[Exception], message: str) -> Any:
+    """Expect an error on the ranks that are wrong, and on the others one that names the first of them."""
+    if dist.get_rank() in wrong:
+        return pytest.raises(error, match=message)
+    said = rf"rank \d could not \w+ a state dict.* {error.__name__}: .*{message.removeprefix('^')}"
+    return pytest.raises(RuntimeError, match=said)

@@ -13,7 +13,8 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
 from tests.helpers.equality import assert_close_state
-from tests.helpers.hugging_face import FORMS, MODULES, PATIENCE, logits, made, needs, plain_of, rows
+from tests.helpers.hugging_face import FORMS, MODULES, PATIENCE, logits, made, plain_of, rows
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.quantised import Rows8, plain_values

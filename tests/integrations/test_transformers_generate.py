@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import fully_shard
 from tests.helpers.forms import full_state
-from tests.helpers.hugging_face import FORMS, MODULES, PATIENCE, VOCABULARY, made, needs, wrapped
+from tests.helpers.hugging_face import FORMS, MODULES, PATIENCE, VOCABULARY, made, wrapped
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.traffic import Counting, Traffic
 

@@ -10,13 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import fsdp
@@ -26,7 +23,7 @@ from fsdp.distributed.communicator import Pending
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit
 from fsdp.layers import trace as tracing
-from fsdp.layers.report import BACKWARD, FORWARD, STEP, WAIT, Record, Span
+from fsdp.layers.report import BACKWARD, FORWARD, STEP, WAIT, Record
 from fsdp.layers.steps import Steps
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
@@ -43,7 +40,7 @@ class Clock:
     def __init__(self) -> None:
         self._now = self._owed = 0
 
-    def monotonic_ns(self) -> int:
+    def time_ns(self) -> int:
         self._now += 1  # so that what follows is later
         return self._now
 
@@ -122,10 +119,8 @@ def test_the_rank_that_others_wait_for_is_named(ranks: RankPool, make: Callable[
     records, table = first
     assert [record.rank for record in records] == [0, 1, 2]
     for record in records:
-        spans = tracing._own_times(record.spans)
-        seconds = {kind: sum(own for span, own in spans if span.kind == kind) / 1e9 for kind in (FORWARD, WAIT)}
-        slow = FORWARD if record.rank == 1 else WAIT
-        assert seconds == pytest.approx({FORWARD: 0.0, WAIT: 0.0} | {slow: 2 * 3 * SLEEP}, abs=1e-5)
+        waited = sum(span.end - span.begin for span in record.spans if span.kind == WAIT) / 1e9
+        assert waited == pytest.approx(0.0 if record.rank == 1 else 2 * 3 * SLEEP, abs=1e-5)
     assert "Rank 1 waits least, for " in table
 
 
@@ -149,8 +144,7 @@ def test_every_unit_pass_wait_and_step_is_there(ranks: RankPool) -> None:
         assert min(nbytes for _, nbytes in record.memory) == shards
         assert max(nbytes for _, nbytes in record.memory) > 2 * shards
         assert all(begin <= end for _, _, begin, end in record.spans)
-    assert "forward of 1" in table
-    assert "optimizer step: SGD" in table
+    assert [line.split()[0] for line in table.splitlines()[4:8]] == ["0", "1", "2", "all"]
 
 
 def test_the_file_is_in_the_trace_event_format(ranks: RankPool, tmp_path: Path) -> None:
@@ -168,23 +162,6 @@ def test_the_file_is_in_the_trace_event_format(ranks: RankPool, tmp_path: Path) 
 
 def _written(path: Path) -> None:
     traced(flat, path)
-
-
-def test_the_picture_has_a_line_for_each_rank(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_drawn, tmp_path / "trace.svg")
-    picture = ElementTree.parse(tmp_path / "trace.svg").getroot()
-    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert [text for text in texts if text and text.startswith("rank")] == ["rank 0", "rank 1"]
-    titles = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(title.startswith("forward of root (Sequential), ") for title in titles)
-    assert any(title.startswith("wait: all-gather of 1 in backward, ") for title in titles)
-    assert "prefers-color-scheme: dark" in (tmp_path / "trace.svg").read_text()
-
-
-def _drawn(path: Path) -> None:
-    trace = traced(flat)
-    if dist.get_rank() == 0:
-        trace.save_picture(path)
 
 
 @on_ranks(2)
@@ -297,31 +274,3 @@ def test_misuse_is_told() -> None:
         model(torch.ones(1, 4))
     with pytest.raises(RuntimeError, match="has been recorded: make another one"), trace:
         pass
-
-
-# --- arithmetic
-
-
-@given(
-    ahead=st.integers(-(10**12), 10**12),
-    rounds=st.lists(st.lists(st.integers(0, 1000), min_size=4, max_size=4), min_size=1, max_size=8),
-)
-def test_clocks_are_apart_by_no_more_than_both_ranks_take_for_a_round(ahead: int, rounds: list[list[int]]) -> None:
-    now, first, other, widths = 0, [], [], []
-    for late, later, back, further in rounds:
-        begins = now + late, now + later
-        all_begun = max(begins)  # nobody has heard everybody before
-        ends = all_begun + back, all_begun + further
-        first.append((begins[0], ends[0]))
-        other.append((begins[1] + ahead, ends[1] + ahead))
-        now = max(ends)
-        widths.append(ends[0] - begins[0] + ends[1] - begins[1])
-    found = tracing._offset(first, other)
-    assert abs(found - ahead) <= min(widths)
-    assert ahead != 0 or found == 0
-
-
-def test_what_lies_within_does_not_count_for_what_is_around() -> None:
-    spans: list[Any] = [Span(WAIT, "b", 20, 50), Span(FORWARD, "a", 10, 60), Span(FORWARD, "root", 0, 100)]
-    assert [(span.name, own) for span, own in tracing._own_times(spans)] == [("root", 50), ("a", 20), ("b", 30)]
-    assert [depth for _, depth in tracing._nested([*spans, Span(STEP, "c", 100, 110)])] == [0, 1, 2, 0]

@@ -140,7 +140,7 @@ def _spoil(full: dict[str, Any], how: str) -> None:
         ("names", TypeError, r"'param_names' is a mapping of numbers to names"),
         ("count", ValueError, r"is of a model with 9 parameters, and this one has 10"),
         ("map", ValueError, r"goes by numbers and has no 'param_id_map'.*rekey_optim_state_dict"),
-        ("groups", ValueError, r"scale .*and entry.weight (not in it.*group_by|in one parameter group)"),
+        ("groups", ValueError, r"scale .*and entry.weight (not in it.*group_by|in parameter groups)"),
         ("kind", TypeError, r"go by their names or by numbers; in this one by int, str"),
         ("no groups", TypeError, r"has the keys 'state' and 'param_groups'; got a mapping with"),
     ],
@@ -189,7 +189,7 @@ def test_other_groups_are_refused() -> None:
     named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert named is not None
     with pytest.raises(
-        ValueError, match=r"in one parameter group \(0\), and the optimizer state has them in groups 0 and 1"
+        ValueError, match="in parameter groups 0 and 0, and the optimizer state has them in groups 0 and 1"
     ):
         optim_utils.load_full_optim_state_dict(model, adam(model), named)
     some = momentum(model)

@@ -322,3 +322,16 @@ def test_a_quantised_weight_may_be_tied(form: str) -> None:
             optimizer.zero_grad()
             losses.append(loss.detach())
     torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "rows"])
+@on_ranks(2)
+def test_parked_bytes_come_back(tmp_path: Path, form: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+    train(model)
+    with fsdp.parked(model, to=tmp_path), pytest.raises(RuntimeError, match="unpark"):
+        model(batch(0))
+    train(plain)
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+    with fsdp.resident(model), torch.no_grad():
+        torch.testing.assert_close(model(batch(3)), plain(batch(3)), rtol=1e-5, atol=1e-6)

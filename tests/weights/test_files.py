@@ -15,7 +15,7 @@ import fsdp
 from fsdp.weights import SafetensorsSink
 from tests.helpers.checkpoint_models import content, counted_writes
 from tests.helpers.equality import assert_same
-from tests.helpers.hugging_face import needs
+from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool

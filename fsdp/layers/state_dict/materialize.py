@@ -85,8 +85,6 @@ def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
 
 
 class _Materializing:
-    """The state of a call of `materialize`."""
-
     def __init__(self, model: nn.Module, param_init_fn: ParamInit | None, seed: int | None) -> None:
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(f"param_init_fn must be a function of a module, got {param_init_fn!r}")
