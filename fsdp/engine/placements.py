@@ -283,7 +283,7 @@ class Placements:
         Args:
             is_hybrid: there is a replica axis beside the shard axis.
         """
-        plain = replace(self, block_numel=1)
+        plain = self if self.block_numel == 1 else replace(self, block_numel=1)
         named = (each for each, value in _NAMED.items() if value == plain and each.is_hybrid is is_hybrid)
         return next(named, ShardingStrategy.NO_SHARD if self.optimizer == UNSHARDED == self.gradients else None)
 

@@ -149,6 +149,8 @@ class Conversions:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
         for _, each in units_in(unit) if is_whole else [("", unit)]:
+            for handle in each.visible_handles:
+                self._refuse_bytes(handle, fn)
             changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
             is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
             if any(is_summoned or handle.presentation.is_exposed for handle in changed):
@@ -165,6 +167,21 @@ class Conversions:
                 _check_cast(handle, fn)
         if not is_whole:
             self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
+
+    def _refuse_bytes(self, handle: FlatParamHandle, fn: Conversion) -> None:
+        """Raise RuntimeError for a cast of parameters that are sharded as bytes."""
+        inside = set(self._module.modules())
+        for places, packing in zip(handle.places, handle.flat_param.packings, strict=True):
+            if packing is None or not any(place.module in inside for place in places):
+                continue
+            # Of their own dtype and of the bytes': `nn.Module.type` casts integers as well.
+            for dtype in (packing.dtype, handle.flat_param.dtype):
+                cast = fn(torch.empty(0, dtype=dtype, device=handle.flat_param.device)).dtype
+                if cast != dtype:
+                    raise RuntimeError(
+                        f"{self.unit.name}: {places[0].fqn} is sharded as bytes ({packing.description}), which cannot "
+                        f"be cast from {dtype} to {cast}. Cast the module before it is quantised and sharded."
+                    )
 
     def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
         inside = set(self._module.modules())

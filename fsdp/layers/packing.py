@@ -38,6 +38,13 @@ class _Inner:
         flat = packed[self.start : self.stop].view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
+    def fill(self, packed: Tensor, tensor: Tensor) -> None:
+        """Copy the tensor's values to their bytes."""
+        place = self.of(packed)
+        if self.dtype.itemsize == 1:  # torch cannot copy all dtypes of less than a byte
+            place, tensor = place.view(torch.uint8), tensor.view(torch.uint8)
+        place.copy_(tensor)
+
 
 @dataclass(frozen=True)
 class _Outer:
@@ -51,7 +58,8 @@ class _Outer:
 
     def of(self, packed: Tensor) -> Tensor:
         inner = {name: each.of(packed) for name, each in self.inner.items()}
-        made: Tensor = self.kind.__tensor_unflatten__(inner, self.metadata, self.shape, self.stride)
+        metadata = _on(packed.device, self.metadata)
+        made: Tensor = self.kind.__tensor_unflatten__(inner, metadata, self.shape, self.stride)
         return made
 
 
@@ -67,7 +75,8 @@ class Packing:
         nbytes: the length of the vector of bytes, a multiple of 16.
 
     Raises:
-        TypeError: if an inner tensor is not plain, dense and contiguous, or has no `Packing` for another reason.
+        TypeError: if an inner tensor is not plain, dense and contiguous, or has no `Packing` for another reason; if the
+            class raises an exception.
     """
 
     def __init__(self, name: str, param: Tensor) -> None:
@@ -87,8 +96,12 @@ class Packing:
         kind: Any = type(tensor)
         if not (hasattr(kind, _FLATTEN) and hasattr(kind, _UNFLATTEN)):
             raise TypeError(f"{self.name} has an inner tensor of class {kind.__name__}, without {_FLATTEN}: {_REMEDY}")
-        names, metadata = kind.__tensor_flatten__(tensor)
-        inner = {each: self._form_of(getattr(tensor, each)) for each in names}
+        try:
+            names, metadata = kind.__tensor_flatten__(tensor)
+            tensors = {each: getattr(tensor, each) for each in names}
+        except Exception as error:
+            raise TypeError(f"{self.name}: {kind.__name__}.{_FLATTEN} failed ({error!r}): {_REMEDY}") from error
+        inner = {name: self._form_of(each) for name, each in tensors.items()}
         return _Outer(kind, inner, metadata, tensor.shape, tensor.stride())
 
     def pack(self, value: Tensor) -> Tensor:
@@ -107,7 +120,10 @@ class Packing:
 
     def check(self, value: Tensor) -> None:
         """Raise ValueError if a value is of another class, shape, dtype or metadata than the parameter."""
-        form = Packing(self.name, value)._form
+        try:
+            form = Packing(self.name, value)._form
+        except TypeError as error:
+            raise ValueError(f"{self.name} is {self.description}, and cannot take this value: {error}") from error
         if not _are_equal(form, self._form):
             raise ValueError(
                 f"{self.name} is {self.description}, and cannot take {self.describe(form)}: quantise the value as the "
@@ -119,8 +135,16 @@ class Packing:
         inner = list(_inner_of(value.detach(), self._form))
         packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=inner[0][1].device if inner else value.device)
         for place, tensor in inner:
-            place.of(packed).copy_(tensor)
+            place.fill(packed, tensor)
         return packed
+
+    def inner_of(self, value: Tensor) -> list[Any]:
+        """Return the plain tensors that a value consists of, and None for each that it lacks.
+
+        The list is empty if the value is of another class than the parameter.
+        """
+        is_alike = isinstance(self._form, _Inner) or type(value) is self._form.kind
+        return [tensor for _, tensor in _inner_of(value, self._form)] if is_alike else []
 
     def check_compute_dtype(self, dtype: torch.dtype | None) -> None:
         """Raise ValueError if a unit computes in another dtype than a class whose values are not cast with it."""
@@ -133,8 +157,15 @@ class Packing:
             )
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Return the parameter around its bytes ``[nbytes]``; shares their memory."""
-        return self._form.of(packed)
+        """Return the parameter around its bytes ``[nbytes]``; shares their memory.
+
+        Raises:
+            TypeError: if the class raises an exception.
+        """
+        try:
+            return self._form.of(packed)
+        except Exception as error:
+            raise TypeError(f"{self.name}: {_UNFLATTEN} of {self.description} failed ({error!r}): {_REMEDY}") from error
 
     @property
     def description(self) -> str:
@@ -160,15 +191,27 @@ _REMEDY = (
 
 
 def _text(metadata: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(metadata))  # addresses differ between ranks
+    # Addresses and devices differ between ranks.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(_on(torch.device("meta"), metadata)))
 
 
-def _inner_of(tensor: Tensor, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Tensor]]:
+def _on(device: torch.device, metadata: Any) -> Any:
+    """Return metadata with this device in the place of each device in its tuples, lists and dictionaries."""
+    if isinstance(metadata, torch.device):
+        return device
+    if type(metadata) is dict:
+        return {key: _on(device, each) for key, each in metadata.items()}
+    if type(metadata) in (tuple, list):
+        return type(metadata)(_on(device, each) for each in metadata)
+    return metadata
+
+
+def _inner_of(tensor: Any, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Any]]:
     if isinstance(form, _Inner):
         yield form, tensor
     else:
         for name, each in form.inner.items():
-            yield from _inner_of(getattr(tensor, name), each)
+            yield from _inner_of(getattr(tensor, name, None), each)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

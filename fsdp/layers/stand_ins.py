@@ -57,6 +57,10 @@ class StandIns:
         for stand_in, packing in self.packings.items():
             packing.check_compute_dtype(unit.precision_at(self.found[stand_in]).compute)
 
+    def has_any(self, params: Sequence[nn.Parameter]) -> bool:
+        """Return whether any of the parameters is a stand-in: a vector of bytes, which has no blocks of elements."""
+        return any(param in self.packings for param in params)
+
     def described(self, flat_param: FlatParameter, params: Sequence[nn.Parameter]) -> FlatParameter:
         """Return a flat parameter of these parameters, which knows their forms from now on."""
         flat_param.packings = tuple(map(self.packings.get, params))

@@ -354,7 +354,9 @@ def _listed_order(units: Sequence[Unit]) -> Callable[[nn.Module], Any]:
 
 def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
     for place in unit.places():
-        value = value + getattr(place.module, place.name).sum()
+        param = getattr(place.module, place.name)
+        if param.requires_grad:  # classes of frozen parameters need not be able to sum
+            value = value + param.sum()
     for each in inner:
         value = each.module(value)
     return value

@@ -19,6 +19,7 @@ from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, sgd_with_momentum
+from tests.helpers.quantised import Rows8, quantised
 from tests.helpers.ranks import RankPool
 
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -122,6 +123,21 @@ def test_the_padding_that_blocks_need_is_planned() -> None:
     (handle,) = fsdp.flat_param_handles(model)
     assert plan.units[0].padding == handle.layout.padded_numel - int(numels)
     assert handle.layout.shard_numel % 256 == 0
+
+
+@pytest.mark.parametrize("form", [*WRAPPERS, "rows"])
+@on_ranks(2)
+def test_parameters_that_are_sharded_as_bytes_have_no_blocks(form: str) -> None:
+    plain, model = quantised("two tensors"), quantised("two tensors")
+    ignored = {param for param in model.parameters() if type(param) is nn.Parameter}
+    for module in (plain, model):
+        module.register_parameter("other", nn.Parameter(Rows8.of(torch.ones(3, 3)), requires_grad=False))
+    if form == "rows":
+        fully_shard(model, placements=in_blocks(7), ignored_params=ignored)
+    else:
+        model = FullyShardedDataParallel(model, placements=in_blocks(7), **WRAPPERS[form])  # type: ignore[assignment]
+    inputs = torch.ones(2, 33)
+    torch.testing.assert_close(model(inputs), plain(inputs))
 
 
 @on_ranks(2)

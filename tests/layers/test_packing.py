@@ -115,6 +115,43 @@ def test_addresses_in_metadata_are_no_difference_between_ranks() -> None:
     assert len(texts) == 1
 
 
+def test_devices_in_metadata_are_those_of_the_bytes() -> None:
+    packing = Packing("weight", Bundle({"part": torch.ones(2)}, {"devices": (torch.device("cpu"), [3])}))
+    here: Any = packing.unpack(torch.empty(packing.nbytes, dtype=torch.uint8, device="meta"))
+    assert here.metadata == {"devices": (torch.device("meta"), [3])}
+    packing.check(Bundle({"part": torch.ones(2)}, {"devices": (torch.device("cuda", 1), [3])}))
+    with pytest.raises(ValueError, match="cannot take"):
+        packing.check(Bundle({"part": torch.ones(2)}, {"devices": (torch.device("cpu"), [4])}))
+
+
+class Failing(Bundle):
+    """A class whose methods raise exceptions, in one direction or in both."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return (["missing"] if self.metadata == "flatten" else self.names), self.metadata
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> Failing:
+        raise AssertionError("wrong inner tensors")
+
+
+def test_exceptions_of_a_class_name_the_parameter() -> None:
+    with pytest.raises(TypeError, match=r"layer\.weight: Failing\.__tensor_flatten__ failed \(AttributeError.*ignored"):
+        Packing("layer.weight", Failing({"part": torch.ones(2)}, "flatten"))
+    packing = Packing("layer.weight", Failing({"part": torch.ones(2)}, "unflatten"))
+    with pytest.raises(TypeError, match=r"layer\.weight: __tensor_unflatten__ of Failing .*wrong inner.*ignored"):
+        packing.unpack(torch.zeros(packing.nbytes, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"layer\.weight is Failing .*cannot take this value: .*__tensor_flatten__"):
+        packing.check(Failing({"part": torch.ones(2)}, "flatten"))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint1, torch.int4, torch.uint16, torch.float8_e8m0fnu])
+def test_dtypes_that_torch_hardly_supports_are_packed(dtype: torch.dtype) -> None:
+    value = torch.arange(6, dtype=torch.uint8).view(dtype)
+    packing = Packing("weight", value)
+    assert bits(packing.unpack(packing.pack(value))) == [0, 1, 2, 3, 4, 5]
+
+
 def test_frozen_parameters_of_other_kinds_than_plain_floats_are_packed() -> None:
     weight = torch.ones(2, 2)
     packed = [weight.to(torch.int8), weight.to(torch.float8_e5m2), weight.bool(), Rows8.of(weight)]

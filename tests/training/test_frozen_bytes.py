@@ -250,6 +250,123 @@ def test_summoned_parameters_have_their_class_and_take_new_values(form: str) -> 
     torch.testing.assert_close(model(batch(9)), plain(batch(9)), rtol=1e-4, atol=1e-5)
 
 
+@parametrize_pairs(form=[*FORMS], rank0_only=[False, True])
+@on_ranks(2)
+def test_writes_to_inner_tensors_of_a_summoned_parameter_are_kept(form: str, rank0_only: bool) -> None:
+    model = sharded(quantised("two tensors"), form)
+    train(model, range(1))
+    with model.summon_full_params(rank0_only=rank0_only):
+        if not rank0_only or dist.get_rank() == 0:
+            model[0].module.base.weight.values.fill_(3)
+            model[2].module.base.weight.scale = torch.ones(9, 1)
+    state = model.state_dict()
+    assert state["0.base.weight"].values.eq(3).all()
+    assert state["2.base.weight"].scale.eq(1).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_other_writes_to_inner_tensors_on_a_rank_are_an_error(form: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+    with (
+        pytest.raises(RuntimeError, match=r"base\.weight.*Make the same changes on every rank"),
+        model.summon_full_params(),
+    ):
+        model[0].module.base.weight.values.fill_(dist.get_rank())
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+
+
+class Opaque(Rows8):
+    """A class with no operation of values but a linear layer."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return nn.functional.linear(args[0], args[1].values.float() * args[1].scale, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].values.detach(), args[0].scale.detach(), args[0].dtype)
+        raise NotImplementedError(f"{func} of an Opaque")
+
+
+def opaque() -> nn.Sequential:
+    model = quantised("two tensors")
+    for layer in (model[0], model[2]):
+        weight = layer.base.weight
+        layer.base.weight = nn.Parameter(Opaque(weight.values, weight.scale, weight.dtype), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("form", [*FORMS, "rows"])
+@on_ranks(2)
+def test_a_class_needs_no_operations_but_those_of_the_model(form: str) -> None:
+    plain, model = opaque(), sharded(opaque(), form)
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+    assert fsdp.plan(opaque(), world_size=2).units
+    copy.deepcopy(model)
+    EMA(model, decay=0.5).update_parameters(model)
+    if form == "rows":
+        return
+    model.load_state_dict(model.state_dict(dtype=torch.bfloat16))
+    for rank0_only in (False, True):
+        with model.summon_full_params(rank0_only=rank0_only, with_grads=True, offload_to_cpu=True):
+            if not rank0_only or dist.get_rank() == 0:
+                weight = model[0].module.base.weight
+                changed = Opaque(weight.values + 1, weight.scale, weight.dtype)
+                model[0].module.base.weight = nn.Parameter(changed, requires_grad=False)
+    found = model.state_dict()["0.base.weight"].values
+    assert torch.equal(found, plain[0].base.weight.values + 2)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(2)
+def test_a_summoned_parameter_of_another_form_is_an_error_on_all_ranks(rank0_only: bool) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), "orig")
+
+    def spoil() -> None:
+        with model.summon_full_params(rank0_only=rank0_only):
+            if not rank0_only or dist.get_rank() == 0:
+                model[0].module.base.weight.scale = None
+
+    with pytest.raises(RuntimeError, match=r"base\.weight is Rows8 \[17, 33\].*cannot take"):
+        spoil()
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+
+
+CASTS: dict[str, Any] = {
+    "half": lambda model: model.half(),
+    "to": lambda model: model.to(torch.bfloat16),
+    "inside": lambda model: model[0].double(),
+    "type": lambda model: model.type(torch.float16),
+}
+
+
+@parametrize_pairs(form=[*FORMS, "rows"], cast=[*CASTS])
+@on_ranks(2)
+def test_a_cast_of_bytes_is_an_error_and_changes_nothing(form: str, cast: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+    with pytest.raises(RuntimeError, match=r"base\.weight is sharded as bytes \(Rows8.*before it is quantised"):
+        CASTS[cast](model)
+    model.float().to("cpu")
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_local_states_of_bytes_load_again_and_are_not_consolidated(form: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+    again = sharded(quantised("two tensors"), form)
+    train(model)
+    train(plain)
+    again.load_local_state_dict(model.local_state_dict())
+    assert_same_state(again.state_dict(), plain)
+    with pytest.raises(NotImplementedError, match=r"base\.weight is sharded as bytes.*state_dict\(\)"):
+        model.local_metadata_dict()
+
+
 @on_ranks(2)
 def test_other_metadata_on_a_rank_is_an_error_on_all() -> None:
     dtype = torch.float32 if dist.get_rank() == 0 else torch.bfloat16

@@ -148,8 +148,8 @@ CASES = {
     "GPT by ZeRO-1": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
     "GPT by ZeRO-2": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
     "convolutions": Case(UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)),
-    "adapters": Case(adapted_gpt, adapted),
-    "adapters of original parameters": Case(adapted_gpt, adapted, options={"use_orig_params": True}),
+    "adapters": Case(adapted_gpt, Net),
+    "adapters of original parameters": Case(adapted_gpt, Net, options={"use_orig_params": True}),
 }
 
 

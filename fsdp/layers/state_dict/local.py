@@ -138,6 +138,12 @@ def _entry(member: Member) -> dict[str, Any]:
                 "FairScale's format cannot say that. Save state_dict() instead, which is unsharded on every rank; "
                 "local_state_dict() by itself is loaded again by the same ranks."
             )
+        if any(handle.flat_param.packings):
+            raise NotImplementedError(
+                f"{member.title}: {handle.layout.slots[0].name} is sharded as bytes, whose class and shape FairScale's "
+                "format does not have. Save state_dict() instead; local_state_dict() by itself is loaded again by the "
+                "same ranks."
+            )
         params |= dict(_backings(handle, member))
     path, alone = member.path, member.is_alone
     return {"fsdp_path": path, "params": params, "no_broadcast_optim_state": alone, "shared_param_info": []}

@@ -12,6 +12,7 @@ ranks exchange the outcome. Then all ranks store their shards of the values, or 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
@@ -55,7 +56,7 @@ class Exposure:
         self._unit = unit
         self.handles = list(tensors)
         self.params = {handle: _as_params(handle, each) for handle, each in tensors.items() if each is not None}
-        self._looks = {key: _Look.at(param, by_value) for key, param in self.numbered()}
+        self._looks = {key: _Look.at(param, _packing(key), by_value) for key, param in self.numbered()}
         self._outer_state = unit.state
         unit.transition_to(TrainingState.SUMMON_FULL_PARAMS)
         try:
@@ -78,7 +79,8 @@ class Exposure:
         return [
             (handle, slot)
             for (handle, slot), param in self.numbered()
-            if listed_at(handle.places[slot][0]) is not param or not self._looks[handle, slot].is_of(param)
+            if listed_at(handle.places[slot][0]) is not param
+            or not self._looks[handle, slot].is_of(param, _packing((handle, slot)))
         ]
 
     def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
@@ -126,22 +128,47 @@ def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Pa
 
 
 class _Look(NamedTuple):
-    """The facts of a parameter that tell later if it was written."""
+    """The facts of a parameter that tell later if it was written.
 
-    version: int | None  # how often it was written; None if that is not known, in inference mode
+    A parameter that is sharded as bytes consists of inner tensors, which users write in place and replace. Writes to
+    them are no writes to the parameter.
+    """
+
+    tensors: list[Any]  # the parameter's own, and its inner tensors
+    versions: list[int | None]  # how often each was written; None if that is not known, as in inference mode
     value: int | None  # a fingerprint, if it was asked for
 
     @classmethod
-    def at(cls, param: nn.Parameter, by_value: bool) -> _Look:
-        version = None if param.is_inference() else param._version
-        local = local_part(param)
-        is_plain = type(local) in (Tensor, nn.Parameter)  # of other classes, versions must do
-        return cls(version, fingerprint(local) if by_value and is_plain and not local.is_meta else None)
+    def at(cls, param: nn.Parameter, packing: Any, by_value: bool) -> _Look:
+        tensors = [param, *(() if packing is None else packing.inner_of(param))]
+        has_version = [isinstance(each, Tensor) and not each.is_inference() for each in tensors]
+        versions = [each._version if known else None for each, known in zip(tensors, has_version, strict=True)]
+        # Of classes that are not sharded as bytes, versions must do.
+        is_plain = packing is not None or type(local_part(param)) in (Tensor, nn.Parameter)
+        is_seen = by_value and is_plain and not local_part(param).is_meta
+        return cls(tensors, versions, _bits_of(param, packing) if is_seen else None)
 
-    def is_of(self, param: nn.Parameter) -> bool:
+    def is_of(self, param: nn.Parameter, packing: Any) -> bool:
         """Return True if the parameter is still the same."""
-        is_counted = self.version is not None and not param.is_inference() and param._version == self.version
-        return is_counted and (self.value is None or _Look.at(param, by_value=True).value == self.value)
+        now = _Look.at(param, packing, by_value=False)
+        is_same = all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
+        return is_same and None not in now.versions and self.value in (None, _bits_of(param, packing))
+
+
+def _bits_of(value: Tensor, packing: Any) -> int:
+    """Return the fingerprint of a parameter's values; 0 if its class, shape, dtype or metadata has changed."""
+    if packing is None:
+        return fingerprint(local_part(value))
+    try:
+        return fingerprint(packing.pack(value))
+    except ValueError:
+        return 0  # storing the value raises the error, after the ranks have compared what they have
+
+
+def _packing(key: tuple[FlatParamHandle, int]) -> Any:
+    """Return the form of a parameter that is sharded as bytes, or None."""
+    handle, slot = key
+    return handle.flat_param.packings[slot]
 
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
@@ -362,9 +389,13 @@ class _Summoned:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all ranks raise the first rank's error."""
         form, exposure = self._form, self._exposure
         self._unit.requests.pop(Summoning, None)
-        changed = set(exposure.changed()) if form.keeps_changes else set()
-        if form.keeps_changes and not form.rank0_only:
-            self._agree_on(changed)
+        try:
+            changed = set(exposure.changed()) if form.keeps_changes else set()
+            if form.keeps_changes and not form.rank0_only:
+                self._agree_on(changed)
+        except BaseException:
+            exposure.close()
+            raise
         params: dict[FlatParamHandle, list[Any]] = {
             handle: [listed_at(places[0]) for places in handle.places] for handle in exposure.handles
         }
@@ -390,18 +421,17 @@ class _Summoned:
             raise RuntimeError(problems[0])
 
     def _agree_on(self, changed: Collection[tuple[FlatParamHandle, int]]) -> None:
-        """Collective. Drop all changes, and raise RuntimeError, if the ranks have made different ones."""
+        """Collective. Raise RuntimeError if the ranks have made different changes."""
         listed = {(handle, slot): listed_at(handle.places[slot][0]) for (handle, slot), _ in self._exposure.numbered()}
         written = {
             handle.places[slot][0].fqn: 0
             if (handle, slot) not in changed or value is None
-            else fingerprint(local_part(value))
+            else _bits_of(value, _packing((handle, slot)))
             for (handle, slot), value in listed.items()
         }
         ranks, name = self._unit.everyone, self._unit.name
         problem = difference_of_written(ranks, written)
         if problem:
-            self._exposure.close()
             raise RuntimeError(
                 f"rank {number_among(ranks)}: {name}: leaving summon_full_params(), {problem} Make the same changes on "
                 "every rank, or summon with rank0_only=True, where the first rank's count."
