@@ -1,8 +1,9 @@
 """`Assembly` collects each bucket from the ranks that hold parts of it, with one exchange for each bucket.
 
-[Note: two buckets] While a sink consumes bucket n, the parts of bucket n + 1 arrive, packed. After the sink returns,
-they are copied to the memory of bucket n. A rank therefore holds at most two buckets: the assembled bucket, and the
-parts of the next bucket that it receives or sends.
+[Note: two buckets] While a sink consumes bucket n, bucket n + 1 arrives, and a rank holds at most these two buckets. If
+all parts are contiguous in the bucket, each run is sent from the shard, and received at its position in the memory of
+one of two buckets, without further copies. Otherwise parts are packed: the parts that arrive take the memory of a
+bucket, and are copied to the memory of bucket n after the sink has returned.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Shards:
         """Copy some runs to their positions in a bucket."""
         for run in runs:
             self.plan.run_view(run, bucket).copy_(self._values(run))
+
+    def bytes_of(self, run: Run) -> Tensor:
+        """Return the bytes of a run: a view of the shard if its dtype and device are those of the bucket."""
+        values = self._values(run).to(self.device, self.plan.dtype_of(run))
+        return values.reshape(-1).view(torch.uint8)
 
     def _values(self, run: Run) -> Tensor:
         values = self._vectors[run.piece.tensor][run.start : run.start + run.box.numel]
@@ -98,10 +104,13 @@ class Assembly:
         }
         self._part = {number: own[number] for number in self._plan.parts[rank]}
         self._outgoing = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
-        sizes = [sum(self._sizes(number)) for number in range(len(self._plan.buckets))]
+        numbers = range(len(self._plan.buckets))
+        self._is_direct = all(self._plan.is_direct(number, part) for number in numbers for part in self._plan.parts)
+        sizes = [0 if self._is_direct else sum(self._sizes(number)) for number in numbers]
         self._staging = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=shards.device)
         most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
-        self._bucket = torch.empty(most, dtype=torch.uint8, device=shards.device)
+        count = 2 if self._is_direct else 1
+        self._memory = [torch.empty(most, dtype=torch.uint8, device=shards.device) for _ in range(count)]
         self._own = {number: held for number, held in own.items() if number in alike or number in self._part}
 
     def _sizes(self, number: int) -> list[int]:
@@ -125,19 +134,24 @@ class Assembly:
         arriving, received = self._start(0)
         for number, nbytes in enumerate(self._plan.bucket_nbytes):
             arriving.wait()
-            if self._consumes:
-                self._shards.copy_to(self._bucket, self._runs(number, self._own))
-                for source, packed in received.items():
-                    self._plan.unpack(self._runs(number, self._incoming[source]), packed, self._bucket)
+            for source, packed in received.items():
+                self._plan.unpack(self._runs(number, self._incoming[source]), packed, self._bucket(number))
             self._comm.settle()  # before the memory of sent parts is used again
             arriving, received = self._start(number + 1)
             if self._consumes:
-                consume(number, self._bucket[:nbytes])
+                self._shards.copy_to(self._bucket(number), self._runs(number, self._own))
+                consume(number, self._bucket(number)[:nbytes])
+
+    def _bucket(self, number: int) -> Tensor:
+        return self._memory[number % len(self._memory)]
 
     def _start(self, number: int) -> tuple[Pending, dict[int, Tensor]]:
-        """Start the exchange of a bucket, and return the memory of the parts of other ranks."""
+        """Start the exchange of a bucket, and return the memory of the packed parts of other ranks."""
+        what, tag = f"the exchange of bucket {number} of a stream of weights", ("weights", number)
         if number >= len(self._plan.buckets):
-            return Pending("", (), lambda: torch.empty(0)), {}
+            return Pending(what, (), lambda: torch.empty(0)), {}
+        if self._is_direct:
+            return self._comm.exchange(self._places(number), self._values(number), what, tag), {}
         sizes = self._sizes(number)
         memory = iter(self._staging[: sum(sizes)].split(sizes))
         sent: dict[int, list[Tensor]] = {}
@@ -149,5 +163,22 @@ class Assembly:
             nbytes = self._plan.packed_nbytes(self._runs(number, part))
             received[source] = next(memory)[:nbytes]
         incoming = {source: [packed] for source, packed in received.items() if len(packed)}
-        what = f"the exchange of bucket {number} of a stream of weights"
-        return self._comm.exchange(incoming, sent, what, ("weights", number)), received
+        return self._comm.exchange(incoming, sent, what, tag), received
+
+    def _places(self, number: int) -> dict[int, list[Tensor]]:
+        """Return the positions in a bucket of the runs of other ranks."""
+        bucket = self._bucket(number)
+        places = {source: self._runs(number, part) for source, part in self._incoming.items()}
+        return {
+            source: [self._plan.run_view(run, bucket).view(-1).view(torch.uint8) for run in runs]
+            for source, runs in places.items()
+            if runs
+        }
+
+    def _values(self, number: int) -> dict[int, list[Tensor]]:
+        """Return the runs of this rank, by the ranks that receive them."""
+        sent: dict[int, list[Tensor]] = {}
+        for part, targets in self._outgoing:
+            values = [self._shards.bytes_of(run) for run in self._runs(number, part)]
+            sent |= {target: values for target in targets if values}
+        return sent

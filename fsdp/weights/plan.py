@@ -30,6 +30,8 @@ from fsdp.engine.boxes import Box, boxes_of, overlap
 
 ALIGN = 16  # bytes, of tensors in a bucket, which suffice for any view and for vector instructions
 
+_MOST_MESSAGES = 512  # from a rank to a rank, of a bucket
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -160,6 +162,16 @@ class WeightPlan:
                     )
                     at += common.numel * tensor.dtype.itemsize
         return found
+
+    def is_direct(self, number: int, part: Holding) -> bool:
+        """Return whether the runs of a part are contiguous in the bucket, and few, so that each can be a message."""
+        runs = self.runs(number, part)
+        for run in runs:
+            sizes = (run.piece.rows, *self.tensors[run.piece.tensor].sizes[1:])
+            begin, end = next(run.box.ranges(sizes, 0, run.box.numel))
+            if end - begin != run.box.numel:
+                return False
+        return len(runs) <= _MOST_MESSAGES
 
     def packed_nbytes(self, runs: Sequence[Run]) -> int:
         """Return the number of bytes of some packed runs."""

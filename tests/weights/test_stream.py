@@ -17,6 +17,7 @@ import fsdp
 from fsdp.checkpoint.model_tensors import SlotTensor
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.weights import Sink, WeightPlan
+from fsdp.weights import plan as plan_module
 from tests.helpers import tensor_parallel
 from tests.helpers.equality import assert_same
 from tests.helpers.forms import sharded
@@ -126,10 +127,8 @@ def counted_exchanges() -> Iterator[list[int]]:
 
 
 @on_ranks("world_size")
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("form", ["flat", "rows"])
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_rank_allocates_at_most_two_buckets(world_size: int, form: str, everywhere: bool) -> None:
+@parametrize_pairs(world_size=[2, 3], form=["flat", "rows"], everywhere=[True, False], most_messages=[512, 0])
+def test_a_rank_allocates_at_most_two_buckets(world_size: int, form: str, everywhere: bool, most_messages: int) -> None:
     model = sharded(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), form)
     bucket_bytes = 2 * 33 * 32 * 4
     allocated: list[int] = []
@@ -140,11 +139,17 @@ def test_a_rank_allocates_at_most_two_buckets(world_size: int, form: str, everyw
             allocated.append(made.nbytes)
         return made
 
-    sink = Ignored() if everywhere or dist.get_rank() == 0 else None
-    with mock.patch.object(torch, "empty", empty):
-        plan = fsdp.stream_weights(model, sink, bucket_bytes=bucket_bytes)
+    consumes = everywhere or dist.get_rank() == 0
+    expected = {name: full(each) for name, each in model.state_dict().items()}
+    collected = Collected()
+    with mock.patch.object(plan_module, "_MOST_MESSAGES", most_messages):
+        with mock.patch.object(torch, "empty", empty):
+            plan = fsdp.stream_weights(model, Ignored() if consumes else None, bucket_bytes=bucket_bytes)
+        fsdp.stream_weights(model, collected, bucket_bytes=bucket_bytes)
     assert len(plan.buckets) == 6
-    assert 0 < sum(allocated) <= (1 if sink is None else 2) * bucket_bytes + 64 * world_size  # what aligns parts
+    assert_same(collected.state, expected)
+    aligned = 64 * world_size * (most_messages == 0)  # bytes that align packed parts
+    assert consumes <= sum(allocated) <= (1 + consumes) * bucket_bytes + aligned
 
 
 class Ignored(Sink):
