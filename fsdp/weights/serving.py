@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import select
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -60,14 +60,25 @@ class WeightServer:
         dropped: the readers that were dropped in the last `update`, with the reasons.
     """
 
-    def __init__(self, model: nn.Module, address: str, key: bytes, settings: Settings, timeout: float) -> None:
-        self._model, self._key, self._settings, self._timeout = model, key, settings, timeout
+    def __init__(
+        self,
+        model: nn.Module,
+        address: str,
+        secret: str | bytes | None,
+        settings: Callable[[], Settings],
+        timeout: float,
+    ) -> None:
+        self._model, self._timeout = model, timeout
         self.version, self.dropped = 0, list[str]()
         self._links: dict[str, Link] = {}  # by reader
         units, ranks = ready(model, _WHAT)
         rank = number_among(ranks)
-        place = f"{address}.{rank}" if is_shared_memory(address) and rank else address
-        self._listener, own = done_by_all([ranks], f"listen at {place}", lambda: listening(place))
+
+        def begin() -> tuple[bytes, Settings, socket.socket, str]:
+            place = f"{address}.{rank}" if is_shared_memory(address) and rank else address
+            return key_of(secret, address), settings(), *listening(place)
+
+        self._key, self._settings, self._listener, own = done_by_all([ranks], "listen for readers", begin)
         self._addresses = from_everyone(ranks, own)
         self.address = self._addresses[0]
         try:
@@ -209,9 +220,8 @@ def serve_weights(
         ValueError: if the address is not valid, or there is no secret; as `stream_weights`.
         RuntimeError, TypeError, NotImplementedError: as `stream_weights`.
     """
-    key = key_of(secret, address)
-    settings = Settings(_ONE_BUCKET, dtype, rename, (), only, bool(buffers))
-    return WeightServer(model, address, key, settings, timeout)
+    settings = partial(Settings, _ONE_BUCKET, dtype, rename, (), only, bool(buffers))
+    return WeightServer(model, address, secret, settings, timeout)
 
 
 class WeightReader:

@@ -194,8 +194,11 @@ def stream_weights(
     """
     units, ranks = ready(model, _WHAT)
     with torch.no_grad(), buffers_in_own_precision(units if buffers else ()):
-        make = partial(Settings, bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
-        stream = Stream(model, units, ranks, sink, make, since)
+
+        def settings() -> Settings:
+            return Settings(bucket_bytes, dtype, rename, tuple(together), only, bool(buffers))
+
+        stream = Stream(model, units, ranks, sink, settings, since)
         try:
             return stream.run()
         finally:
@@ -241,7 +244,7 @@ class Stream:
         error = _attempt(look)
         known = _plans.setdefault(model, {})
         key = "" if error else f"{self._common} {hashlib.sha256(repr(self._content.held).encode()).hexdigest()}"
-        kind = "" if error or self._sink is None else self._sink.receives
+        kind = "" if error or self._sink is None else getattr(self._sink, "receives", "buckets")
         own = f"{type(error).__name__}: {error}" if error else ""
         comm = _comm_of(ranks)
         base = "" if since is None or error else since.base(key)

@@ -228,6 +228,8 @@ def test_bad_arguments_are_errors_on_every_rank() -> None:
     model = MODELS["flat"](1)
     with pytest.raises(ValueError, match="requires a secret"):
         fsdp.serve_weights(model, "127.0.0.1:0")
+    with pytest.raises((TypeError, RuntimeError), match="dtype must be"):
+        serve(model, dtype="bfloat16" if dist.get_rank() else None)
     with pytest.raises(ValueError, match="only has 'nothing'"):
         serve(model, only=["nothing"])
     with pytest.raises((OSError, RuntimeError), match="cannot listen at"):

@@ -292,6 +292,36 @@ def test_bad_arguments_are_errors_on_every_rank(options: dict[str, Any], error: 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("options", [{"together": 3}, {"dtype": "bfloat16"}, {"sink": 3}, {"since": 3}], ids=str)
+def test_bad_arguments_on_one_rank_are_errors_on_every_rank(options: dict[str, Any]) -> None:
+    model, arguments = MODELS["flat"](1), {"sink": Collected(), "bucket_bytes": BUCKET}
+    arguments |= options if dist.get_rank() else {}
+    with pytest.raises(TypeError if dist.get_rank() else RuntimeError):
+        fsdp.stream_weights(model, **arguments)
+    fsdp.stream_weights(model, Collected(), bucket_bytes=BUCKET)
+
+
+class Plain:
+    """Has the three methods, and no base class."""
+
+    def open(self, plan: WeightPlan) -> None:
+        self.calls = ["open"]
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        self.calls.append("bucket")
+
+    def close(self, error: BaseException | None) -> None:
+        self.calls.append("close")
+
+
+@on_ranks(2)
+def test_any_object_with_the_three_methods_is_a_sink() -> None:
+    sink: Any = Plain()
+    plan = fsdp.stream_weights(MODELS["flat"](1), sink, bucket_bytes=BUCKET)
+    assert sink.calls == ["open", *["bucket"] * len(plan.buckets), "close"]
+
+
+@on_ranks(2)
 def test_ranks_with_other_settings_are_named() -> None:
     model = MODELS["flat"](1)
     with pytest.raises(RuntimeError, match="rank 1 has other tensors or settings to stream than rank 0"):
