@@ -138,6 +138,21 @@ def test_a_checkpoint_of_bytes_loads_at_another_world_size(tmp_path: Path, kind:
         torch.testing.assert_close(train(target), train(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@on_ranks(2)
+def test_files_with_other_values_than_bytes_are_an_error(tmp_path: Path, dtype: torch.dtype) -> None:
+    def layer(dtype: torch.dtype) -> nn.Module:
+        made = nn.Linear(3, 3)
+        made.table = nn.Parameter(torch.ones(16).to(dtype), requires_grad=False)  # as many elements as bytes below
+        return made
+
+    fsdp.save(tmp_path / "saved", fully_shard(layer(dtype)))
+    model = FullyShardedDataParallel(layer(torch.int8))
+    with pytest.raises(RuntimeError, match=rf"table .*\[16\] of {dtype}.*sharded as 16 bytes of \[16\] int8.*same way"):
+        fsdp.load(tmp_path / "saved", model)
+    assert model.state_dict()["table"].eq(1).all()
+
+
 @parametrize_pairs(kind=KINDS, form=[*FORMS])
 @on_ranks(2)
 def test_a_state_dict_of_the_plain_model_loads(kind: str, form: str) -> None:
