@@ -150,6 +150,8 @@ def test_files_with_other_values_than_bytes_are_an_error(tmp_path: Path, dtype: 
     model = FullyShardedDataParallel(layer(torch.int8))
     with pytest.raises(RuntimeError, match=rf"table .*\[16\] of {dtype}.*sharded as 16 bytes of \[16\] int8.*same way"):
         fsdp.load(tmp_path / "saved", model)
+    with pytest.raises(RuntimeError, match=r"table is sharded as 16 bytes.*load its own class with load_state_dict"):
+        model.load_sharded_state_dict(model.state_dict() | {"table": torch.ones(16, dtype=dtype)})
     assert model.state_dict()["table"].eq(1).all()
 
 
