@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING
 
 from fsdp.distributed.collectives import use_torch_collectives
+from fsdp.distributed.communicator import CollectiveError, OtherRankError
 from fsdp.distributed.messages import check_messages
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
@@ -122,6 +123,7 @@ __getattr__, __dir__ = lazily(__name__, _LAYERS)
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CollectiveError",
     "ConfigAutoWrap",
     "DataParallelMeshDims",
     "EMA",
@@ -134,6 +136,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OtherRankError",
     "OwnedOptimizer",
     "Placed",
     "Placement",

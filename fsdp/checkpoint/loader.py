@@ -24,6 +24,7 @@ from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import read_ours
 from fsdp.checkpoint.model_tensors import (
+    SlotTensor,
     Target,
     UnshardedTensor,
     extra_states,
@@ -268,7 +269,14 @@ def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     found = []
-    if stored.shape != target.shape:
+    packing = target.handle.flat_param.packings[target.slot] if isinstance(target, SlotTensor) else None
+    if packing is not None and (stored.shape, stored.dtype) != (target.shape, target.dtype):
+        found.append(
+            f"{stored} has shape {list(stored.shape)} of {stored.dtype}, and the model's is sharded as "
+            f"{packing.nbytes} bytes of {packing.description}: load files of a model that is quantised and sharded in "
+            "the same way, or pass a state dict to load_state_dict"
+        )
+    elif stored.shape != target.shape:
         found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")
     if stored.dtype.is_complex and not target.dtype.is_complex:
         found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")

@@ -253,11 +253,17 @@ LONE_RANK = LoneRank()
 
 
 class OtherRankError(RuntimeError):
-    """A rank cannot continue because of an error on another rank, which has the details."""
+    """A function of all ranks cannot continue, because another rank has raised an error, whose text the message has.
+
+    The rank with the error raises the error itself, of its own class.
+    """
 
 
 class CollectiveError(OtherRankError):
-    """A collective did not complete because of an error on another rank."""
+    """A collective did not complete, because another rank has raised an error, has ended, or does not come.
+
+    The message has the reason and the positions of the ranks, as far as they are known. See `set_watchdog`.
+    """
 
 
 class DamagedMessageError(RuntimeError):

@@ -40,11 +40,12 @@ class PackedParameters(UnshardedParameters):
         packings: Sequence[Packing | None],
         **others: Any,
     ) -> None:
-        self._packings, self._packed = packings, dict[int, Tensor]()  # the bytes of each leaf, by its id
+        self._packings = packings
+        self._inside = dict[int, list[Tensor]]()  # the bytes of each leaf and its inner tensors, by its id
         super().__init__(layout, parts, full, **others)
-        # Inner tensors share the counter of their bytes, and autograd may have saved them.
-        self._freed = FreedLeaves([*self.leaves, *self._packed.values()])
-        self._version_of = self._version_with_bytes
+        # Autograd may have saved inner tensors, and some classes give these counters of their own.
+        self._freed = FreedLeaves([*self.leaves, *(tensor for inside in self._inside.values() for tensor in inside)])
+        self._version_of = self._version_inside
         if self.is_shard:
             self.rest()
 
@@ -53,14 +54,17 @@ class PackedParameters(UnshardedParameters):
         if packing is None:
             return super()._new_leaf(number, tensor, requires_grad)
         leaf = counted(packing.unpack(tensor), False)
-        self._packed[id(leaf)] = tensor
+        self._inside[id(leaf)] = [tensor, *packing.inner_of(leaf)]
         give_attributes(leaf, self._attributes[number])
         copy_as(leaf, self._placeholders.setdefault(packing.name, sharded_weight(packing.name, leaf)))
         return leaf
 
-    def _version_with_bytes(self, leaf: Tensor) -> int:
-        packed = self._packed.get(id(leaf))
-        return leaf._version if packed is None else leaf._version + packed._version
+    def _version_inside(self, leaf: Tensor) -> int:
+        return leaf._version + sum(tensor._version for tensor in self._inside.get(id(leaf), ()))
+
+    def new_value(self, number: int) -> nn.Parameter:
+        packing, leaf = self._packings[number], self.leaves[number]
+        return leaf if packing is None else nn.Parameter(packing.pack_form(leaf), requires_grad=False)
 
     def moved(self) -> list[int]:
         return []  # the class of a parameter decides what its ``.data`` is

@@ -148,9 +148,9 @@ class Update:
             raise ConnectionError(f"rank {rank} has sent {len(received)} bytes of bucket {number} instead of {nbytes}")
         self.plan.unpack(runs, received, bucket)
 
-    def stop(self) -> None:
-        """End the stream with an error on all ranks, unless all weights were received."""
-        self._fail("the receiver has stopped")
+    def stop(self, reason: str = "the receiver has stopped") -> None:
+        """End the stream on all ranks, which raise an error with the reason, unless all weights were received."""
+        self._fail(reason)
 
     def _fail(self, text: str) -> None:
         self._is_over = True

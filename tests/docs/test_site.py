@@ -42,6 +42,7 @@ SEARCHES = {
     "slurm": "launching",
     "Ctrl-C": "launching",
     "GAN": "examples",
+    "GRPO": "reinforcement",
     "two models": "checkpoints",
     "checkpoint": "checkpoints",
     "resume": "checkpoints",

@@ -14,6 +14,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, Placements, ShardingStrategy, fully_shard
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
@@ -112,6 +113,27 @@ def test_a_checkpoint_does_not_depend_on_blocks(tmp_path: Path, numel: int) -> N
         with again.summon_full_params():
             for ours, theirs in zip(again.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@parametrize_pairs(form=[*WRAPPERS], numel=[4, 64], strategy=["FULL_SHARD", "NO_SHARD", "SHARD_OPTIM"])
+@on_ranks(3)
+def test_local_states_in_blocks_are_consolidated_or_refused(form: str, numel: int, strategy: str) -> None:
+    plain = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 1))
+    for param in plain.parameters():
+        nn.init.uniform_(param, generator=torch.Generator().manual_seed(param.numel()))
+    options = {"placements": in_blocks(numel, strategy), **WRAPPERS[form]}
+    model = FullyShardedDataParallel(copy.deepcopy(plain), **options)
+    again = FullyShardedDataParallel(nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 1)), **options)
+    again.load_local_state_dict(model.local_state_dict())
+    assert_same_state(again.state_dict(), plain.state_dict())
+    if form == "flat":
+        with pytest.raises(NotImplementedError, match=f"padding between its parameters, for blocks of {numel}"):
+            model.local_metadata_dict()
+        return
+    every: list[Any] = [None] * 3
+    dist.all_gather_object(every, (model.local_state_dict(), model.local_metadata_dict()))
+    weights, metadata = zip(*every, strict=True)
+    assert_same_state(FullyShardedDataParallel.consolidate_shard_weights(weights, metadata), plain.state_dict())
 
 
 @on_ranks(2)

@@ -138,6 +138,23 @@ def test_a_checkpoint_of_bytes_loads_at_another_world_size(tmp_path: Path, kind:
         torch.testing.assert_close(train(target), train(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@on_ranks(2)
+def test_files_with_other_values_than_bytes_are_an_error(tmp_path: Path, dtype: torch.dtype) -> None:
+    def layer(dtype: torch.dtype) -> nn.Module:
+        made = nn.Linear(3, 3)
+        made.table = nn.Parameter(torch.ones(16).to(dtype), requires_grad=False)  # as many elements as bytes below
+        return made
+
+    fsdp.save(tmp_path / "saved", fully_shard(layer(dtype)))
+    model = FullyShardedDataParallel(layer(torch.int8))
+    with pytest.raises(RuntimeError, match=rf"table .*\[16\] of {dtype}.*sharded as 16 bytes of \[16\] int8.*same way"):
+        fsdp.load(tmp_path / "saved", model)
+    with pytest.raises(RuntimeError, match=r"table is sharded as 16 bytes.*load its own class with load_state_dict"):
+        model.load_sharded_state_dict(model.state_dict() | {"table": torch.ones(16, dtype=dtype)})
+    assert model.state_dict()["table"].eq(1).all()
+
+
 @parametrize_pairs(kind=KINDS, form=[*FORMS])
 @on_ranks(2)
 def test_a_state_dict_of_the_plain_model_loads(kind: str, form: str) -> None:
@@ -365,6 +382,66 @@ def test_local_states_of_bytes_load_again_and_are_not_consolidated(form: str) ->
     assert_same_state(again.state_dict(), plain)
     with pytest.raises(NotImplementedError, match=r"base\.weight is sharded as bytes.*state_dict\(\)"):
         model.local_metadata_dict()
+
+
+class Counting(nn.Module):
+    """A layer that counts its calls, and changes its weight, in frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(Rows8.of(torch.randn(7, 7)), requires_grad=False)
+        self.calls = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        made = nn.functional.linear(inputs, self.weight) * self.scale
+        with torch.no_grad():
+            self.weight.values.add_(1)
+            self.calls.add_(1)
+        return made
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1, 2, 3)
+def test_a_forward_may_write_to_its_bytes(form: str) -> None:
+    plain, model = Counting(), FullyShardedDataParallel(Counting(), **FORMS[form])
+    for _ in range(3):
+        torch.testing.assert_close(model(torch.ones(2, 7)), plain(torch.ones(2, 7)))
+    state = model.state_dict()
+    assert state["calls"].tolist() == [3, 3, 3]
+    assert torch.equal(state["weight"].values, plain.weight.values)
+
+
+class Leaking(Counting):
+    """A layer that keeps a result of its weight's inner tensors, which backward reads, beside its output."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.kept = (self.scale * self.weight.scale.view(-1)).sum()  # autograd saves the inner tensor
+        return inputs.detach()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_backward_does_not_read_freed_bytes(form: str) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(Leaking(), **FORMS[form]), nn.Linear(7, 7)))
+    model(torch.ones(2, 7))
+    kept = model[0].module.kept
+    with torch.no_grad():
+        model(torch.ones(2, 7))  # gathers, and frees
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(kept, _leaves_of(kept))
+
+
+def _leaves_of(result: Tensor) -> list[Tensor]:
+    """Return the leaves at the ends of a small graph."""
+    ends, ahead = [], [result.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None:
+            ends += [node.variable] if hasattr(node, "variable") else []
+            ahead += [each for each, _ in node.next_functions]
+    return ends
 
 
 @on_ranks(2)

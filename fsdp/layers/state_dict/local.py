@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,6 +144,13 @@ def _entry(member: Member) -> dict[str, Any]:
                 f"{member.title}: {handle.layout.slots[0].name} is sharded as bytes, whose class and shape FairScale's "
                 "format does not have. Save state_dict() instead; local_state_dict() by itself is loaded again by the "
                 "same ranks."
+            )
+        if handle.orig_params is None and any(one.stop < other.start for one, other in pairwise(handle.layout.slots)):
+            raise NotImplementedError(
+                f"{member.title}: {handle.name} has padding between its parameters, for blocks of "
+                f"{member.unit.placements.block_numel} elements, which FairScale's format does not have. Save "
+                "state_dict() instead, or wrap with use_orig_params=True; local_state_dict() by itself is loaded again "
+                "by the same ranks."
             )
         params |= dict(_backings(handle, member))
     path, alone = member.path, member.is_alone

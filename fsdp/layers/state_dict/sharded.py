@@ -399,6 +399,12 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
         _require_shards(handle)
 
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
+        packing = handle.flat_param.packings[slot]
+        if packing is not None and value.dtype != handle.flat_param.dtype:
+            raise ValueError(
+                f"{packing.name} is sharded as {packing.nbytes} bytes of {packing.description}, and cannot take "
+                f"{value.dtype}: load its own class with load_state_dict()"
+            )
         part_of(handle, slot, rank).check(value, handle.flat_param.dtype)
 
     with (

@@ -1,0 +1,1 @@
+"""A sharded policy, and an inference engine in a process of its own."""
