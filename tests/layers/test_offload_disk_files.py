@@ -372,7 +372,7 @@ def test_a_model_on_disk_takes_a_fraction_of_its_size_in_memory(tmp_path: Path) 
     script = f"""
         import ctypes, re, torch
         from torch import nn
-        from tests.helpers.offload import alone
+        from tests.helpers.parity import alone
 
         torch.set_num_threads(1)  # others have stacks and buffers of their own
 
