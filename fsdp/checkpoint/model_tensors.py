@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.checkpoint.formats.source import TensorReader
-from fsdp.checkpoint.safetensors import Entry, Part
+from fsdp.checkpoint.safetensors import KINDS, Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.communicator import Communicator, default_group, own_rank, ranks_of
 from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among, size_of
@@ -64,11 +64,18 @@ class SlotTensor:
 
     @property
     def shape(self) -> torch.Size:
-        return self.handle.layout.slots[self.slot].shape if self.part is None else self.part.shape
+        seen = self.part or self.whole
+        return self.handle.layout.slots[self.slot].shape if seen is None else seen.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.handle.flat_param.dtype
+        return self.handle.flat_param.dtype if self.whole is None else self.whole.dtype
+
+    @property
+    def whole(self) -> Any:
+        """Return the packing of a plain tensor that is sharded as bytes, such as integers, or None."""
+        packing = self.handle.flat_param.packings[self.slot]
+        return packing if packing is not None and packing.is_tensor and packing.dtype in KINDS else None
 
     @property
     def part(self) -> MeshPart | None:
@@ -87,6 +94,10 @@ class SlotTensor:
         interval = layout.interval(self.slot, rank)
         if interval is None:
             return None
+        if self.whole is not None:  # the interval counts bytes, and ends with padding
+            size = self.dtype.itemsize
+            start, stop = interval.start // size, min(interval.stop // size, self.shape.numel())
+            return Held(_box_of(self.shape, None), start, stop, interval.offset // size) if start < stop else None
         if isinstance(layout, RowsLayout):
             box, start = layout.local_box(self.slot, rank), 0
         else:
@@ -98,11 +109,15 @@ class SlotTensor:
     def vector(self, name: str) -> Tensor:
         """Return this rank's shard of the flat parameter."""
         self.handle.storage.check(self.handle.name)
-        return self.handle.flat_param.vector
+        return self.handle.flat_param.vector if self.whole is None else self.handle.flat_param.vector.view(self.dtype)
 
     def fill(self, files: TensorReader, key: str) -> None:
         self.handle.storage.check(self.handle.name)
-        self.handle.values.fill(self.slot, lambda shard, _: read_held(files, key, shard, self))
+
+        def read(shard: Tensor, _: int) -> None:
+            read_held(files, key, shard if self.whole is None else shard.view(self.dtype), self)
+
+        self.handle.values.fill(self.slot, read)
         self.handle.storage.release()
 
 

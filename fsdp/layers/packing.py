@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
+ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
 _PLAIN = Tensor, nn.Parameter
 _FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
 
@@ -91,7 +91,7 @@ class Packing:
                 raise TypeError(f"{self.name} has an inner tensor with the layout {tensor.layout}: {_REMEDY}")
             stride = torch.empty_like(tensor, device="meta").stride()
             found = _Inner(self._stop, tensor.shape, stride, tensor.dtype)
-            self._stop += -(-(found.stop - found.start) // _ALIGNED) * _ALIGNED
+            self._stop += -(-(found.stop - found.start) // ALIGNED) * ALIGNED
             return found
         kind: Any = type(tensor)
         if not (hasattr(kind, _FLATTEN) and hasattr(kind, _UNFLATTEN)):
@@ -103,6 +103,12 @@ class Packing:
             raise TypeError(f"{self.name}: {kind.__name__}.{_FLATTEN} failed ({error!r}): {_REMEDY}") from error
         inner = {name: self._form_of(each) for name, each in tensors.items()}
         return _Outer(kind, inner, metadata, tensor.shape, tensor.stride())
+
+    @property
+    def is_tensor(self) -> bool:
+        """True if the parameter is a plain tensor, and its row-major elements are the first bytes of the vector."""
+        form = self._form
+        return isinstance(form, _Inner) and form.stride == torch.empty(form.shape, device="meta").stride()
 
     def pack(self, value: Tensor) -> Tensor:
         """Return a copy of a parameter's bytes, ``[nbytes]`` of torch.uint8, on its device; gaps are zeros.

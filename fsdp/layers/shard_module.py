@@ -167,8 +167,9 @@ def _shard_params(
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
             comm, copies = unit.everyone
             replicas = how.pop("replicas", copies.world_size)
-            block = 1 if stand_ins is not None and stand_ins.has_any(params) else unit.placements.block_numel
-            how = {"rank": comm.rank, "world_size": comm.world_size, "block": block, **how}
+            how = {"rank": comm.rank, "world_size": comm.world_size, "block": unit.placements.block_numel, **how}
+            if stand_ins is not None:
+                how |= stand_ins.block_of(params, in_rows=form.lists_parts)
             made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
             take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
             return made if stand_ins is None else stand_ins.described(made, params)

@@ -13,7 +13,7 @@ from fsdp.engine.unit import Unit
 from fsdp.engine.user_attributes import attributes_of, give_attributes
 from fsdp.layers.managed_params import Places
 from fsdp.layers.packed_params import in_own_form
-from fsdp.layers.packing import Packing
+from fsdp.layers.packing import ALIGNED, Packing
 
 
 class StandIns:
@@ -57,9 +57,15 @@ class StandIns:
         for stand_in, packing in self.packings.items():
             packing.check_compute_dtype(unit.precision_at(self.found[stand_in]).compute)
 
-    def has_any(self, params: Sequence[nn.Parameter]) -> bool:
-        """Return whether any of the parameters is a stand-in: a vector of bytes, which has no blocks of elements."""
-        return any(param in self.packings for param in params)
+    def block_of(self, params: Sequence[nn.Parameter], *, in_rows: bool) -> dict[str, int]:
+        """Return the option `block` of a flat parameter of bytes, whose bytes are in no block that a user asks for.
+
+        A range of a flat shard has whole elements of any dtype, so that files contain integers as integers. Rows of
+        bytes are parts of classes, which files contain as bytes.
+        """
+        if not any(param in self.packings for param in params):
+            return {}
+        return {"block": 1 if in_rows else ALIGNED}
 
     def described(self, flat_param: FlatParameter, params: Sequence[nn.Parameter]) -> FlatParameter:
         """Return a flat parameter of these parameters, which knows their forms from now on."""

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp
@@ -37,6 +38,12 @@ def sharded(model: nn.Sequential, form: str, **options: Any) -> Any:
     for number in (0, 2):
         model[number] = FullyShardedDataParallel(model[number], **FORMS[form], **options)
     return FullyShardedDataParallel(model, **FORMS[form], **options)
+
+
+def save_by_first(state: dict[str, Tensor], path: Path) -> None:
+    if dist.get_rank() == 0:
+        save_file(state, path)
+    dist.barrier()
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -106,9 +113,10 @@ def test_the_bytes_of_a_unit_are_gathered_together(kind: str, form: str) -> None
 def test_each_rank_holds_its_share_of_the_bytes() -> None:
     model = sharded(quantised("two tensors"), "orig")
     bases = [one.flat_param for one in fsdp.flat_param_handles(model) if one.flat_param.dtype is torch.uint8]
-    # Values of 8 bits and a float32 scale for each row, each padded to 16 bytes, and all of them to equal shards.
+    # Values of 8 bits and a float32 scale for each row, each padded to 16 bytes, and all of them to equal shards of
+    # multiples of 16.
     sizes = [(576, 80), (160, 48)]
-    assert [one.numel() for one in bases] == [-(-sum(each) // 3) for each in sizes]
+    assert [one.numel() for one in bases] == [-(-sum(each) // (3 * 16)) * 16 for each in sizes]
     whole = FullyShardedDataParallel(quantised("two tensors"), use_orig_params=True)
     plan = fsdp.plan(quantised("two tensors"), world_size=3, use_orig_params=True)
     assert plan.units[0].shard_bytes == sum(one.flat_param.nbytes for one in fsdp.flat_param_handles(whole))
@@ -148,11 +156,35 @@ def test_files_with_other_values_than_bytes_are_an_error(tmp_path: Path, dtype: 
 
     fsdp.save(tmp_path / "saved", fully_shard(layer(dtype)))
     model = FullyShardedDataParallel(layer(torch.int8))
-    with pytest.raises(RuntimeError, match=rf"table .*\[16\] of {dtype}.*sharded as 16 bytes of \[16\] int8.*same way"):
+    with pytest.raises(
+        RuntimeError, match=rf"table .*\[16\] of {dtype}.*\[16\] of torch.int8, is \[16\] int8.*same way"
+    ):
         fsdp.load(tmp_path / "saved", model)
     with pytest.raises(RuntimeError, match=r"table is sharded as 16 bytes.*load its own class with load_state_dict"):
         model.load_sharded_state_dict(model.state_dict() | {"table": torch.ones(16, dtype=dtype)})
     assert model.state_dict()["table"].eq(1).all()
+
+
+@parametrize_pairs(source=["flat", "orig", "single", "rows", "plain"], target=["rows", "flat", "single"])
+@on_ranks(3)
+def test_files_have_integers_as_integers(tmp_path: Path, source: str, target: str) -> None:
+    plain = quantised("plain dtypes")
+    if source == "plain":
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        save_by_first(plain.state_dict(), tmp_path / "saved" / "model.safetensors")
+    else:
+        fsdp.save(tmp_path / "saved", sharded(quantised("plain dtypes"), source))
+    files = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, value in plain.state_dict().items():
+        assert (files[name].dtype, files[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(files[name].float(), value.float())
+    again = quantised("plain dtypes")
+    with torch.no_grad():
+        for param in again.parameters():
+            param.zero_()
+    model = sharded(again, target)
+    fsdp.load_safetensors(model, tmp_path / "saved" / "model.safetensors")
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
 
 
 @parametrize_pairs(kind=KINDS, form=[*FORMS])

@@ -28,3 +28,19 @@ def test_bytes_are_refused_by_name_and_adapters_are_sent() -> None:
     expected = {name: value for name, value in plain.state_dict().items() if "base" not in name}
     assert received.keys() == expected.keys()
     assert all(torch.equal(received[name], value) for name, value in expected.items())
+
+
+@on_ranks(3)
+def test_integers_are_sent_as_integers() -> None:
+    plain, model = quantised("plain dtypes"), FullyShardedDataParallel(quantised("plain dtypes"))
+    received: dict[str, Tensor] = {}
+
+    def sink(tensors: dict[str, Any]) -> None:
+        received.update({name: value.clone() for name, value in tensors.items()})
+
+    fsdp.stream_weights(model, sink, bucket_bytes=1 << 12)
+    expected = plain.state_dict()
+    assert received.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (received[name].dtype, received[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(received[name].float(), value.float())
