@@ -57,15 +57,15 @@ class StandIns:
         for stand_in, packing in self.packings.items():
             packing.check_compute_dtype(unit.precision_at(self.found[stand_in]).compute)
 
-    def block_of(self, params: Sequence[nn.Parameter], *, in_rows: bool) -> dict[str, int]:
-        """Return the option `block` of a flat parameter of bytes, whose bytes are in no block that a user asks for.
+    def block_of(self, params: Sequence[nn.Parameter], block_numel: int, in_rows: bool) -> int:
+        """Return the number of elements that a flat parameter never divides: `block_numel`, unless these are bytes.
 
         A range of a flat shard has whole elements of any dtype, so that files contain integers as integers. Rows of
         bytes are parts of classes, which files contain as bytes.
         """
         if not any(param in self.packings for param in params):
-            return {}
-        return {"block": 1 if in_rows else ALIGNED}
+            return block_numel
+        return 1 if in_rows else ALIGNED
 
     def described(self, flat_param: FlatParameter, params: Sequence[nn.Parameter]) -> FlatParameter:
         """Return a flat parameter of these parameters, which knows their forms from now on."""
