@@ -30,12 +30,12 @@ class Bundle(Tensor):
 
     def __init__(self, parts: dict[str, Tensor], metadata: Any) -> None:
         self.metadata = metadata
-        self.names = list(parts)
+        self.inner_names = list(parts)
         for name, part in parts.items():
             setattr(self, name, part)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return self.names, self.metadata
+        return self.inner_names, self.metadata
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> Bundle:
@@ -47,7 +47,7 @@ class Bundle(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls({name: getattr(args[0], name) for name in args[0].names}, args[0].metadata)
+            return cls({name: getattr(args[0], name) for name in args[0].inner_names}, args[0].metadata)
         raise NotImplementedError(func)
 
 
@@ -71,7 +71,7 @@ def test_a_parameter_comes_back_from_its_bytes(parts: list[Tensor], is_nested: b
     assert (packed.dtype, list(packed.shape)) == (torch.uint8, [packing.nbytes])
     assert packing.nbytes % 16 == 0
     again: Any = packing.unpack(packed)
-    assert (type(again), again.metadata, again.names) == (Bundle, value.metadata, value.names)
+    assert (type(again), again.metadata, again.inner_names) == (Bundle, value.metadata, value.inner_names)
     found = again.inner if is_nested else again
     for name, part in named.items():
         back = getattr(found, name)
@@ -128,7 +128,7 @@ class Failing(Bundle):
     """A class whose methods raise exceptions, in one direction or in both."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return (["missing"] if self.metadata == "flatten" else self.names), self.metadata
+        return (["missing"] if self.metadata == "flatten" else self.inner_names), self.metadata
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> Failing:
