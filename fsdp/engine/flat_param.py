@@ -306,7 +306,7 @@ class FlatParameter(CountedParameter):
             self._layout_type,
             self.attributes,
             attributes_of(self),
-            *((self._block, self.packings) if self._block > 1 or any(self.packings) else ()),  # not known before 0.6
+            *((self._block, self.packings) if self._block > 1 or any(self.packings) else ()),  # 0.1.0 reads the others
         )
 
 

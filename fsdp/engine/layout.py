@@ -94,11 +94,11 @@ class Layout(ABC):
         Args:
             named_shapes: the parameters.
             world_size: how many ranks share them.
-            align: every parameter starts at a multiple of so many elements; the gaps belong to none.
+            align: every parameter starts at a multiple of so many elements, and of a block; the gaps belong to none.
             dims: for each, which dimension lies first; None is the first.
             block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
         """
-        slots, start = [], 0
+        slots, start, align = [], 0, math.lcm(align, block)
         for (name, shape), dim in zip(named_shapes, itertools.repeat(0) if dims is None else dims, strict=False):
             slots.append(Slot(name, torch.Size(shape), -(-start // align) * align, dim))
             start = slots[-1].stop
@@ -212,20 +212,8 @@ class ContiguousLayout(Layout):
     """A flat vector that is divided into equal shards; its end is padded by less than `world_size` elements.
 
     The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
-    (the chunks of ``torch.chunk``, each padded to the size of the first). A shard has a multiple of `block` elements,
-    and `of` aligns the parameters to the same multiple.
+    (the chunks of ``torch.chunk``, each padded to the size of the first). A shard has a multiple of `block` elements.
     """
-
-    @classmethod
-    def of(
-        cls,
-        named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]],
-        world_size: int,
-        align: int = 1,
-        dims: Iterable[int] | None = None,
-        block: int = 1,
-    ) -> Self:
-        return super().of(named_shapes, world_size, math.lcm(align, block), dims, block)
 
     @cached_property
     def shard_numel(self) -> int:
