@@ -269,11 +269,11 @@ def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     found = []
-    packing = target.handle.flat_param.packings[target.slot] if isinstance(target, SlotTensor) else None
-    if packing is not None and (stored.shape, stored.dtype) != (target.shape, target.dtype):
+    form = target.description if isinstance(target, SlotTensor) else ""
+    if form and (stored.shape, stored.dtype) != (target.shape, target.dtype):
         found.append(
             f"{stored} has shape {list(stored.shape)} of {stored.dtype}, and the model's, {list(target.shape)} of "
-            f"{target.dtype}, is {packing.description}: load files of a model that is quantised and sharded in "
+            f"{target.dtype}, is {form}: load files of a model that is quantised and sharded in "
             "the same way, or pass a state dict to load_state_dict"
         )
     elif stored.shape != target.shape:

@@ -64,18 +64,32 @@ class SlotTensor:
 
     @property
     def shape(self) -> torch.Size:
-        seen = self.part or self.whole
+        seen = self.part or self.packing
         return self.handle.layout.slots[self.slot].shape if seen is None else seen.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.handle.flat_param.dtype if self.whole is None else self.whole.dtype
+        return self.handle.flat_param.dtype if self.packing is None else self.packing.dtype
 
     @property
-    def whole(self) -> Any:
+    def packing(self) -> Any:
         """Return the packing of a plain tensor that is sharded as bytes, such as integers, or None."""
-        packing = self.handle.flat_param.packings[self.slot]
+        packing = self._form
         return packing if packing is not None and packing.is_tensor and packing.dtype in KINDS else None
+
+    @property
+    def is_bytes(self) -> bool:
+        """True if files contain the bytes of the parameter, which is of a class or dtype that they cannot contain."""
+        return self._form is not None and self.packing is None
+
+    @property
+    def description(self) -> str:
+        """The class, dtypes and metadata of a parameter that is sharded as bytes; empty for other parameters."""
+        return "" if self._form is None else str(self._form.description)
+
+    @property
+    def _form(self) -> Any:
+        return self.handle.flat_param.packings[self.slot]
 
     @property
     def part(self) -> MeshPart | None:
@@ -94,7 +108,7 @@ class SlotTensor:
         interval = layout.interval(self.slot, rank)
         if interval is None:
             return None
-        if self.whole is not None:  # the interval counts bytes, and ends with padding
+        if self.packing is not None:  # the interval counts bytes, and ends with padding
             size = self.dtype.itemsize
             start, stop = interval.start // size, min(interval.stop // size, self.shape.numel())
             return Held(_box_of(self.shape, None), start, stop, interval.offset // size) if start < stop else None
@@ -109,13 +123,13 @@ class SlotTensor:
     def vector(self, name: str) -> Tensor:
         """Return this rank's shard of the flat parameter."""
         self.handle.storage.check(self.handle.name)
-        return self.handle.flat_param.vector if self.whole is None else self.handle.flat_param.vector.view(self.dtype)
+        return self.handle.flat_param.vector if self.packing is None else self.handle.flat_param.vector.view(self.dtype)
 
     def fill(self, files: TensorReader, key: str) -> None:
         self.handle.storage.check(self.handle.name)
 
         def read(shard: Tensor, _: int) -> None:
-            read_held(files, key, shard if self.whole is None else shard.view(self.dtype), self)
+            read_held(files, key, shard if self.packing is None else shard.view(self.dtype), self)
 
         self.handle.values.fill(self.slot, read)
         self.handle.storage.release()

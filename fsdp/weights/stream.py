@@ -106,10 +106,9 @@ class _Content:
         for (name, target), every in zip(targets.items(), names, strict=True):
             if target.param.is_meta:
                 raise RuntimeError(f"cannot {_WHAT}: {name} is on the meta device and has no values")
-            packing = target.handle.flat_param.packings[target.slot] if isinstance(target, SlotTensor) else None
-            if packing is not None and not packing.is_tensor:
+            if isinstance(target, SlotTensor) and target.is_bytes:
                 raise NotImplementedError(
-                    f"cannot {_WHAT}: {name} is sharded as bytes, {packing.description}. Send the other parameters "
+                    f"cannot {_WHAT}: {name} is sharded as bytes, {target.description}. Send the other parameters "
                     "(only=), and load the quantised ones in the receiving process from its own copy of the base"
                 )
             sent = tuple(dict.fromkeys(map(settings.renamed, every)))
