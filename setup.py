@@ -66,6 +66,7 @@ setup(
             *("sphinx>=8", "myst-parser>=4", "furo", "sphinx-copybutton"),
             *(INTEGRATIONS["peft"] + INTEGRATIONS["lightning"]),
         ],
+        "checksums": ["isal>=1.7"],  # faster ones for checkpoints
         "optimizers": ["pytorch-optimizer>=4", "torchao>=0.15"],  # that tests step by owners
         "dev": ["ruff", "mypy"],
     },

@@ -10,13 +10,17 @@ and PNG (ISO 3309).
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, reduce
 from operator import xor
 from typing import NamedTuple
 
 from fsdp.checkpoint.untrusted import short
+
+try:  # with instructions of the processor: three times as fast as zlib, for the same checksum
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
 
 BLOCK_BYTES = 4 << 20
 _POLYNOMIAL = 0xEDB88320  # bits reversed: the highest bit is the coefficient of x to the power of 0
@@ -41,7 +45,7 @@ class Fragment(NamedTuple):
 
 def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
     """Return the fragment of some bytes, which must belong to a single block."""
-    return Fragment(name, begin, begin + len(memory), len(memory), zlib.crc32(memory))
+    return Fragment(name, begin, begin + len(memory), len(memory), crc32(memory))
 
 
 def merged(fragments: Iterable[Fragment]) -> list[Fragment]:

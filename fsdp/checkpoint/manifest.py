@@ -6,12 +6,11 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, of_tensor
+from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, crc32, of_tensor
 from fsdp.checkpoint.folder import MANIFEST, found, steps
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import decoded
@@ -45,7 +44,7 @@ class TensorFiles:
                 continue
             if size != nbytes:
                 yield f"{path} has {size} bytes instead of {nbytes}"
-            elif zlib.crc32(head) != checksum:
+            elif crc32(head) != checksum:
                 yield f"{path}: its header is damaged"
 
     def opened_in(self, folder: str) -> CheckedFiles:
@@ -86,7 +85,7 @@ class TensorSet:
                 checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
             except HoleError as hole:
                 raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
-        heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in self.files}
+        heads = {file.name: (file.nbytes, len(file.head), crc32(file.head)) for file in self.files}
         return TensorFiles(self.stem, heads, checksums)
 
 

@@ -8,11 +8,12 @@ part, which the receiver compares.
 from __future__ import annotations
 
 import struct
-import zlib
 from enum import IntEnum, auto
 
 import torch
 from torch import Tensor
+
+from fsdp.checkpoint.checksums import crc32
 
 _HEAD = struct.Struct("<BBBxIQQ")  # the form, the widths of elements and distances, the checksum, two counts
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,4 +137,4 @@ def _narrow(numbers: Tensor) -> Tensor:
 
 
 def _checksum(part: Tensor) -> int:
-    return zlib.crc32(part.numpy().data)
+    return crc32(part.numpy().data)

@@ -21,7 +21,6 @@ import secrets
 import socket
 import struct
 import time
-import zlib
 from contextlib import suppress
 from enum import IntEnum, auto
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp.checkpoint.checksums import crc32
 from fsdp.weights.plan import WeightPlan
 from fsdp.weights.sinks import Sink
 
@@ -85,7 +85,7 @@ class Link:
 
     def send(self, kind: Kind, content: bytes | memoryview = b"", fd: int | None = None) -> None:
         """Send a message; an open file can be sent with it to a process on the same host."""
-        head = _HEAD.pack(_MAGIC, kind, zlib.crc32(content), len(content))
+        head = _HEAD.pack(_MAGIC, kind, crc32(content), len(content))
         try:
             if fd is not None:
                 socket.send_fds(self._socket, [head], [fd])
@@ -130,7 +130,7 @@ class Link:
         content = torch.empty(length, dtype=torch.uint8, device="cpu") if into is None else into[:length]
         memory = content.numpy().data
         self._fill(memory)
-        if zlib.crc32(memory) != checksum:
+        if crc32(memory) != checksum:
             raise ConnectionError(f"bytes of {self.peer} have changed on the way: their checksum is different")
         return content
 

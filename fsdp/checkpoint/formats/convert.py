@@ -15,7 +15,6 @@ import re
 import shutil
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp.checkpoint.checksums import crc32
 from fsdp.checkpoint.folder import Destination, sync
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
@@ -231,7 +231,7 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
                 own = Entry("", tensor.dtype, tensor.shape, Part.whole(tensor.contiguous().view(-1)))
                 for begin, memory in entries.get(id(tensor), own).chunks():
                     write_at(fd, memory, place.begin + begin)
-                    checksums[place.begin] = zlib.crc32(memory, checksums[place.begin])
+                    checksums[place.begin] = crc32(memory, checksums[place.begin])
                     advance(len(memory) if id(tensor) in entries else 0)
     finally:
         os.close(fd)

@@ -23,7 +23,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -32,7 +31,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES
+from fsdp.checkpoint.checksums import BLOCK_BYTES, crc32
 from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy, whole
 from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
@@ -164,7 +163,7 @@ class TorchArchive:
             return default
         record = self.records[f"{self._root}/{name}"]
         found = _bytes_of(file, record.begin, record.nbytes)
-        if record.has_checksum and zlib.crc32(found) != record.checksum:
+        if record.has_checksum and crc32(found) != record.checksum:
             raise ValueError(f"{record.name} in it is not what was saved")
         return found
 
@@ -200,7 +199,7 @@ class TorchArchive:
                     piece = file.read(min(left, BLOCK_BYTES))
                     if not piece:
                         break
-                    checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+                    checksum, left = crc32(piece, checksum), left - len(piece)
                     advance(len(piece))
                 if checksum != record.checksum and record.has_checksum:
                     yield f"{self.what} is damaged: {record.name} in it is not what was saved"
