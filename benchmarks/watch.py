@@ -4,9 +4,9 @@
     python -m benchmarks.watch --rounds 40 --seconds 5 --ranks 4
 
 A model of 30 units is trained by AdamW on gloo. In half of the rounds the watchdog is off, and the steps are not
-recorded (`docs/waiting.md`); the other rounds use the default. In addition to the ratios, the hooks on a step, the
-threads, and the bytes sent are measured separately. Exits with 1 if the median processor time of a step is more than
-1.01 times as long.
+recorded (`docs/troubleshooting.md`); the other rounds use the default. In addition to the ratios, the hooks on a step,
+the threads, and the bytes sent are measured separately. Exits with 1 if the median processor time of a step is more
+than 1.01 times as long.
 """
 
 from __future__ import annotations

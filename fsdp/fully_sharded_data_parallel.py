@@ -573,7 +573,7 @@ class FullyShardedDataParallel(nn.Module):
         return on_demand.load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
 
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return this rank's shards, and buffers, under FairScale's names (docs/local_state.md). Not collective.
+        """Return this rank's shards, and buffers, under FairScale's names (docs/legacy_formats.md). Not collective.
 
         The tensors are the model's own, detached: save or copy them before the next step.
 
@@ -599,7 +599,7 @@ class FullyShardedDataParallel(nn.Module):
             return on_demand.LocalLoad(self, on_demand.members_in(self), state_dict, strict).run()
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/local_state.md).
+        """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/legacy_formats.md).
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
@@ -633,7 +633,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Keys, and their order, are as in `state_dict`. Nothing is gathered, and parameters are not copied: save them
         before they change. Parameters are `TensorPart`s; ``dcp.load`` into the result writes to memory of its own,
-        which `load_sharded_state_dict` takes over. See docs/sharded_state.md.
+        which `load_sharded_state_dict` takes over. See docs/state_dicts.md.
 
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`.
@@ -672,7 +672,7 @@ class FullyShardedDataParallel(nn.Module):
         """Collective. Return an optimizer's unsharded state in FairScale's format; None on ranks that do not get it.
 
         For the outermost wrapper that all parameters of the optimizer are in. Tensors are on the host, in the shapes of
-        original parameters, which go by numbers; see docs/optimizer_state.md.
+        original parameters, which go by numbers; see docs/optimizers.md.
 
         Args:
             optim: an optimizer, or anything with a ``state_dict()`` like one. It is left alone.

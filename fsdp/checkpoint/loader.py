@@ -131,7 +131,7 @@ def load(
     Like `fsdp.load_safetensors`, but every byte that is read is also compared with the checksums of the checkpoint.
 
     Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but have no checksums. The model must be the
-    value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/command_line.md has the
+    value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/checkpoints.md has the
     rules).
 
     Args:

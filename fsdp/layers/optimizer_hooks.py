@@ -547,7 +547,7 @@ def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[s
             f"{type(optimizer).__name__}.load_state_dict: this rank has its part of the state only, and this state is "
             f"another optimizer's: {problem}. If it is that of the unsharded model, give it names by "
             f"fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load that by {remedy} "
-            "(docs/optimizer_state.md)."
+            "(docs/optimizers.md)."
         )
 
 

@@ -1,4 +1,4 @@
-"""The recipe of docs/waiting.md, run by `torchrun`: one of two machines is lost, and the other one trains on."""
+"""The recipe of docs/troubleshooting.md, run by `torchrun`: of two machines one is lost, the other trains on."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def weights_after(numbers: Sequence[int], **options: Any) -> Tensor:
 
 
 def errors_of(training: Training, recover: Callable[[], bool]) -> list[Exception]:
-    """Train on all batches, as docs/waiting.md says."""
+    """Train on all batches, as docs/troubleshooting.md says."""
     errors: list[Exception] = []
     for number in range(BATCHES):
         while True:

@@ -23,9 +23,15 @@ from tests.helpers.paths import ROOT
 DOCS = ROOT / "docs"
 
 
+def section(page: str, heading: str) -> str:
+    """Return what a page has below a heading of any level, up to the next section of the page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.split(rf"\n##+ {heading}\n", text, maxsplit=1)[1].split("\n## ")[0]
+
+
 def table(page: str, heading: str) -> list[list[str]]:
     """Return the cells of the first table below a heading."""
-    below = (DOCS / page).read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1].split("\n## ")[0]
+    below = section(page, heading).split("\n##")[0]
     rows = [line.strip("|").split("|") for line in below.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
@@ -52,7 +58,7 @@ def test_arguments_are_said_to_be_here_if_they_are() -> None:
 
 
 def test_every_argument_of_ddp_is_in_its_table() -> None:
-    first = {name for row in table("from_ddp.md", "Arguments and methods") for name in names(row[0])}
+    first = {name for row in table("migration.md", "Arguments and methods") for name in names(row[0])}
     assert set(parameters(nn.parallel.DistributedDataParallel.__init__)) <= first
 
 
@@ -114,7 +120,7 @@ def test_the_environment_variables_of_fsdp1_are_in_their_table() -> None:
 
 
 def test_methods_of_fsdp2_in_the_table_are_torchs() -> None:
-    text = (DOCS / "fsdp2.md").read_text(encoding="utf-8")
+    text = section("migration.md", "From FSDP2")
     methods = set(re.findall(r"`(set_\w+)\(", text)) - {"set_gradient_divide_factors"}
     assert methods
     assert all(hasattr(torchs.FSDPModule, name) for name in methods)
@@ -135,14 +141,14 @@ class Block(nn.Linear):
     pass
 
 
-def programs(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def programs(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @on_ranks(2)
 def test_what_fsdp1_becomes_trains_alike() -> None:
     losses = []
-    for program in programs("fsdp1.md"):
+    for program in programs((DOCS / "fsdp1.md").read_text(encoding="utf-8")):
         torch.manual_seed(0)
         known = {"torch": torch, "Block": Block, "device": torch.device("cpu")}
         known["model"] = nn.Sequential(Block(4, 6), nn.ReLU(), Block(6, 3))
@@ -162,7 +168,7 @@ def test_what_fsdp1_becomes_trains_alike() -> None:
 
 @on_ranks(2)
 def test_what_deepspeeds_engine_becomes_trains(tmp_path: Path) -> None:
-    program = programs("deepspeed.md")[1]
+    program = programs(section("migration.md", "From DeepSpeed"))[1]
     known = {name: getattr(fsdp, name) for name in fsdp.__all__}
     known |= {"fsdp": fsdp, "torch": torch, "Block": Block, "model": nn.Sequential(Block(4, 6), Block(6, 3))}
     known |= {"batches": [(torch.ones(2, 4), torch.ones(2, 3))] * 2, "loss_of": _loss_of}

@@ -22,14 +22,14 @@ pytestmark = [
 
 # The page that a search shows first.
 SEARCHES = {
-    "hang": "waiting",
-    "hangs": "waiting",
-    "training hangs": "waiting",
-    "deadlock": "waiting",
-    "stuck": "waiting",
-    "timeout": "waiting",
-    "NaN": "waiting",
-    "loss is nan": "waiting",
+    "hang": "troubleshooting",
+    "hangs": "troubleshooting",
+    "training hangs": "troubleshooting",
+    "deadlock": "troubleshooting",
+    "stuck": "troubleshooting",
+    "timeout": "troubleshooting",
+    "NaN": "troubleshooting",
+    "loss is nan": "troubleshooting",
     "out of memory": "troubleshooting",
     "CUDA out of memory": "troubleshooting",
     "OOM": "troubleshooting",
@@ -103,7 +103,7 @@ def test_pages_opened_as_files_show_excerpts_of_what_was_found(site: Path) -> No
     texts = (site / "_static" / "texts.js").read_text(encoding="utf-8")
     sections = json.loads(texts.removeprefix("const TEXTS = ").removesuffix(";\n"))
     assert sorted(sections) == sorted(index_of(site)["docnames"])
-    assert re.search(r'<p id="index-0">A rank that hangs', sections["waiting"])
+    assert re.search(r'<p id="index-\d+">A rank that hangs', sections["troubleshooting"])
     assert '<section id="out-of-memory">' in sections["troubleshooting"]
     assert "excerpts.js" in (site / "search.html").read_text(encoding="utf-8")
 
@@ -129,7 +129,7 @@ def test_no_two_pages_have_one_title(site: Path) -> None:
 def test_only_code_is_coloured(site: Path) -> None:
     reference = (site / "reference" / "wrapper.html").read_text(encoding="utf-8")
     assert set(re.findall(r'class="[^"]*highlight-(\w+)', reference)) == {"python"}
-    page = (site / "waiting.html").read_text(encoding="utf-8")
+    page = (site / "troubleshooting.html").read_text(encoding="utf-8")
     report = re.search(r'class="highlight-(\w+) notranslate"><div class="highlight"><pre>[^\n]*fsdp: rank 0 has', page)
     assert report, page
     assert report[1] == "none"

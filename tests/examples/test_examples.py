@@ -311,7 +311,7 @@ def test_it_trains_as_with_ddp(tmp_path: Path) -> None:
         theirs = before.train(CPU, tmp_path / f"theirs {max_norm}", steps=5, max_norm=max_norm)
         ours = after.train(CPU, tmp_path / f"ours {max_norm}", steps=5, max_norm=max_norm)
         if dist.get_world_size() == 2 and max_norm == float("inf"):
-            assert ours == theirs  # to the bit, as docs/from_ddp.md says
+            assert ours == theirs  # to the bit, as docs/migration.md says
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 

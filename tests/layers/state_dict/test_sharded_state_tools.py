@@ -164,7 +164,7 @@ def test_torchs_functions_see_the_whole_state() -> None:
 
 
 class _Sharded:
-    """As docs/sharded_state.md shows it: has DCP ask for the sharded state."""
+    """As docs/state_dicts.md shows it: has DCP ask for the sharded state."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
