@@ -303,9 +303,9 @@ class DTensorForm:
             places = [found[param] for param in params]
             shard = Shard(flat_param, places, (), new_orig_params, is_replicated=is_replicated)
             if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
-                given = {"module": places[0][0].module, "mesh": self._spread.mesh, "mp_policy": self._mp_policy}
-                new_unsharded = partial(ExtendedParameters, **given)
-                shard = replace(shard, is_kept=False, new_unsharded=new_unsharded)
+                modules = {used[0].fqn: used[0].module for used in places}
+                given = {"modules": modules, "mesh": self._spread.mesh, "mp_policy": self._mp_policy}
+                shard = replace(shard, is_kept=False, new_unsharded=partial(ExtendedParameters, **given))
             shards.append(shard)
         ordered = {param: found[param] for params in groups for param in params}
         take_over(ordered, [shard.flat_param for shard in shards], unit.name, unit)
@@ -327,8 +327,8 @@ class DTensorForm:
 
 
 def _kind_of(name: str, param: nn.Parameter) -> Hashable:
-    """Return what tells parameters apart that do not share a flat parameter; extended ones have each their own."""
-    return param.dim() == 0, param if holds_extended(param) else None
+    """Return what tells parameters apart that do not share a flat parameter."""
+    return param.dim() == 0, holds_extended(param)
 
 
 def _placements(given: Placements | None, reshard_after_forward: Any, spread: DataParallelSpread) -> Placements:

@@ -100,7 +100,7 @@ CONCERNS = {
     "layers/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
     "layers/sharding_strategy": "layers/sharding_strategy engine/hybrid",
     "layers/deferred_init": "layers/state_dict/meta* layers/state_dict/materialize* fully_shard/starts",
-    "layers/extended_params": "fully_shard/subclasses",
+    "layers/extended_params": "fully_shard/pairs fully_shard/subclasses",
     "layers/flatten_params_wrapper": "layers/flatten_params_wrapper",
     "engine/kept_shard distributed/nested": "fully_shard/settings engine/placements_bytes engine/placements_training",
     "engine/placements": "engine/placements engine/placements_training",
@@ -121,7 +121,8 @@ CONCERNS = {
     "distributed/paths": "distributed/paths",
     "distributed/consensus": "distributed/agreement checkpoint/errors",
     "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/devices": (
-        "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses"
+        "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses "
+        "fully_shard/pairs"
     ),
     "layers/state_dict/full": (
         "layers/state_dict/state_dict layers/state_dict/changed_by_loading "

@@ -22,6 +22,7 @@ from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry, Part
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import local_part
+from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.optim_utils.owned import OwnedOptimizer
 from fsdp.optim_utils.state import (
@@ -212,7 +213,7 @@ def state_entries(
         own = {
             key: state for key, state in optimizers.state_of(one.param).items() if isinstance(known.get(key), Elements)
         }
-        vectors = {key: local_part(state).detach().reshape(-1) for key, state in own.items()}
+        vectors = {key: values_of(local_part(state)).detach().reshape(-1) for key, state in own.items()}
         encoded_kinds = kinds_to_json(known, one.name)
         for original in one.originals:
             states[original.name] = encoded_kinds
@@ -385,7 +386,7 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
                     files.read(f"{name}/{key}", state[key].view(-1), 0)
             elif isinstance(kind, Elements):
                 state[key] = one.memory(held.get(key), kind.dtype)
-                flat = local_part(state[key]).view(-1)
+                flat = values_of(local_part(state[key])).view(-1)
                 for original, name in names.items():
                     target = plan.tensors[original.name]
                     into = _elements_of(original, one, target, flat)

@@ -86,8 +86,12 @@ def memory_of(tensor: Tensor) -> int:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 and 2.13)
         tensor = torch._C._functorch.get_unwrapped(tensor)
     tensor = local_part(tensor)
-    has_none = _is_in_flight(tensor) or tensor.layout is not torch.strided
-    return 0 if has_none else tensor.untyped_storage().data_ptr()
+    if _is_in_flight(tensor) or tensor.layout is not torch.strided:
+        return 0
+    if hasattr(type(tensor), "__tensor_flatten__"):  # a class around others
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return memory_of(getattr(tensor, names[0])) if names else 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_in_flight(tensor: Tensor) -> bool:

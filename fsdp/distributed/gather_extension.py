@@ -1,67 +1,88 @@
-"""torch's extension of all-gathers: tensor subclasses that define the form in which they are sent.
+"""Trained parameters of tensor subclasses, and torch's extension of all-gathers.
 
-A parameter of such a class has two methods. ``fsdp_pre_all_gather`` converts its shard to the plain tensors that are
-sent (for example, 8-bit numbers and their scales). ``fsdp_post_all_gather`` creates the unsharded parameter from the
-received tensors. The values are in a single plain tensor, an attribute of the parameter, which optimizers update.
+The values of such a parameter are plain tensors of its shape and dtype, which ``__tensor_flatten__`` names. The class
+may have two methods: ``fsdp_pre_all_gather`` converts a rank's rows to the tensors that are sent (for example, 8-bit
+numbers and their scales), and ``fsdp_post_all_gather`` creates the unsharded parameter from the received tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import local_part
+from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
 
-_PLAIN = Tensor, nn.Parameter
-_METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-
-def is_extended(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a class with either of the two methods."""
-    kind = type(tensor)
-    return kind not in _PLAIN and any(hasattr(kind, method) for method in _METHODS)
+PLAIN = Tensor, nn.Parameter
+BEFORE, AFTER = _METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-def holds_extended(param: Tensor) -> bool:
-    """Return whether a parameter is of such a class, or a `DTensor` around a tensor of such a class."""
-    return is_extended(local_part(param))
+def inner_of(tensor: Any) -> list[Tensor]:
+    """Return the plain tensors of a subclass if all have its shape and dtype; otherwise an empty list."""
+    if type(tensor) in PLAIN or is_dtensor(tensor) or not hasattr(type(tensor), "__tensor_flatten__"):
+        return []
+    found = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    are_alike = all((type(each), each.shape, each.dtype) == (Tensor, tensor.shape, tensor.dtype) for each in found)
+    return found if are_alike else []
+
+
+def holds_extended(param: Tensor, *, if_trained: bool = True) -> bool:
+    """Return whether a parameter, or the local tensor of a `DTensor`, is of a class with either of the two methods.
+
+    Args:
+        param: a parameter.
+        if_trained: include trained parameters of other classes with plain inner tensors.
+    """
+    local = local_part(param)
+    if type(local) in PLAIN:
+        return False
+    has_method = any(hasattr(type(local), method) for method in _METHODS)
+    return has_method or (if_trained and param.requires_grad and bool(inner_of(local)))
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the plain tensor in which a tensor of such a class has its values; another tensor is its own."""
-    if type(tensor) in _PLAIN or not is_extended(tensor):  # this is asked for every gradient
+    """Return the values of a subclass as a plain tensor; any other tensor unchanged.
+
+    Multiple inner tensors are ``[inner, *shape]``. The result shares their memory if they are consecutive.
+    """
+    if type(tensor) in PLAIN or not (inner := inner_of(arrived(tensor))):  # this is asked for every gradient
         return tensor
-    found: Tensor = getattr(tensor, _attribute_of(tensor))
-    return found
+    first, numel = inner[0], inner[0].numel()
+    if len(inner) == 1:
+        return first
+    begins = [first.data_ptr() + number * first.nbytes for number in range(len(inner))]
+    if begins == [one.data_ptr() for one in inner] and all(one.is_contiguous() for one in inner):
+        return first.as_strided((len(inner), *first.shape), (numel, *first.stride()))
+    return torch.stack(inner)
 
 
-def around(like: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor with the class and settings of `like`, which shares the memory of these values."""
-    made = like.new_zeros(values.shape, dtype=values.dtype, device=values.device)
-    setattr(made, _attribute_of(made), values)
+def around(like: Tensor, inner: Sequence[Tensor]) -> Tensor:
+    """Return a tensor with the class and settings of `like`, which shares the memory of these inner tensors."""
+    made: Any = like.new_zeros(inner[0].shape, dtype=inner[0].dtype, device=inner[0].device)
+    for name, each in zip(made.__tensor_flatten__()[0], inner, strict=True):
+        setattr(made, name, each)
     return made
 
 
 def check_extension(name: str, param: Tensor) -> None:
-    """Raise TypeError for a parameter of such a class, or its local part, that cannot be sharded."""
-    kind: Any = type(param)
-    for method in _METHODS:
-        if not hasattr(kind, method):
-            raise TypeError(f"{name} is a {kind.__name__}, which has no {method}: define it beside its counterpart")
-    found = [getattr(param, each) for each in kind.__tensor_flatten__(param)[0]] if _can_flatten(param) else []
-    if [(type(each), each.shape, each.dtype) for each in found] != [(Tensor, param.shape, param.dtype)]:
+    """Raise TypeError for a parameter whose class, or the class of its local part, cannot be sharded."""
+    local = local_part(param)
+    kind = type(local).__name__
+    found = [method for method in _METHODS if hasattr(type(local), method)]
+    if len(found) == 1:
+        (other,) = set(_METHODS) - set(found)
+        raise TypeError(f"{name} is a {kind}, which has no {other}: define it beside its counterpart")
+    inner = inner_of(local)
+    if not inner:
         raise TypeError(
-            f"{name} is a {kind.__name__}, whose values are not one plain tensor of its shape and dtype that its "
-            "__tensor_flatten__ names: what is trained must be, and fsdp_pre_all_gather may quantise it. Or pass it in "
-            "ignored_params."
+            f"{name} is a {kind}, whose values are not plain tensors of its shape and dtype that its "
+            "__tensor_flatten__ names: a trained parameter must be, and fsdp_pre_all_gather may quantise it. Or freeze "
+            "it before sharding, so that it is sharded as bytes; or pass it in ignored_params."
         )
-
-
-def _can_flatten(tensor: Tensor) -> bool:
-    return hasattr(type(tensor), "__tensor_flatten__")
-
-
-def _attribute_of(tensor: Any) -> str:
-    (name,) = tensor.__tensor_flatten__()[0]
-    return str(name)
+    if len(inner) > 1 and local is not param:
+        raise TypeError(
+            f"{name} is a DTensor around a {kind} of {len(inner)} tensors: local parts for tensor parallelism may be "
+            "of a class with a single inner tensor. Or pass it in ignored_params."
+        )

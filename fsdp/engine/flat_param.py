@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
-from fsdp.distributed.gather_extension import is_extended, values_of
+from fsdp.distributed.gather_extension import inner_of, values_of
 from fsdp.engine.counted_data import CountedParameter
 from fsdp.engine.layout import ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
@@ -53,6 +53,7 @@ class FlatParameter(CountedParameter):
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
     packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
+    examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each that is trained in a subclass
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     shard_storage: Any = None  # where a shard and its gradient live
@@ -66,7 +67,6 @@ class FlatParameter(CountedParameter):
     _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Any = None  # of the parameters that it was made from, until a handle takes them over
-    example: Tensor | None = None  # an empty tensor of its parameter's class, if that has torch's all-gather extension
     _vector: Tensor | None = None  # once asked for; gone when other `.data` is assigned
 
     def __new__(
@@ -91,7 +91,8 @@ class FlatParameter(CountedParameter):
         """Return one around `data`, with what is known of it by the names of its attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
-        self.attributes, self.valueless, self.packings = tuple({} for _ in shapes), set(), self.parts
+        self.attributes, self.valueless = tuple({} for _ in shapes), set()
+        self.packings = self.examples = self.parts
         self.__dict__.update(known)
         return self
 
@@ -121,8 +122,11 @@ class FlatParameter(CountedParameter):
             keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
             block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
         """
-        locals_ = [values_of(local_part(param)) for param in params]
+        kinds = [local_part(param.detach()) for param in params]
+        locals_ = list(map(values_of, kinds))
         shapes = tuple(local.shape for local in locals_)
+        if dims is not None:  # multiple inner tensors are along the first dimension
+            dims = tuple(d + v.dim() - k.dim() if k.dim() else 0 for d, v, k in zip(dims, locals_, kinds, strict=True))
         layout = layout_type.of(zip(names, shapes, strict=True), world_size, align, dims, block)
         shard = storage.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
@@ -137,6 +141,7 @@ class FlatParameter(CountedParameter):
             shapes,
             parts=tuple(map(MeshPart.of, params)),
             attributes=tuple(map(attributes_of, params)),
+            examples=tuple(kind.new_zeros([0] * kind.dim()) if inner_of(kind) else None for kind in kinds),
             valueless={slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()},
             shard_storage=storage,
             _layout_type=layout_type,
@@ -147,8 +152,6 @@ class FlatParameter(CountedParameter):
         )
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
-        if is_extended(first := local_part(params[0].detach())):  # of the only one
-            self.example = first.new_zeros([0] * first.dim())
         storage.release()
         return self
 
@@ -179,11 +182,11 @@ class FlatParameter(CountedParameter):
             some(self._shapes),
             parts=some(self.parts),
             packings=some(self.packings),
+            examples=some(self.examples),
             attributes=some(self.attributes),
             valueless={number for number, slot in enumerate(slots) if slot in self.valueless},
             shard_storage=storage,
             group=self.group,
-            example=self.example,
             _layout_type=self._layout_type,
             _dims=self._dims and some(self._dims),
             _align=self._align,

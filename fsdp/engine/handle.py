@@ -136,7 +136,7 @@ class FlatParamHandle:
         self.kept_shard = kept_shard
         self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
         self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
-        self._make_unsharded = shard.new_unsharded
+        self.new_unsharded = shard.new_unsharded
         self._looked_at: Any = None  # the versions of the shard, and of local shards, that `_absorb_shards` has seen
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
@@ -320,14 +320,12 @@ class FlatParamHandle:
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
         if self.kept_shard is not None:
             numel = self.kept_shard.padded(numel)
-        return self._make_unsharded(
+        return self.new_unsharded(
+            shard,
             self.layout,
-            shard.parts,
             shard.vector if is_shard else torch.empty(numel, dtype=self.dtype, device=self.storage.device),
             is_shard=is_shard,
             requires_grad=self._trained,
-            valueless=self.valueless,
-            attributes=shard.attributes,
             on_gradient=partial(_report_gradient, weakref.ref(self)),
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
@@ -569,7 +567,9 @@ class FlatParamHandle:
                 )
             part = self.flat_param.parts[slot]
             values = gradient if part is None else part.gradient(gradient)
-            self.gradients.add(slot, values if type(values) is Tensor else values_of(values), divisor)
+            if self.flat_param.examples[slot] is not None:  # each inner tensor has the gradient if its class has not
+                values = values_of(values).expand(self.layout.slots[slot].shape)
+            self.gradients.add(slot, values, divisor)
         return not self.gradients.missing
 
     def reduce(self) -> Pending:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,25 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
+from fsdp.distributed.dtensor import local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, copy_as, sharded_message, sharded_weight, valueless_weight
 from fsdp.engine.rows_layout import Arrangement
-from fsdp.engine.user_attributes import Attributes, give_attributes
+from fsdp.engine.user_attributes import give_attributes
 
 
 class UnshardedParameters:
     """The parameters of a layout in one buffer.
 
     Args:
+        flat_param: this rank's shard, which knows what each parameter is.
         layout: how they lie in the buffer.
-        parts: for each, what it is a part of if it is a `DTensor`.
         full: ``[unsharded_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
-        valueless: the numbers of the parameters without values.
-        attributes: for each, what users had set on it.
         on_gradient: called with a parameter's number and its leaf, when autograd has finished the leaf's gradient.
         absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
@@ -50,14 +49,12 @@ class UnshardedParameters:
 
     def __init__(
         self,
+        flat_param: FlatParameter,
         layout: Layout,
-        parts: Sequence[MeshPart | None],
         full: Tensor,
         *,
         is_shard: bool,
         requires_grad: Sequence[bool],
-        valueless: Collection[int],
-        attributes: Sequence[Attributes],
         on_gradient: Callable[[int, Tensor], None],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
@@ -65,24 +62,33 @@ class UnshardedParameters:
         self.is_shard = is_shard
         self._nbytes = full.numel() * full.element_size()
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
+        parts, self._attributes = flat_param.parts, flat_param.attributes
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self._on_gradient = on_gradient
-        self._attributes = attributes
         self._requires_grad = list(requires_grad)
         self._layout = layout
         self._placeholders: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
         self._freed = FreedLeaves(self.leaves)
         self._version_of: Callable[[Any], int] = version_of_dtensor if any(parts) else operator.attrgetter("_version")
-        self._placed = [self._lies_there(view) for view in views]
+        self._placed = [view.numel() > 0 for view in views]
         self._expected: list[int] | None = None  # the versions of the leaves, while they have the gathered values
         if is_shard:
             self.rest()
-        self.absent = list(self._hidden(valueless) if absent is None else absent)
+        self.absent = list(self._hidden(flat_param.valueless) if absent is None else absent)
         self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
         self._gathered = full[: layout.padded_numel]
         self._is_arranged = False  # what is being gathered will be
         self.free()
+
+    def _watch(self, inside: Mapping[int, Sequence[Tensor]]) -> None:
+        """Watch tensors inside of leaves as well, by the leaves' ids: classes may give them counters of their own."""
+
+        def version_of(leaf: Tensor) -> int:
+            return leaf._version + sum(tensor._version for tensor in inside.get(id(leaf), ()))
+
+        self._version_of = version_of
+        self._freed = FreedLeaves([*self.leaves, *(tensor for tensors in inside.values() for tensor in tensors)])
 
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a leaf around the unsharded values of a parameter."""
@@ -103,10 +109,6 @@ class UnshardedParameters:
                 yield self._placeholders[slot.name]
             else:
                 yield valueless_weight(slot.name, leaf) if number in valueless else leaf
-
-    def _lies_there(self, view: Tensor) -> bool:
-        """Return whether the leaf of a parameter lies where this view of the buffer does."""
-        return view.numel() > 0
 
     @cached_property
     def accumulators(self) -> list[Any]:
@@ -226,11 +228,10 @@ class UnshardedParameters:
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Make leaves that were `written` views of the buffer again, with their new values."""
-        views = self._views()
-        for number in self.moved():
-            if number in numbers:
-                views[number].copy_(local_part(self.leaves[number]).detach())
-                set_local_part(self.leaves[number], views[number].data)
+        for number in set(self.moved()).intersection(numbers):
+            view = self._views()[number]
+            view.copy_(local_part(self.leaves[number]).detach())
+            set_local_part(self.leaves[number], view.data)
         self.rest()
 
 

@@ -33,7 +33,7 @@ from fsdp.distributed.dtensor import (
     memory_of,
     set_local_part,
 )
-from fsdp.distributed.gather_extension import around, values_of
+from fsdp.distributed.gather_extension import around, inner_of, values_of
 from fsdp.distributed.gathered_part import write_parts_through
 from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
@@ -207,12 +207,12 @@ class DTensorParams(OrigParams):
     ) -> None:
         self.spread, self._given = spread, params
         self._parts_before = flat_param.parts
-        self._parts = list(map(spread.of_sharded, layout.slots, flat_param.parts))
+        self._parts = list(map(spread.of_sharded, map(_seen, layout.slots, flat_param.examples), flat_param.parts))
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
         _shards.add(flat_param)
         self._rows = [layout.local_place(slot, rank) for slot in range(len(layout.slots))]
-        self._held: dict[int, Tensor] = {}
+        self._held: dict[int, list[Tensor]] = {}  # the tensors in the shard of each `DTensor`
         super().__init__(flat_param, layout, rank, places)
         del self._given
         self._versions = self.versions
@@ -233,7 +233,9 @@ class DTensorParams(OrigParams):
         if self._given is not None:
             self._given[slot].__dict__["owner"] = self._flat_param
             return self._given[slot]  # `alias` has it lie in the new shard
-        made = row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
+        shown, example = rows.as_subclass(Tensor), self._flat_param.examples[slot]
+        shown = shown if example is None else in_class(example, shown)
+        made = row_parameter(self._flat_param, shown, self._parts[slot], requires_grad, layout.slots[slot].name)
         give_attributes(made, self._flat_param.attributes[slot])
         return made
 
@@ -242,7 +244,9 @@ class DTensorParams(OrigParams):
         return shard.as_strided(size, stride, shard.storage_offset() + at)  # made for every gradient: no view of a view
 
     def _show(self, slot: int, rows: Tensor) -> Tensor:
-        param = self.params[slot]
+        param, example = self.params[slot], self._flat_param.examples[slot]
+        if example is not None and rows.dim() > param.dim():  # a gradient of each inner tensor
+            rows = in_class(example, rows)
         return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
     def _have(self, slot: int, rows: Tensor) -> None:
@@ -250,8 +254,9 @@ class DTensorParams(OrigParams):
         self._lie_at(slot, rows.to("meta") if self.params[slot].is_meta else rows)
 
     def _lie_at(self, slot: int, rows: Tensor) -> None:
-        param, shown = self.params[slot], as_shown(self._flat_param, rows)
-        self._held[slot] = rows
+        param, example = self.params[slot], self._flat_param.examples[slot]
+        shown = rows if example is None else in_class(example, rows)
+        self._held[slot] = [rows] if example is None else inner_of(shown)
         if (rows.dtype, rows.device) == (param.dtype, param.device):
             set_local_part(param, shown)
         else:
@@ -262,8 +267,12 @@ class DTensorParams(OrigParams):
 
     def _replaced(self) -> list[int]:
         held = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]  # `held_part`, asked often
-        held = held if self._flat_param.example is None else list(map(values_of, held))
-        return [slot for slot, local in enumerate(held) if local is not self._held[slot]]
+        own, examples = self._held, self._flat_param.examples
+        return [
+            slot
+            for slot, local in enumerate(held)
+            if (local is not own[slot][0] if examples[slot] is None else not _are_same(inner_of(local), own[slot]))
+        ]
 
     def give_memory(self, slots: Iterable[int]) -> None:
         """Place parameters that came from the meta device in the shard."""
@@ -294,17 +303,28 @@ class DTensorParams(OrigParams):
 _version_of = operator.attrgetter("_version")
 
 
-def as_shown(owner: FlatParameter, rows: Tensor) -> Tensor:
-    """Return rows of a shard in the class that its parameter has, if that is one with torch's all-gather extension."""
-    return rows if owner.example is None else around(owner.example, rows)
+def _seen(slot: Slot, example: Tensor | None) -> Slot:
+    """Return the slot of a parameter without the dimension of multiple inner tensors."""
+    if example is None or example.dim() == len(slot.shape):
+        return slot
+    return replace(slot, shape=slot.shape[1:], dim=max(slot.dim - 1, 0))
+
+
+def in_class(example: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor in the class of `example`, around values as `values_of` returns them."""
+    return around(example, [values] if values.dim() == example.dim() else values.unbind())
+
+
+def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
-    """A parameter around this rank's rows, a view of the shard `owner`.
+    """A parameter around this rank's rows, a view of the shard `owner`, or a tensor around such views.
 
     An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
     """
-    param = counted(part.dtensor(as_shown(owner, rows.as_subclass(Tensor))), requires_grad)
+    param = counted(part.dtensor(rows), requires_grad)
     param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
     itself = weakref.ref(param)
     param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
@@ -314,11 +334,13 @@ def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_g
 
 def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn.Parameter:
     found: Any = param()
-    rows = values_of(held_part(found))
+    local = held_part(found)
     owner = copy.deepcopy(found.owner, memo)
-    start = int(rows.storage_offset() - found.owner.storage_offset())
-    mine = owner.detach().as_subclass(Tensor).as_strided(rows.shape, rows.stride(), owner.storage_offset() + start)
-    copied = memo[id(found)] = row_parameter(owner, mine, part, found.requires_grad, found.fqn)
+    mine, moved = owner.detach().as_subclass(Tensor), int(owner.storage_offset() - found.owner.storage_offset())
+    held = inner_of(local) or [local]
+    inner = [mine.as_strided(one.shape, one.stride(), one.storage_offset() + moved) for one in held]
+    rows = around(local, inner) if inner_of(local) else inner[0]
+    copied = memo[id(found)] = row_parameter(owner, rows, part, found.requires_grad, found.fqn)
     give_attributes(copied, attributes_of(found))
     return copied
 

@@ -1,14 +1,15 @@
-"""The unsharded parameter of a tensor subclass with its own all-gather extension, as in torch's FSDP2.
+"""The unsharded parameters of trained tensor subclasses, which are gathered together as bytes.
 
-Its local tensor creates the tensors to send from this rank's rows (``fsdp_pre_all_gather``), and the leaf from the
-received tensors (``fsdp_post_all_gather``). The leaf is created once, and later all-gathers use the same memory, which
-is freed in between.
+Each parameter contributes tensors: its class creates them from this rank's rows (``fsdp_pre_all_gather`` of torch's
+FSDP2), or they are the rows of its inner tensors. A single all-gather sends the bytes of all. Each class creates its
+leaf from the tensors of all ranks (``fsdp_post_all_gather``). A leaf is created once, and later all-gathers use the
+same memory, which is freed in between.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,15 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import held_part, memory_of
-from fsdp.engine.autograd import FreedLeaves, accumulator_of
+from fsdp.distributed.dtensor import held_part, local_part, memory_of
+from fsdp.distributed.gather_extension import AFTER, BEFORE, PLAIN, around, inner_of
+from fsdp.engine.autograd import accumulator_of
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class Sent(NamedTuple):
-    """The look of a tensor that each rank sends."""
+    """The look of a plain tensor that each rank sends."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,133 +37,107 @@ class Sent(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-class Arriving(NamedTuple):
-    """An all-gather of a parameter's tensors, which are sent as concatenated bytes."""
-
-    full: Tensor  # ``[ranks * bytes]``
-    sent: list[Sent]
-    metadata: Any  # that the method before the all-gather has for the one after it
-
-
-class ExtendedParameters(UnshardedParameters):
-    """The unsharded parameter of a class with torch's all-gather extension, alone in its layout.
+class Gathered:
+    """A parameter's tensors in all-gathers: those of this rank, and memory for those of all ranks.
 
     Args:
         layout: in rows.
-        parts: the record of its `DTensor`, if it is the local part of a `DTensor`.
-        full: a tensor with the compute dtype and device.
-        absent: the `DTensor` with this rank's rows, which modules see while it is sharded.
-        module: the module that names the parameter.
-        mesh, mp_policy: the user's mesh and policy of data parallelism.
-        others: see `UnshardedParameters`.
+        slot: the number of the parameter.
+        sharded: its `DTensor`.
+        device, dtype: of the computation.
+        arguments: of ``fsdp_pre_all_gather``.
+
+    Attributes:
+        received: the tensors of all ranks, for each plain tensor that is sent; empty before the first all-gather.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        parts: Any,
-        full: Tensor,
-        *,
-        absent: Sequence[Tensor],
-        module: nn.Module,
-        mesh: Any,
-        mp_policy: Any,
-        **others: Any,
+        self, layout: RowsLayout, slot: int, sharded: Tensor, device: torch.device, dtype: torch.dtype, arguments: Any
     ) -> None:
-        # Until the first all-gather, the leaf is not visible to modules.
-        full = torch.empty(layout.unsharded_numel, dtype=full.dtype, device=full.device)
-        self._memory: list[tuple[Any, int]] = []  # storages that are freed with the parameter, with their sizes
-        super().__init__(layout, parts, full, absent=absent, **others | {"is_shard": False})
-        self._name, self._shape = layout.slots[0].name, layout.slots[0].shape
-        self._stride = torch.empty(self._shape, device="meta").stride()
-        self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-        self._sharded, self._module, self._mp_policy = absent[0], module, mp_policy
-        if not isinstance(layout, RowsLayout):
-            raise TypeError(f"a parameter with an all-gather of its own needs rows, got {type(layout).__name__}")
-        self._rows_layout, self._part, self._full_rows = layout, parts[0], layout.local_shape(0, 0)
-        self._arriving: Arriving | None = None
-        self._sent: list[Sent] = []  # the first time
-        self._received: list[Tensor] = []  # those of all ranks, for each tensor that is sent; made once
-
-    def _lies_there(self, view: Tensor) -> bool:  # so that only its version shows whether it was written
-        return False
+        self._world_size, self._sharded, self._device, self._dtype = layout.world_size, sharded, device, dtype
+        self._arguments = arguments
+        _, self.shape, self._stride, *_ = arguments
+        self._extra = len(layout.slots[slot].shape) - len(self.shape)  # a dimension of multiple inner tensors
+        self._dim = max(layout.slots[slot].dim - self._extra, 0)
+        self._ranges = [layout.rows(slot, rank) for rank in range(layout.world_size)] if self.shape else [(0, 1)]
+        self._full_rows = layout.local_shape(slot, 0)[self._extra :]
+        self._sent: list[Sent] = []
+        self._kinds: list[Tensor | None] = []  # of each tensor from the class, an example if it is of a class itself
+        self._metadata: Any = None
+        self.received: list[Tensor] = []
 
     @property
-    def _rows(self) -> Any:
+    def rows(self) -> Any:
         """This rank's rows, in their class."""
         return held_part(self._sharded)
 
-    @cached_property
-    def accumulators(self) -> list[Any]:  # of one that users' classes need no `view` for
-        return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
-
-    # --- before and after an all-gather -------------------------------------------------------------------------
-
-    def begin_gather(self, *, directly: bool = False) -> Tensor:
-        with _as_for_parameters():
-            sent, metadata = self._before_gather()
-            self.outgoing = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sent])
-            full = self.outgoing.new_empty(self._layout.world_size * self.outgoing.numel())
-        self._arriving = Arriving(full, [Sent(tensor.shape, tensor.dtype) for tensor in sent], metadata)
-        return full
-
-    def _before_gather(self) -> tuple[list[Tensor], Any]:
-        local = self._rows if self._rows.device == self.full.device else self._rows.to(self.full.device)
-        taken = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
-        if taken not in (1, 5):
-            raise TypeError(
-                f"fsdp_pre_all_gather of a {type(local).__name__} ({self._name}) takes {taken} arguments: it must take "
-                "(mesh, outer_size, outer_stride, module, mp_policy), or mesh alone"
-            )
-        every = self._mesh, self._shape, self._stride, self._module, self._mp_policy
-        given, metadata = local.fsdp_pre_all_gather(*every[:taken])
-        sent = list(given)
-        if local.shape != self._full_rows and any(tensor.shape == local.shape for tensor in sent):
-            raise ValueError(
-                f"fsdp_pre_all_gather of a {type(local).__name__} ({self._name}) returned {list(local.shape)}, this "
-                f"rank's rows: all ranks must send as much. Pad it to {list(self._full_rows)}, as the first rank has."
-            )
-        return sent, metadata
-
-    def end_gather(self, *, is_wanted: bool = True) -> None:
-        arriving, self._arriving, self.outgoing = self._arriving, None, None
-        if arriving is None or not is_wanted:
-            return
-        with _as_for_parameters():
-            for storage, nbytes in self._memory:
-                storage.resize_(nbytes)
-            self._take(arriving)
-            come, after = tuple(self._received), self._rows.fsdp_post_all_gather
-            if self._memory:
-                after(come, arriving.metadata, self.full.dtype, out=self.leaves[0])
-            else:
-                self._show_as(*after(come, arriving.metadata, self.full.dtype))
-        self._freed.unseal()
-        self.rest()
-
-    def _take(self, arriving: Arriving) -> None:
-        """Copy the received tensors to their persistent memory."""
-        if not self._memory:
-            self._sent = arriving.sent
-            self._received = [self._room_for(sent) for sent in arriving.sent]
-        if arriving.sent != self._sent:
-            raise RuntimeError(
-                f"fsdp_pre_all_gather of a {type(self._rows).__name__} ({self._name}) returned tensors of other sizes "
-                "than the first time: they must stay the same"
-            )
-        by_rank = arriving.full.view(self._layout.world_size, -1).split([sent.nbytes for sent in self._sent], dim=1)
-        for tensor, sent, bytes_of_all in zip(self._received, self._sent, by_rank, strict=True):
-            if self._is_divided(sent):
-                for rank, come in enumerate(bytes_of_all):
-                    first, last = self._rows_layout.rows(0, rank)
-                    slices = come.clone().view(sent.dtype).view(sent.shape).narrow(self._dim, 0, last - first)
-                    tensor.narrow(self._dim, first, last - first).copy_(slices)
-            else:
-                tensor.view(self._layout.world_size, -1).view(torch.uint8).copy_(bytes_of_all)
+    @property
+    def title(self) -> str:
+        return f"a {type(self.rows).__name__} ({self._sharded.fqn})"  # type: ignore[attr-defined]
 
     @property
-    def _dim(self) -> int:
-        return self._layout.slots[0].dim
+    def has_methods(self) -> bool:
+        return hasattr(self.rows, AFTER)
+
+    def send(self) -> list[Tensor]:
+        """Return this rank's tensors, plain and contiguous."""
+        rows = self.rows if self.rows.device == self._device else self.rows.to(self._device)
+        if self.has_methods:
+            given = self._from_class(rows)
+        else:
+            given = [one.to(self._dtype) for one in inner_of(rows)]
+        # All ranks send as much: rows that are short are padded, if it is clear which tensors are rows.
+        short = [number for number, one in enumerate(given) if one.shape == rows.shape != self._full_rows]
+        if len(short) > 1 and len(self.shape) == 1 and self.has_methods:
+            raise ValueError(
+                f"{BEFORE} of {self.title} returned {len(short)} tensors of {list(rows.shape)}, this rank's rows: all "
+                f"ranks must send as much. Pad those that are rows to {list(self._full_rows)}, as the first rank has."
+            )
+        given = [self._padded(one) if number in short else one for number, one in enumerate(given)]
+        kinds = [None if type(one) in PLAIN else one.new_zeros([0] * one.dim()) for one in given]
+        plain = [each for one in given for each in ([one] if type(one) in PLAIN else inner_of(one))]
+        sent = [Sent(one.shape, one.dtype) for one in plain]
+        if self.received and sent != self._sent:
+            raise RuntimeError(
+                f"{BEFORE} of {self.title} returned tensors of other sizes than the first time: they must stay the same"
+            )
+        self._sent, self._kinds = sent, kinds
+        return [one.detach().contiguous() for one in plain]
+
+    def _from_class(self, rows: Any) -> list[Tensor]:
+        before = getattr(rows, BEFORE)
+        taken = len(inspect.signature(before).parameters)
+        if taken not in (1, 5):
+            raise TypeError(
+                f"{BEFORE} of {self.title} takes {taken} arguments: it must take "
+                "(mesh, outer_size, outer_stride, module, mp_policy), or mesh alone"
+            )
+        given, self._metadata = before(*self._arguments[:taken])
+        given = [given] if isinstance(given, Tensor) else list(given)
+        for one in given:
+            if type(one) not in PLAIN and not inner_of(one):
+                raise TypeError(
+                    f"{BEFORE} of {self.title} returned a {type(one).__name__}: return plain tensors, or tensors of "
+                    "classes whose __tensor_flatten__ names plain tensors of their shape and dtype"
+                )
+        return given
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        made = rows.new_zeros(self._full_rows)
+        made.narrow(self._dim, 0, rows.shape[self._dim]).copy_(rows)
+        return made
+
+    def receive(self, by_rank: Tensor) -> None:
+        """Copy the bytes of all ranks, ``[ranks, bytes]``, to the memory of `received`."""
+        self.received = self.received or list(map(self._room_for, self._sent))
+        parts = by_rank.split([sent.nbytes for sent in self._sent], dim=1)
+        for tensor, sent, of_all in zip(self.received, self._sent, parts, strict=True):
+            if self._is_divided(sent):
+                for (first, last), own in zip(self._ranges, of_all, strict=True):
+                    slices = own.clone().view(sent.dtype).view(sent.shape).narrow(self._dim, 0, last - first)
+                    tensor.narrow(self._dim, first, last - first).copy_(slices)
+            else:
+                tensor.view(self._world_size, -1).view(torch.uint8).copy_(of_all)
 
     def _is_divided(self, sent: Sent) -> bool:
         """Return whether ranks send slices of a tensor whose order in memory differs from the received order."""
@@ -168,20 +145,123 @@ class ExtendedParameters(UnshardedParameters):
 
     def _room_for(self, sent: Sent) -> Tensor:
         """Return memory for a tensor that all ranks send, either unsharded or concatenated by rows."""
-        numel = self._shape.numel() if self._is_divided(sent) else self._layout.world_size * sent.shape.numel()
-        shape = self._shape if self._is_divided(sent) else (-1, *sent.shape[1:])
-        return torch.empty(numel, dtype=sent.dtype, device=self.full.device).view(shape)
+        numel = self.shape.numel() if self._is_divided(sent) else self._world_size * sent.shape.numel()
+        shape = self.shape if self._is_divided(sent) else (-1, *sent.shape[1:])
+        return torch.empty(numel, dtype=sent.dtype, device=self._device).view(shape)
 
-    def _show_as(self, made: Tensor, inner: Sequence[Tensor]) -> None:
-        """Create a leaf of a tensor with the padding of the shards, and record its memory."""
-        if made.shape != self._shape or made.stride() != self._stride:
-            made = torch.as_strided(made, self._shape, self._stride, 0)
-        leaf = self._new_leaf(0, made if self._part is None else self._part.dtensor(made), self._requires_grad[0])
-        self.leaves[:] = [leaf]
-        self.__dict__.pop("accumulators", None)  # of the leaf that was there before
-        held = [*self._received, *inner]
-        self._memory = [(storage, storage.nbytes()) for storage in map(Tensor.untyped_storage, held)]
-        self._freed = FreedLeaves([leaf, *held])
+    def make(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the unsharded parameter, and tensors whose memory is to be freed with it besides `received`."""
+        inner: Sequence[Tensor] = ()
+        if self.has_methods:
+            made, inner = getattr(self.rows, AFTER)(self._outputs, self._metadata, self._dtype)
+        else:
+            made = around(self.rows, [one.view(-1)[: self.shape.numel()].view(self.shape) for one in self.received])
+        if made.shape != self.shape or made.stride() != self._stride:  # with the padding of the shards
+            made = torch.as_strided(made, self.shape, self._stride, 0)
+        return made, [each for one in inner for each in (inner_of(one) or [one])]
+
+    def fill(self, leaf: Tensor) -> None:
+        """Give the unsharded parameter the values that were received."""
+        if self.has_methods:
+            getattr(self.rows, AFTER)(self._outputs, self._metadata, self._dtype, out=leaf)
+
+    @cached_property
+    def _outputs(self) -> tuple[Tensor, ...]:
+        """The tensors of all ranks, in the classes of those that were sent."""
+        left = iter(self.received)
+        return tuple(
+            next(left) if kind is None else around(kind, [next(left) for _ in inner_of(kind)]) for kind in self._kinds
+        )
+
+
+class ExtendedParameters(UnshardedParameters):
+    """Unsharded parameters of tensor subclasses.
+
+    Args:
+        flat_param, layout: in rows.
+        full: a tensor with the compute dtype and device.
+        absent: the `DTensor`s with this rank's rows, which modules see while they are sharded.
+        modules: the module of each parameter, by the parameter's name.
+        mesh, mp_policy: the user's mesh and policy of data parallelism.
+        others: see `UnshardedParameters`.
+    """
+
+    def __init__(
+        self,
+        flat_param: FlatParameter,
+        layout: Layout,
+        full: Tensor,
+        *,
+        absent: Sequence[Tensor],
+        modules: Mapping[str, nn.Module],
+        mesh: Any,
+        mp_policy: Any,
+        **others: Any,
+    ) -> None:
+        if not isinstance(layout, RowsLayout):
+            raise TypeError(f"tensor subclasses need rows, got {type(layout).__name__}")
+        # Until the first all-gather, the leaves are not visible to modules.
+        full = torch.empty(layout.unsharded_numel, dtype=full.dtype, device=full.device)
+        self._memory: list[tuple[Any, int]] = []  # storages that are freed with the parameters, with their sizes
+        super().__init__(flat_param, layout, full, absent=absent, **others | {"is_shard": False})
+        mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        self._parts, self._params = flat_param.parts, []
+        for number, (slot, example) in enumerate(zip(layout.slots, flat_param.examples, strict=True)):
+            shape = slot.shape if example is None else slot.shape[len(slot.shape) - example.dim() :]
+            stride = torch.empty(shape, device="meta").stride()
+            arguments = mesh, shape, stride, modules[slot.name], mp_policy
+            self._params.append(Gathered(layout, number, absent[number], full.device, full.dtype, arguments))
+        self._are_made = False
+        self._arriving: tuple[Tensor, list[int]] | None = None  # the bytes of all ranks, and the sizes of parameters
+
+    def moved(self) -> list[int]:
+        return []  # the class of a parameter decides what its ``.data`` is
+
+    @cached_property
+    def accumulators(self) -> list[Any]:  # of one that users' classes need no `view` for
+        return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
+
+    def begin_gather(self, *, directly: bool = False) -> Tensor:
+        with _as_for_parameters():
+            sent = [[one.view(-1).view(torch.uint8) for one in param.send()] for param in self._params]
+            self.outgoing = torch.cat([one for each in sent for one in each])
+            full = self.outgoing.new_empty(self._layout.world_size * self.outgoing.numel())
+        self._arriving = full, [sum(one.numel() for one in each) for each in sent]
+        return full
+
+    def end_gather(self, *, is_wanted: bool = True) -> None:
+        arriving, self._arriving, self.outgoing = self._arriving, None, None
+        if arriving is None or not is_wanted:
+            return
+        full, nbytes = arriving
+        with _as_for_parameters():
+            for storage, size in self._memory:
+                storage.resize_(size)
+            by_param = full.view(self._layout.world_size, -1).split(nbytes, dim=1)
+            for param, of_all in zip(self._params, by_param, strict=True):
+                param.receive(of_all)
+            if self._are_made:
+                for param, leaf in zip(self._params, self.leaves, strict=True):
+                    param.fill(leaf)
+            else:
+                self._make_leaves()
+        self._freed.unseal()
+        self.rest()
+
+    def _make_leaves(self) -> None:
+        """Create the leaves, and record their memory."""
+        held, inside = list[Tensor](), dict[int, list[Tensor]]()
+        for number, (param, part) in enumerate(zip(self._params, self._parts, strict=True)):
+            made, inner = param.make()
+            seen = made if part is None else part.dtensor(made)
+            leaf = self.leaves[number] = self._new_leaf(number, seen, self._requires_grad[number])
+            own = [*param.received, *inner]
+            inside[id(leaf)] = [*(inner_of(local_part(leaf)) or [local_part(leaf)]), *own]
+            held += own
+        self.__dict__.pop("accumulators", None)  # of the leaves that were there before
+        storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, held) if storage.nbytes()}
+        self._memory, self._are_made = [(storage, storage.nbytes()) for storage in storages.values()], True
+        self._watch(inside)
 
     def free(self) -> None:
         super().free()
@@ -195,9 +275,11 @@ class ExtendedParameters(UnshardedParameters):
         return torch.ones((), dtype=torch.bool, device=self.full.device)  # the class may have changed the values
 
     def new_value(self, number: int) -> nn.Parameter:
+        if not self._params[number].has_methods:
+            return self.leaves[number]
         raise RuntimeError(
-            f"{self._name} was written to while it was unsharded: what its fsdp_post_all_gather has made cannot be "
-            "taken back into the shards. Write to the sharded parameter, between steps."
+            f"{self._layout.slots[number].name} was written to while it was unsharded: what its {AFTER} has made "
+            "cannot be taken back into the shards. Write to the sharded parameter, between steps."
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
-from fsdp.distributed.gather_extension import check_extension, holds_extended, values_of
+from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
@@ -80,7 +80,7 @@ def is_packed(param: Tensor, in_rows: bool = False) -> bool:
         in_rows: `fully_shard` divides the rows of plain tensors of any dtype, and of classes with torch's all-gather
             extension.
     """
-    if in_rows and (type(param) is nn.Parameter or holds_extended(param)):
+    if in_rows and (type(param) is nn.Parameter or (holds_extended(param, if_trained=False) and inner_of(param))):
         return False
     if param.requires_grad or param.layout is not torch.strided or param.is_quantized or is_dtensor(param):
         return False
@@ -102,7 +102,8 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
     for param, places in found.items():
         if is_packed(param) and type(param) is not nn.Parameter:
             continue  # its class has the memory, and bytes are copied from there
-        local = values_of(local_part(param))
+        local = local_part(param)
+        local = next(iter(inner_of(local)), local)
         other = seen.setdefault(local.data_ptr(), places) if local.numel() and not local.is_meta else places
         if other is not places:
             raise ValueError(
@@ -119,9 +120,9 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
             "as a buffer (register_buffer) if it is not trained, or pass it in ignored_parameters."
         )
     check_placements(fqn, param)
-    is_known = type(param) in _PLAIN or (is_dtensor(param) and not holds_extended(param))
+    is_known = type(param) in PLAIN or (is_dtensor(param) and not holds_extended(param))
     if takes_all and holds_extended(param):
-        check_extension(fqn, local_part(param))
+        check_extension(fqn, param)
         is_known = True
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
@@ -146,9 +147,6 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
             "the two would no longer be tied. Leave that module alone, so that the unit that contains both takes "
             "the parameter (auto_wrap does so by itself)."
         )
-
-
-_PLAIN = (nn.Parameter,)
 
 
 def group(

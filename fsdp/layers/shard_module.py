@@ -136,7 +136,7 @@ def _shard_params(
     )
     stand_ins = None
     if packed := [param for param in found if is_packed(param, in_rows=form.lists_parts)]:
-        from fsdp.layers.stand_ins import StandIns  # for quantised and integer parameters
+        from fsdp.layers.packed_params import StandIns  # for quantised and integer parameters
 
         stand_ins = StandIns(found, packed)
         found = stand_ins.found

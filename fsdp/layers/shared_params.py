@@ -168,11 +168,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
     kept = handle.kept_shard
     places = [handle.places[slot] for slot in slots]
-    shard = Shard(flat_param, places, (), new_orig_params)
-    if any(flat_param.packings):
-        from fsdp.layers.packed_params import in_own_form  # for quantised parameters
-
-        shard = in_own_form(shard)
+    shard = Shard(flat_param, places, (), new_orig_params, new_unsharded=handle.new_unsharded)
     comms = handle.comm, handle.reduce_comm, handle.replicas
     alike = None if kept is None else type(kept)(kept.comm, kept.lasts)
     along_replicas = handle.replica_axis, handle.sums_replicas_by

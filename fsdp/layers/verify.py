@@ -127,10 +127,16 @@ def describe_handle(handle: FlatParamHandle) -> str:
             if packing
             else f"{slot.name}{list(slot.shape)}"
         )
+        + ("" if example is None else f" of class {type(example).__name__}")
         + (f" along {slot.dim}" if slot.dim else "")
         + (" frozen" if handle.requires_grad and not needs else "")
-        for slot, part, packing, needs in zip(
-            layout.slots, flat_param.parts, flat_param.packings, handle.requires_grad_each, strict=True
+        for slot, part, packing, example, needs in zip(
+            layout.slots,
+            flat_param.parts,
+            flat_param.packings,
+            flat_param.examples,
+            handle.requires_grad_each,
+            strict=True,
         )
     )
     kind = f"{own} requires_grad={handle.requires_grad}"
@@ -139,7 +145,6 @@ def describe_handle(handle: FlatParamHandle) -> str:
     if flat_param.group is not None:
         kind += f" of group {text_of_key(flat_param.group)}"
     kind += "" if isinstance(layout, ContiguousLayout) else " in rows"
-    kind += "" if flat_param.example is None else f" of class {type(flat_param.example).__name__}"
     ranks = f"over {layout.world_size} ranks by {type(handle.comm).__name__}"
     if handle.is_replicated:
         ranks += f" and {handle.replicas.world_size} replicas by {type(handle.replicas).__name__}"

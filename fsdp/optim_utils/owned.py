@@ -719,7 +719,7 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
             f"the shard of {original.name} is on disk, where an OwnedOptimizer does not keep state. Offload to the "
             "host (cpu_offload) instead, or use torch's AdamW as it is."
         )
-    if handle is not None and handle.flat_param.example is not None:
+    if handle is not None and handle.flat_param.examples[original.slot] is not None:
         raise NotImplementedError(
             f"{original.name} is of a tensor class with an all-gather extension, of which an OwnedOptimizer does not "
             "know the values. Use an optimizer that works element by element, as it is."

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
-from fsdp.distributed.dtensor import MeshPart
+from fsdp.distributed.dtensor import MeshPart, local_part, set_local_part
+from fsdp.distributed.gather_extension import around, inner_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.originals import taken_by
@@ -112,13 +113,16 @@ class OptimParam:
 
     def zeros(self, dtype: torch.dtype, device: torch.device | None = None, shape: torch.Size | None = None) -> Tensor:
         """Return memory like `param`: on disk if `param` is on disk, else on `device`, by default `param`'s."""
-        return torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
+        made = torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
+        if len(inner := inner_of(local_part(made))) > 1:  # consecutive, so that it is filled as a vector
+            set_local_part(made, around(local_part(made), torch.stack(inner).unbind()))
+        return made
 
     def memory(self, held: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> Tensor:
         """Return an optimizer's current tensor if it is like the result of `zeros`, and otherwise this result."""
         wanted = shape or self.param.shape, dtype, self.param.device
         is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
-        return held if is_like else self.zeros(dtype, shape=shape)
+        return held if is_like and len(inner_of(local_part(held))) < 2 else self.zeros(dtype, shape=shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -501,9 +501,10 @@ class WithoutPost(Values):
         return (self.values,), None
 
 
-class OfTwoTensors(InHalf):
+class OfTwoShapes(InHalf):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["values", "values"], self.settings
+        self.scale = self.values[:1]
+        return ["values", "scale"], self.settings
 
 
 class Quantised(InHalf):
@@ -518,8 +519,8 @@ class Quantised(InHalf):
     ("kind", "message"),
     [
         (WithoutPost, r"inner.0.0.weight is a WithoutPost, which has no fsdp_post_all_gather"),
-        (OfTwoTensors, r"inner.0.0.weight is a OfTwoTensors, whose values are not one plain tensor"),
-        (Quantised, r"inner.0.0.weight is a Quantised, whose values are not one plain tensor"),
+        (OfTwoShapes, r"inner.0.0.weight is a OfTwoShapes, whose values are not plain tensors of its shape.*freeze"),
+        (Quantised, r"inner.0.0.weight is a Quantised, whose values are not plain tensors"),
     ],
 )
 @on_ranks(1)
@@ -560,11 +561,29 @@ def test_methods_that_return_or_take_the_wrong_things() -> None:
         extended(ours(), kind=OfOddSignature)(INPUTS)
 
 
+@on_ranks(2, 3)
+def test_rows_are_padded() -> None:
+    found = [extended(ours(), kind=kind)(INPUTS) for kind in (Unpadded, InHalf)]
+    assert torch.equal(*found)
+
+
+class Ambiguous(Values):
+    """A vector with as many scales as it has elements on a rank."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.values, self.values.abs()), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        raise AssertionError
+
+
 @on_ranks(2)
-def test_rows_that_are_not_padded() -> None:
-    handle = next(each for each in handles(extended(ours(), kind=Unpadded)) if each.flat_param.example is not None)
+def test_vectors_of_which_it_is_unclear_whether_they_are_rows() -> None:
+    layer = nn.Linear(2, 3)
+    layer.bias = nn.Parameter(Ambiguous(layer.bias.detach()))
+    handle = next(one for one in handles(fsdp.fully_shard(layer)) if one.flat_param.examples[0] is not None)
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match=r"returned \[3, 7\], this rank's rows.*Pad it to \[4, 7\]"):
+        with pytest.raises(ValueError, match=r"bias.* returned 2 tensors of \[1\], this rank's rows.*to \[2\]"):
             handle.unshard()
 
 

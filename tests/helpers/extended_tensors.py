@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.helpers.models import Wrap, keep
 
@@ -189,3 +189,86 @@ def extended(wrap: Wrap = keep, *, kind: Any = InHalf, width: int = 7, seed: int
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return wrap(Layers(wrap, kind, width))
+
+
+class Pair(Tensor):
+    """Two tensors of one shape and dtype, on both of which every operation runs; of any class in which its kind is."""
+
+    first: Tensor
+    second: Tensor
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor) -> Any:
+        like = {"dtype": first.dtype, "device": first.device, "storage_offset": first.storage_offset()}
+        return Tensor._make_wrapper_subclass(cls, first.shape, first.stride(), **like)
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Pair({self.first}, {self.second})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["first", "second"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> Tensor:
+        return cls(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        both = [
+            func(*tree_map_only(Pair, pick, args), **tree_map_only(Pair, pick, kwargs or {}))
+            for pick in (lambda pair: pair.first, lambda pair: pair.second)
+        ]
+        if func._schema.is_mutable:
+            return args[0] if func._schema.returns else None
+        firsts, spec = tree_flatten(both[0])
+        made = [
+            cls(*each) if isinstance(each[0], Tensor) else each[0]
+            for each in zip(firsts, tree_flatten(both[1])[0], strict=True)
+        ]
+        return tree_unflatten(made, spec)
+
+
+class SentPair(Pair):
+    """A pair whose tensors are sent as they are, and that its methods put together again."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.first, self.second), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        first, second = outputs
+        if out is None:
+            return type(self)(first, second).to(param_dtype), (first, second)
+        if first.dtype != param_dtype:
+            out.first.copy_(first[: out.shape[0]])
+            out.second.copy_(second[: out.shape[0]])
+        return None
+
+
+class ToldPair(SentPair):
+    """The same, with all arguments."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        if (outer_size, outer_stride) not in [(each.shape, each.stride()) for each in module.parameters()]:
+            raise AssertionError(f"{outer_size} is of no parameter of the module")
+        return super().fsdp_pre_all_gather(mesh)
+
+
+def pairs(wrap: Wrap = keep, *, kind: Any = Pair, width: int = 6, seed: int = 0) -> nn.Module:
+    """Layers without biases, whose weights are pairs of unequal tensors."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = []
+        for _ in range(3):
+            layer = nn.Sequential(nn.Linear(width, 7, bias=False), nn.Tanh(), nn.Linear(7, width, bias=False))
+            for linear in (layer[0], layer[2]):
+                values = linear.weight.detach()
+                linear.weight = nn.Parameter(kind(values.clone(), values * 0.5))
+            layers.append(wrap(layer))
+        return wrap(nn.Sequential(*layers))

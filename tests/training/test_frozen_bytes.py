@@ -385,6 +385,31 @@ def test_a_summoned_parameter_of_another_form_is_an_error_on_all_ranks(rank0_onl
     torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
 
 
+class Sending(Rows8):
+    """A class with torch's all-gather extension, which is not needed for frozen bytes, as NF4 has."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("form", [*FORMS, "rows"])
+@on_ranks(2)
+def test_frozen_classes_with_an_extension_are_bytes(form: str) -> None:
+    def made() -> nn.Sequential:
+        model = quantised("two tensors")
+        for layer in (model[0], model[2]):
+            weight = layer.base.weight
+            layer.base.weight = nn.Parameter(Sending(weight.values, weight.scale, weight.dtype), requires_grad=False)
+        return model
+
+    plain, model = made(), sharded(made(), form)
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+    assert any(one.flat_param.dtype is torch.uint8 for one in fsdp.flat_param_handles(model))
+
+
 CASTS: dict[str, Any] = {
     "half": lambda model: model.half(),
     "to": lambda model: model.to(torch.bfloat16),

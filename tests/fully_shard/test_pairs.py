@@ -1,0 +1,286 @@
+"""Trained parameters whose class consists of multiple tensors, with and without torch's all-gather extension."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import fully_shard
+from tests.helpers.dtensor_twins import handles, local, ours
+from tests.helpers.extended_tensors import Pair, SentPair, ToldPair, extended, pairs
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
+
+KINDS = [Pair, SentPair, ToldPair]
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "foreach": lambda params: torch.optim.Adam(params, lr=0.05, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def batch(step: int, rank: int, width: int = 6) -> Tensor:
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def both(value: Any) -> Tensor:
+    """Return both tensors of a pair, or of a pair in a `DTensor` whose rows are all gathered."""
+    if isinstance(value, Pair):
+        return torch.stack([value.first, value.second]).detach()
+    inside = local(value)
+    parts = [inside.first, inside.second] if isinstance(inside, Pair) else [inside, inside]
+    dim = next((each.dim for each in value.placements if each.is_shard()), None)
+    shard_ranks = value.device_mesh.get_group(value.device_mesh.ndim - 1)
+    if dim is None:
+        return torch.stack(parts).detach()
+    found: list[Any] = [None] * dist.get_world_size(shard_ranks)
+    dist.all_gather_object(found, torch.stack(parts).detach().clone(), group=shard_ranks)
+    return torch.cat(found, dim + 1)
+
+
+def train(model: Any, optimizer: Any, world_size: int, steps: range, *, accumulate: int = 1) -> list[Tensor]:
+    """Return losses; an unsharded model takes the batches of all ranks."""
+    is_sharded, losses = isinstance(model, fsdp.FSDPModule), []
+    for step in steps:
+        for number in range(accumulate):
+            if is_sharded:
+                model.set_requires_gradient_sync(number == accumulate - 1)
+            ranks = [dist.get_rank()] if is_sharded else range(world_size)
+            for rank in ranks:
+                loss = model(batch(step * accumulate + number, rank)).square().sum() / (1 if is_sharded else world_size)
+                loss.backward()
+                if rank == dist.get_rank():
+                    losses.append(both(loss) * (1 if is_sharded else world_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(both(mine), both(theirs), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@parametrize_pairs(
+    kind=KINDS, world_size=[1, 2, 3, 4], optimizer=[*OPTIMIZERS], reshards=[True, False], accumulate=[1, 2]
+)
+@on_ranks("world_size")
+def test_pairs_train_as_the_unsharded_model(
+    kind: Any, world_size: int, optimizer: str, reshards: bool, accumulate: int
+) -> None:
+    plain, model = pairs(kind=kind), pairs(ours(reshard_after_forward=reshards), kind=kind)
+    found = []
+    for each in (model, plain):
+        steps = OPTIMIZERS[optimizer](each.parameters())
+        found.append(train(each, steps, world_size, range(4), accumulate=accumulate))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_same(model, plain)
+    assert all(type(local(param)) is kind for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_pairs_with_replicas(kind: Any) -> None:
+    plain, model = pairs(kind=kind), pairs(ours(mesh=(2, 2)), kind=kind)
+    found = [train(each, OPTIMIZERS["adam"](each.parameters()), 4, range(3)) for each in (model, plain)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_same(model, plain)
+
+
+def _columns(param: nn.Parameter) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(1)
+
+
+@on_ranks(2, 3)
+def test_pairs_along_another_dimension() -> None:
+    world_size = dist.get_world_size()
+    plain, model = pairs(), pairs(ours(shard_placement_fn=_columns))
+    found = [train(each, OPTIMIZERS["adam"](each.parameters()), world_size, range(3)) for each in (model, plain)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("make_model", [pairs, extended])
+@on_ranks(2)
+def test_the_tensors_of_a_unit_are_gathered_together(make_model: Any) -> None:
+    model = make_model(ours())
+    inputs = torch.ones(2, 6 if make_model is pairs else 5)
+    model(inputs).sum().backward()
+    of_classes = [one for one in handles(model) if any(each is not None for each in one.flat_param.examples)]
+    exchange, started = type(of_classes[0].comm), list[str]()
+    gather = exchange.all_gather
+
+    def watched(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
+        started.append(what)
+        return gather(comm, full, shard, what, tag)
+
+    with mock.patch.object(exchange, "all_gather", watched), torch.no_grad():
+        model(inputs)
+    units = 3 if make_model is pairs else 2
+    assert len(of_classes) == units
+    assert len([what for what in started if any(one.name in what for one in of_classes)]) == units
+
+
+class Mixed(SentPair):
+    """Sends tensors of several dtypes and sizes, with scales of the rank, and an odd number of bytes."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        signs = (self.first > 0).to(torch.int8)
+        scale = torch.tensor([2.0], dtype=torch.float64)
+        return (signs, self.first.abs(), scale, self.second.to(torch.bfloat16)), {"rank": mesh.get_local_rank()}
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(  # type: ignore[override]
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        signs, sizes, scales, second = outputs
+        if metadata != {"rank": dist.get_rank()} or scales.tolist() != [2.0] * dist.get_world_size():
+            raise AssertionError(f"{metadata} with {scales}")
+        first, second = (signs * 2 - 1) * sizes, second.to(param_dtype)
+        if out is None:
+            return type(self)(first, second), (signs, sizes, scales, first, second)
+        with torch.autograd._unsafe_preserve_version_counter((out.first, out.second)):
+            out.first.copy_(first[: out.shape[0]])
+            out.second.copy_(second[: out.shape[0]])
+        return None
+
+
+@on_ranks(1, 2, 3)
+def test_tensors_of_several_dtypes_and_sizes() -> None:
+    world_size = dist.get_world_size()
+    plain, model = pairs(kind=Mixed), pairs(ours(), kind=Mixed)
+    found = []
+    for each in (model, plain):
+        optimizer = OPTIMIZERS["momentum"](each.parameters())
+        found.append(torch.stack(train(each, optimizer, world_size, range(3))))
+    torch.testing.assert_close(found[0][:, 0], found[1][:, 0], rtol=1e-5, atol=1e-6)  # of the first tensors, exact
+    torch.testing.assert_close(found[0][:, 1], found[1][:, 1], rtol=2e-2, atol=2e-2)  # sent in bfloat16
+
+
+# Methods of single tensors
+
+
+def _before(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    self.meshes.append(mesh)
+    return (self.to(torch.bfloat16),), None
+
+
+@torch.no_grad()
+def _after(self: Any, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    (come,) = outputs
+    if out is not None:
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(come[: out.shape[0]])
+        return None
+    made = come.to(param_dtype)
+    return made, (come, made)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
+@on_ranks(lambda shape: torch.Size(shape).numel())
+def test_methods_that_are_set_on_local_tensors(shape: tuple[int, ...]) -> None:
+    world_size = dist.get_world_size()
+    plain, model = pairs(), pairs(ours(mesh=shape))
+    meshes: list[Any] = []
+    for param in model.parameters():
+        held: Any = param._local_tensor  # type: ignore[attr-defined]
+        held.meshes = meshes
+        held.fsdp_pre_all_gather, held.fsdp_post_all_gather = _before.__get__(held), _after.__get__(held)
+    found = [train(each, OPTIMIZERS["adam"](each.parameters()), world_size, range(3)) for each in (model, plain)]
+    torch.testing.assert_close(*found, rtol=5e-2, atol=5e-2)
+    assert meshes
+    assert all(each.ndim == 1 and each.size() == shape[-1] for each in meshes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(3)
+def test_models_of_the_meta_device(kind: Any) -> None:
+    with torch.device("meta"):
+        model: Any = pairs(kind=kind)
+    for layer in model:
+        fully_shard(layer, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.to_empty(device="cpu")
+    source = pairs(ours(), kind=kind)
+    model.load_state_dict(source.state_dict())
+    other = pairs(ours(), kind=kind)
+    found = [train(each, OPTIMIZERS["foreach"](each.parameters()), 3, range(3)) for each in (model, other)]
+    torch.testing.assert_close(*found, rtol=5e-2, atol=5e-2, check_dtype=False)
+    assert found[0][0].dtype is torch.bfloat16
+
+
+# Copies and files
+
+
+@on_ranks(2, 3)
+def test_copies_train_by_themselves() -> None:
+    world_size = dist.get_world_size()
+    plain, model = pairs(), pairs(ours())
+    train(model, OPTIMIZERS["adam"](model.parameters()), world_size, range(2))
+    train(plain, OPTIMIZERS["adam"](plain.parameters()), world_size, range(2))
+    copied, copied_plain = copy.deepcopy(model), copy.deepcopy(plain)
+    train(copied, OPTIMIZERS["adam"](copied.parameters()), world_size, range(2, 4))
+    assert_same(model, plain)
+    train(copied_plain, OPTIMIZERS["adam"](copied_plain.parameters()), world_size, range(2, 4))
+    assert_same(copied, copied_plain)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_checkpoints_at_another_world_size(
+    ranks: RankPool, sizes: tuple[int, int], optimizer: str, tmp_path: Path
+) -> None:
+    ranks(sizes[0]).run(_save, tmp_path / "saved", optimizer, sizes[0])
+    ranks(sizes[1]).run(_load, tmp_path / "saved", optimizer, sizes)
+
+
+def _save(folder: Path, optimizer: str, world_size: int) -> None:
+    model = pairs(ours())
+    steps = OPTIMIZERS[optimizer](model.parameters())
+    train(model, steps, world_size, range(2))
+    fsdp.save(folder, model, steps, generators=False)
+
+
+def _load(folder: Path, optimizer: str, sizes: tuple[int, int]) -> None:
+    model, plain = pairs(ours(), seed=9), pairs()
+    mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](plain.parameters())
+    train(plain, theirs, sizes[0], range(2))
+    fsdp.load(folder, model, mine)
+    assert_same(model, plain)
+    found = [train(each, steps, sizes[1], range(2, 4)) for each, steps in ((model, mine), (plain, theirs))]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_same(model, plain)
+
+
+@on_ranks(2)
+def test_writes_to_unsharded_pairs_without_methods_are_kept() -> None:
+    model: Any = pairs(ours())
+    layer = model[0]
+    layer.unshard()
+    with torch.no_grad():
+        layer[0].weight.mul_(2)
+        layer[2].weight.second.fill_(3)
+    plain: Any = pairs()
+    with torch.no_grad():
+        plain[0][0].weight.mul_(2)
+        plain[0][2].weight.second.fill_(3)
+    torch.testing.assert_close(both(model(batch(0, 0))), both(plain(batch(0, 0))))
+    assert_same(model, plain)
+
+
+@on_ranks(2)
+def test_other_classes_on_a_rank_are_an_error_on_all() -> None:
+    model = pairs(ours(), kind=Pair if dist.get_rank() else SentPair)
+    with pytest.raises(RuntimeError, match=r"of class (Sent)?Pair"):
+        model(batch(0, 0))
