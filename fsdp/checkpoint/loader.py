@@ -269,8 +269,13 @@ def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     found = []
-    form = target.description if isinstance(target, SlotTensor) else ""
-    if form and (stored.shape, stored.dtype) != (target.shape, target.dtype):
+    form, own = (target.description, target.form) if isinstance(target, SlotTensor) else ("", "")
+    if stored.form and stored.form != own:
+        found.append(
+            f"{stored} is {stored.form}, and the model's is {form or own or 'a tensor'}: load it into a model with the "
+            "same class and metadata, which is quantised in the same way"
+        )
+    elif form and (stored.shape, stored.dtype) != (target.shape, target.dtype):
         found.append(
             f"{stored} has shape {list(stored.shape)} of {stored.dtype}, and the model's, {list(target.shape)} of "
             f"{target.dtype}, is {form}: load files of a model that is quantised and sharded in "

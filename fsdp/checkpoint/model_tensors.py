@@ -20,6 +20,7 @@ from fsdp.distributed.communicator import Communicator, default_group, own_rank,
 from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, local_part
+from fsdp.distributed.gather_extension import inner_of
 from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
@@ -86,6 +87,14 @@ class SlotTensor:
     def description(self) -> str:
         """The class, dtypes and metadata of a parameter that is sharded as bytes; empty for other parameters."""
         return "" if self._form is None else str(self._form.description)
+
+    @property
+    def form(self) -> str:
+        """The form of a parameter that files contain as another tensor; empty for other parameters."""
+        example = self.handle.flat_param.examples[self.slot]
+        count = 0 if example is None else len(inner_of(example))
+        text = self.description if self.is_bytes else f"{count} inner tensors" if count > 1 else ""
+        return text if len(text) < _MAX_FORM else f"{text[:_MAX_FORM]}... ({hashlib.sha256(text.encode()).hexdigest()})"
 
     @property
     def _form(self) -> Any:
@@ -192,6 +201,7 @@ class UnshardedTensor:
 
 
 Target = SlotTensor | UnshardedTensor
+_MAX_FORM = 1000  # characters
 
 
 def _box_of(shape: torch.Size, part: MeshPart | None) -> Box:
@@ -403,7 +413,8 @@ def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Coll
     kept = dtype if dtype is not None and is_cast else target.dtype
     vector, held = target.vector(name), target.held
     own = None if held is None else vector[held.offset : held.offset + held.numel]
-    return Entry(name, kept, target.shape, part_of(target, own) if name in written else None)
+    part = part_of(target, own) if name in written else None
+    return Entry(name, kept, target.shape, part, target.form if isinstance(target, SlotTensor) else "")
 
 
 def part_of(target: Target, flat: Tensor | None) -> Part | None:

@@ -49,6 +49,7 @@ _MAX_ENTRY = 8192  # characters of a tensor's entry in a header
 _MAX_DIMS = 64  # as in numpy
 _MOST_ELEMENTS = (1 << 63) - 1  # that torch can count
 _LENGTH_BYTES = 8  # of the header's length, before it
+_FORM = "form of "  # begins the key of a tensor's form in a header's metadata
 # Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
 # the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
 _LINE = 64
@@ -88,6 +89,7 @@ class SafetensorsFiles(TensorReader):
         self.metadata: dict[str, str] = {}
         with reading(self.path):
             found = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
+        self.forms = {key[len(_FORM) :]: form for key, form in self.metadata.items() if key.startswith(_FORM)}
         self._begins = {name: each.begin for name, each in found.items()}
         self.tensors = {name: FoundTensor(self, name, each.file.path, each) for name, each in found.items()}
 
@@ -434,6 +436,7 @@ class Entry:
     dtype: torch.dtype
     shape: torch.Size
     part: Part | None = None
+    form: str = ""  # of a parameter that is in the file in another form, as its bytes
 
     @property
     def nbytes(self) -> int:
@@ -489,7 +492,10 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     header: dict[str, object] = {
-        "__metadata__": {"format": "pt"}  # required by older versions of transformers
+        "__metadata__": {
+            "format": "pt",  # required by older versions of transformers
+            **{_FORM + entry.name: entry.form for entry in entries if entry.form},
+        }
     }
     offset, offsets = 0, {}
     # Each tensor is aligned: tensors that fill whole lines first, then from the largest elements to the smallest.

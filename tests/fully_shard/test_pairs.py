@@ -264,6 +264,19 @@ def _load(folder: Path, optimizer: str, sizes: tuple[int, int]) -> None:
 
 
 @on_ranks(2)
+def test_files_of_pairs_do_not_load_into_other_parameters(tmp_path: Path) -> None:
+    fsdp.save(tmp_path / "saved", pairs(ours()))
+    layers = [nn.Module() for _ in range(3)]
+    for layer in layers:
+        for name, shape in (("0", (7, 6)), ("2", (6, 7))):
+            layer.add_module(name, nn.Module())
+            layer.get_submodule(name).weight = nn.Parameter(torch.zeros(2, *shape))
+    model = fully_shard(nn.Sequential(*layers))
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight in .* is 2 inner tensors, and the model's is a tensor"):
+        fsdp.load(tmp_path / "saved", model)
+
+
+@on_ranks(2)
 def test_writes_to_unsharded_pairs_without_methods_are_kept() -> None:
     model: Any = pairs(ours())
     layer = model[0]

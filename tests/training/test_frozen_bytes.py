@@ -165,6 +165,54 @@ def test_files_with_other_values_than_bytes_are_an_error(tmp_path: Path, dtype: 
     assert model.state_dict()["table"].eq(1).all()
 
 
+class Renamed(Rows8):
+    """A class with the same inner tensors."""
+
+
+def _of_renamed(weight: Rows8) -> Rows8:
+    return Renamed(weight.values, weight.scale, weight.dtype)
+
+
+def _in_half(weight: Rows8) -> Rows8:
+    return Rows8(weight.values, weight.scale, torch.bfloat16)
+
+
+@parametrize_pairs(form=[*FORMS, "rows"], change=[_of_renamed, _in_half], at_most=8)
+@on_ranks(2)
+def test_files_of_another_class_or_other_metadata_are_an_error(tmp_path: Path, form: str, change: Any) -> None:
+    fsdp.save(tmp_path / "saved", sharded(quantised("two tensors"), form))
+    other = quantised("two tensors")
+    for layer in (other[0], other[2]):
+        layer.base.weight = nn.Parameter(change(layer.base.weight), requires_grad=False)
+    kind = type(other[0].base.weight).__name__
+    model = sharded(other, form)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.zero_()
+    message = (
+        rf"0\.base\.weight in .* is Rows8 \[17, 33\].*torch\.float32.*the model's is {kind} \[17, 33\].*same class"
+    )
+    for load in (fsdp.load, lambda path, model: fsdp.load_safetensors(model, path / "model.safetensors")):
+        with pytest.raises(RuntimeError, match=message):
+            load(tmp_path / "saved", model)
+    assert all(not param.any() for param in model.parameters() if param.requires_grad)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "rows"])
+@on_ranks(2)
+def test_files_without_the_class_load(tmp_path: Path, form: str) -> None:
+    plain = quantised("two tensors")
+    fsdp.save(tmp_path / "saved", sharded(quantised("two tensors"), form))
+    save_by_first(load_file(tmp_path / "saved" / "model.safetensors"), tmp_path / "old.safetensors")
+    other = quantised("two tensors")
+    with torch.no_grad():
+        other[0].base.weight.values.zero_()
+    model = sharded(other, form)
+    fsdp.load_safetensors(model, tmp_path / "old.safetensors")
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
+
+
 @parametrize_pairs(source=["flat", "orig", "single", "rows", "plain"], target=["rows", "flat", "single"])
 @on_ranks(3)
 def test_files_have_integers_as_integers(tmp_path: Path, source: str, target: str) -> None:
@@ -439,6 +487,19 @@ def test_local_states_of_bytes_load_again_and_are_not_consolidated(form: str) ->
     assert_same_state(again.state_dict(), plain)
     with pytest.raises(NotImplementedError, match=r"base\.weight is sharded as bytes.*state_dict\(\)"):
         model.local_metadata_dict()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_local_states_of_other_values_than_bytes_are_an_error(form: str) -> None:
+    plain, model = quantised("two tensors"), sharded(quantised("two tensors"), form)
+    state = model.local_state_dict()
+    state = {name: each.float() if each.dtype is torch.uint8 else each for name, each in state.items()}
+    with pytest.raises(
+        RuntimeError, match=r"is of torch\.float32.*bytes \(torch\.uint8\) of .*base\.weight.*quantised"
+    ):
+        model.load_local_state_dict(state)
+    torch.testing.assert_close(train(model), train(plain), rtol=1e-5, atol=1e-6)
 
 
 class Counting(nn.Module):

@@ -81,7 +81,7 @@ def content_of(
 def _entry(name: str, reader: TensorReader, key: str, dtype: torch.dtype | None) -> Entry:
     found = reader.tensors[key]
     kept = dtype if dtype is not None and found.dtype.is_floating_point else found.dtype
-    return Entry(name, kept, found.shape, Part.whole(found))
+    return Entry(name, kept, found.shape, Part.whole(found), found.form)
 
 
 def require_apart(source: Source, target: str) -> None:

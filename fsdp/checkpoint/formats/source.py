@@ -74,6 +74,11 @@ class FoundTensor:
         return self.tensor.shape
 
     @property
+    def form(self) -> str:
+        """Return the form of the parameter that the tensor is; empty if the file has none for it."""
+        return self.reader.forms.get(self.name, "")
+
+    @property
     def nbytes(self) -> int:
         return self.numel() * self.dtype.itemsize
 
@@ -92,6 +97,7 @@ class TensorReader:
 
     def __init__(self, path: str, tensors: Mapping[str, LazyTensor]) -> None:
         self.path = path
+        self.forms: dict[str, str] = {}  # of tensors that are parameters in other forms: class, inner tensors, metadata
         self.tensors = {name: FoundTensor(self, name, path, tensor) for name, tensor in tensors.items()}
         self._files = OpenFiles()
 
