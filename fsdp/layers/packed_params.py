@@ -97,15 +97,27 @@ class StandIns:
         for stand_in, packing in self.packings.items():
             packing.check_compute_dtype(unit.precision_at(self.found[stand_in]).compute)
 
-    def block_of(self, params: Sequence[nn.Parameter], block_numel: int, in_rows: bool) -> int:
-        """Return the number of elements that a flat parameter never divides: `block_numel`, unless these are bytes.
+    def block_of(self, params: Sequence[nn.Parameter], how: Mapping[str, Any]) -> int:
+        """Return the number of elements that a flat parameter never divides: the user's, unless these are bytes.
 
         A range of a flat shard has whole elements of any dtype, so that files contain integers as integers. Rows of
         bytes are parts of classes, which files contain as bytes.
+
+        Args:
+            params: the parameters.
+            how: arguments of `FlatParameter.shard_of`.
+
+        Raises:
+            ValueError: for rows of torch.uint8 beside bytes that are no whole blocks.
         """
+        block: int = how["block"]
         if not any(param in self.packings for param in params):
-            return block_numel
-        return 1 if in_rows else ALIGNED
+            return block
+        for param, dim in zip(params, how.get("dims", ()), strict=False):
+            if param not in self.packings:
+                named = (self.found[param][0].fqn, param.shape)
+                how["layout_type"].of([named], how["world_size"], dims=[dim], block=block)
+        return 1 if "dims" in how else ALIGNED
 
     def described(self, flat_param: FlatParameter, params: Sequence[nn.Parameter]) -> FlatParameter:
         """Return a flat parameter of these parameters, which knows their forms from now on."""

@@ -167,8 +167,8 @@ def _shard_params(
         def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
             comm, copies = unit.everyone
             replicas, numel = how.pop("replicas", copies.world_size), unit.placements.block_numel
-            block = numel if stand_ins is None else stand_ins.block_of(params, numel, form.lists_parts)
-            how = {"rank": comm.rank, "world_size": comm.world_size, "block": block, **how}
+            how = {"rank": comm.rank, "world_size": comm.world_size, "block": numel, **how}
+            how |= {} if stand_ins is None else {"block": stand_ins.block_of(params, how)}
             made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
             take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
             return made if stand_ins is None else stand_ins.described(made, params)

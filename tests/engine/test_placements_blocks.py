@@ -163,6 +163,22 @@ def test_parameters_that_are_sharded_as_bytes_have_no_blocks(form: str) -> None:
 
 
 @on_ranks(2)
+def test_rows_of_bytes_beside_parameters_that_are_sharded_as_bytes_have_blocks() -> None:
+    def module(rows: int) -> nn.Module:
+        made = nn.Module()
+        made.forward = torch.ones_like  # type: ignore[method-assign]
+        made.register_parameter("codes", nn.Parameter(torch.ones(rows, 4, dtype=torch.uint8), requires_grad=False))
+        made.register_parameter("packed", nn.Parameter(Rows8.of(torch.ones(3, 3)), requires_grad=False))
+        return made
+
+    with pytest.raises(ValueError, match="codes: 3 rows of 4 elements for each of 2 ranks are no whole blocks of 8"):
+        fully_shard(module(6), placements=in_blocks(8))
+    model = fully_shard(module(8), placements=in_blocks(8))
+    (handle,) = fsdp.flat_param_handles(model)
+    assert handle.layout.interval(0, 0).numel == 16
+
+
+@on_ranks(2)
 def test_rows_that_hold_whole_blocks_are_divided_and_others_are_an_error() -> None:
     module = nn.Linear(8, 6)
     wrong = "bias: 3 rows of 1 elements for each of 2 ranks are no whole blocks of 8 elements.*ignored_params"

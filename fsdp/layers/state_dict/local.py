@@ -269,6 +269,12 @@ class LocalLoad:
                     f"{key!r} (unit {title}, shard {handle.comm.rank} of {handle.comm.world_size}) has "
                     f"{value.numel()} elements, and this rank's shard has {own.numel()}"
                 )
+            elif key in self._shards and value.dtype != own.dtype and any(self._handle(own).flat_param.packings):
+                names = ", ".join(slot.name for slot in self._handle(own).layout.slots)
+                yield (
+                    f"{key!r} is of {value.dtype}, and this rank's shard has bytes ({own.dtype}) of {names}: load the "
+                    "local state dict of a model that is quantised in the same way, or values with load_state_dict"
+                )
             elif key not in self._shards and not _fits(value, own):
                 yield f"{key!r} has shape {tuple(value.shape)}, and the model has {tuple(own.shape)}"
 
