@@ -49,7 +49,7 @@ class SafetensorsSink(Sink):
 
     def open(self, plan: WeightPlan) -> None:
         self._plan, self._place = plan, os.path.join(self._folder, _PART + plan.stream)
-        entries = [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors]
+        entries = [Entry(tensor.name, tensor.dtype, tensor.shape, form=tensor.form) for tensor in plan.tensors]
         self._files = planned_files(entries, "model", self._most)
         self._file_of: dict[str, PlannedFile] = {name: file for file in self._files for name in file.begins}
         if plan.rank == 0:

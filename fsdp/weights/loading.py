@@ -58,6 +58,7 @@ class ModelSink(Sink):
     def open(self, plan: WeightPlan) -> None:
         self._plan = plan
         stream = TensorReader("the stream", {tensor.name: tensor for tensor in plan.tensors})  # type: ignore[misc]
+        stream.forms = {tensor.name: tensor.form for tensor in plan.tensors}
         names = set(stream.tensors)
         found = tensors_in(self._model, self.units)
         # Buffers are sent on request.
@@ -89,6 +90,7 @@ class ModelSink(Sink):
             handle = target.handle
 
             def read(shard: Tensor, _: int) -> None:
+                shard = shard if target.packing is None else shard.view(target.dtype)
                 for run, value in values:
                     shard[run.start : run.start + run.box.numel].view(run.box.sizes).copy_(value)
 

@@ -41,11 +41,13 @@ class PlannedTensor:
         names: the names under which it is sent; multiple names if parameters are tied.
         dtype: the dtype in which it is sent.
         shape: the unsharded shape.
+        form: class, inner tensors and metadata of a parameter that is sent as its bytes; empty for other tensors.
     """
 
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: torch.Size
+    form: str = ""
 
     @property
     def name(self) -> str:
@@ -207,7 +209,10 @@ class WeightPlan:
             [[number, held.box.offsets, held.box.sizes, held.start, held.stop] for number, held in part.items()]
             for part in self.parts
         ]
-        tensors = [[each.names, KINDS[each.dtype], list(each.shape)] for each in self.tensors]
+        tensors = [
+            [each.names, KINDS[each.dtype], list(each.shape), *([each.form] if each.form else [])]
+            for each in self.tensors
+        ]
         return {"tensors": tensors, "buckets": self.buckets, "parts": parts, "stream": self.stream, "base": self.base}
 
     @classmethod
@@ -215,8 +220,8 @@ class WeightPlan:
         """Return the plan that `to_json` describes; ValueError for any other value."""
         try:
             tensors = tuple(
-                PlannedTensor(tuple(map(str, names)), DTYPES[kind], torch.Size(shape))
-                for names, kind, shape in value["tensors"]
+                PlannedTensor(tuple(map(str, names)), DTYPES[kind], torch.Size(shape), *map(str, form[:1]))
+                for names, kind, shape, *form in value["tensors"]
             )
             buckets = tuple(tuple(Piece(*map(int, piece)) for piece in pieces) for pieces in value["buckets"])
             parts = tuple(

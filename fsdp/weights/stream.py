@@ -106,16 +106,12 @@ class _Content:
         for (name, target), every in zip(targets.items(), names, strict=True):
             if target.param.is_meta:
                 raise RuntimeError(f"cannot {_WHAT}: {name} is on the meta device and has no values")
-            if isinstance(target, SlotTensor) and target.is_bytes:
-                raise NotImplementedError(
-                    f"cannot {_WHAT}: {name} is sharded as bytes, {target.description}. Send the other parameters "
-                    "(only=), and load the quantised ones in the receiving process from its own copy of the base"
-                )
             sent = tuple(dict.fromkeys(map(settings.renamed, every)))
             for each in sent:
                 if taken.setdefault(each, name) != name:
                     raise ValueError(f"rename gives {taken[each]} and {name} the same name {each}")
-            tensors.append(PlannedTensor(sent, settings.dtype_of(target), target.shape))
+            form = target.form if isinstance(target, SlotTensor) else ""
+            tensors.append(PlannedTensor(sent, settings.dtype_of(target), target.shape, form))
         held = {number: target.held for number, target in enumerate(targets.values())}
         return cls(targets, tuple(tensors), groups, {number: one for number, one in held.items() if one is not None})
 
