@@ -114,6 +114,14 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
 
 
 def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:
+    if not (
+        param.requires_grad or type(param) in PLAIN or is_dtensor(param) or hasattr(type(param), "__tensor_flatten__")
+    ):
+        raise TypeError(
+            f"{fqn} is a frozen {type(param).__name__}, a class without __tensor_flatten__, which may keep data beside "
+            "the tensor, as bitsandbytes' classes do: quantise it in a class that names its inner tensors, such as "
+            "torchao's, or pass it in ignored_parameters (ignored_params of fully_shard), so that every rank keeps it"
+        )
     if param.is_quantized or not (takes_all or param.is_floating_point() or param.is_complex()):
         raise TypeError(
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded here. Register it "
