@@ -218,6 +218,20 @@ def _wrap_ours(
     return wrap(module)
 
 
+def _wrap_ours_int8(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
+    """Quantise the frozen linear layers of the units by torchao, and shard them beside the trained parameters."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def is_frozen(inner: nn.Module, name: str) -> bool:
+        return isinstance(inner, nn.Linear) and not inner.weight.requires_grad
+
+    quantize_(units, Int8WeightOnlyConfig(), filter_fn=is_frozen)
+    for param in units.parameters():
+        if type(param) is not nn.Parameter:
+            param.requires_grad_(False)
+    return _wrap_ours(module, units, device, policy, use_orig_params=True)
+
+
 def _wrap_ours_rows(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
     precision = fsdp.MixedPrecisionPolicy(param_dtype=policy.compute_dtype if policy.is_mixed else None)
     offload = fsdp.CPUOffloadPolicy() if policy.offload else fsdp.OffloadPolicy()
@@ -229,6 +243,7 @@ def _wrap_ours_rows(module: nn.Module, units: nn.ModuleList, device: torch.devic
 OURS = "ours"
 OURS_ROWS = "ours-rows"
 OURS_ORIG = "ours-orig"
+OURS_INT8 = "ours-int8"
 FSDP1_FLAT = "fsdp1-flat"
 FSDP1_ORIG = "fsdp1-orig"
 FSDP1_APART = "fsdp1-orig-apart"
@@ -243,6 +258,7 @@ CONTESTANTS: dict[str, Contestant] = {
     for contestant in (
         Contestant(OURS, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=False)),
         Contestant(OURS_ORIG, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=True)),
+        Contestant(OURS_INT8, Kind.OURS, _wrap_ours_int8),
         Contestant(OURS_ROWS, Kind.OURS, _wrap_ours_rows),
         Contestant(FSDP1_FLAT, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
         Contestant(FSDP1_ORIG, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),

@@ -3,6 +3,7 @@
     python -m benchmarks.lora
     python -m benchmarks.lora --base float32 --only ours fsdp2
     python -m benchmarks.lora --adapters base
+    python -m benchmarks.lora --int8
 
 Ratios are first, because only ratios are valid on other machines; bytes are exact. `docs/benchmarks.md` explains the
 columns. Exits with 1 if the contestants compute different losses, or if `ours` has gradients, optimizer state or
@@ -30,6 +31,7 @@ from benchmarks._contestants import (
     FSDP1_ORIG,
     FSDP2,
     OURS,
+    OURS_INT8,
     OURS_ORIG,
     SHARDED_FLOOR,
     Kind,
@@ -55,7 +57,8 @@ _HOLDS = "yes"
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     setup = _setup(options)
-    names = choose(options.only, among=AMONG, always=_ALWAYS)
+    always = (*_ALWAYS, OURS_INT8) if options.int8 else _ALWAYS
+    names = choose(options.only, among=(*AMONG, OURS_INT8) if options.int8 else AMONG, always=always)
     what = f"adapters of rank {setup.rank} in {_name(setup.adapter_dtype)} on a frozen base in {options.base}"
     print(describe(options, setup, what), flush=True)
     warn_if_busy()
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train_interleaved, options.ranks, setup, names, options.rounds, options.steps, device=setup.device
     )
     figures = {name: join([rank[name] for rank in ranks]) for name in names}
-    losses = {name: [rank[name].losses for rank in ranks] for name in names}
+    losses = {name: [rank[name].losses for rank in ranks] for name in names if name != OURS_INT8}  # other weights
     is_narrow = torch.bfloat16 in (setup.base_dtype, setup.adapter_dtype)
     same = report_losses(losses, BFLOAT16_TOLERANCES if is_narrow else None)
     holds = report_bytes(figures, setup, options.ranks)
@@ -102,6 +105,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rank", type=int, default=LoraSetup.rank, help="of the adapters (%(default)s)")
     add("--base", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of what is frozen (%(default)s)")
     add("--adapters", choices=("float32", "base"), default="float32", help="dtype of what is trained (%(default)s)")
+    add("--int8", action="store_true", help=f"also {OURS_INT8}, whose frozen layers torchao quantises")
     add("--memory-runs", type=int, default=3, help="runs whose memory figures are spread (%(default)s)")
     options = parser.parse_args(arguments)
     check_counts(parser, options, "rank", "memory_runs")
@@ -149,7 +153,7 @@ def report_bytes(figures: Mapping[str, Figures], setup: LoraSetup, world_size: i
     trained = sum(unit.trained_numel for unit in units)
     rows, ours_hold = [], True
     for name, figure in figures.items():
-        if not CONTESTANTS[name].is_sharded or figure.held is None:
+        if not CONTESTANTS[name].is_sharded or figure.held is None or name == OURS_INT8:
             continue
         wanted = costs(setup, name, world_size)
         compared = (
