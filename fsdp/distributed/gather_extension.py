@@ -58,6 +58,21 @@ def values_of(tensor: Tensor) -> Tensor:
     return torch.stack(inner)
 
 
+def gradient_values(name: str, gradient: Tensor, shape: torch.Size) -> Tensor:
+    """Return a gradient as `values_of` does; each of multiple inner tensors has the gradient if it is plain.
+
+    Raises:
+        RuntimeError: for a gradient of more inner tensors than the parameter has.
+    """
+    values = values_of(gradient)
+    if values.dim() > len(shape):
+        raise RuntimeError(
+            f"{name} has a gradient of class {type(gradient).__name__}, whose {values.shape[0]} inner tensors have no "
+            "place in its own gradient: make the parameter of this class as well, or its module return plain tensors"
+        )
+    return values.expand(shape)
+
+
 def around(like: Tensor, inner: Sequence[Tensor]) -> Tensor:
     """Return a tensor with the class and settings of `like`, which shares the memory of these inner tensors."""
     made: Any = like.new_zeros(inner[0].shape, dtype=inner[0].dtype, device=inner[0].device)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
 from fsdp.distributed.communicator import in_stage, labelled, own_rank
-from fsdp.distributed.gather_extension import values_of
+from fsdp.distributed.gather_extension import gradient_values
 from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
@@ -567,8 +567,8 @@ class FlatParamHandle:
                 )
             part = self.flat_param.parts[slot]
             values = gradient if part is None else part.gradient(gradient)
-            if self.flat_param.examples[slot] is not None:  # each inner tensor has the gradient if its class has not
-                values = values_of(values).expand(self.layout.slots[slot].shape)
+            if type(values) is not Tensor or self.flat_param.examples[slot] is not None:
+                values = gradient_values(self.layout.slots[slot].name, values, self.layout.slots[slot].shape)
             self.gradients.add(slot, values, divisor)
         return not self.gradients.missing
 

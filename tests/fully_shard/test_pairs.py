@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import fully_shard
 from tests.helpers.dtensor_twins import handles, local, ours
-from tests.helpers.extended_tensors import Pair, SentPair, ToldPair, extended, pairs
+from tests.helpers.extended_tensors import InEight, InHalf, Pair, SentPair, ToldPair, extended, pairs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -168,6 +168,49 @@ def test_tensors_of_several_dtypes_and_sizes() -> None:
     torch.testing.assert_close(found[0][:, 1], found[1][:, 1], rtol=2e-2, atol=2e-2)  # sent in bfloat16
 
 
+class Beside(nn.Module):
+    """Matrices of several classes, and a plain one."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+        for layer, kind in zip(self.layers, (first, second), strict=False):
+            layer.weight = nn.Parameter(kind(layer.weight.detach().clone()))  # type: ignore[assignment]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+@on_ranks(2)
+def test_parameters_of_several_classes_are_frozen_and_thawed_apart() -> None:
+    model: Any = fully_shard(Beside(InHalf, InEight))
+    alone = [fully_shard(Beside(InHalf, InEight)) for _ in range(2)]
+    assert len(handles(model)) == 2  # the plain parameter, and all others
+    weights = [layer.weight for layer in model.layers]
+    for frozen in (1, 0):
+        for number, weight in enumerate(weights[:2]):
+            weight.requires_grad_(number != frozen)
+        for each in (model, alone[frozen]):
+            each(torch.ones(2, 6)).sum().backward()
+        for number, weight in enumerate(weights):
+            expected = alone[frozen].layers[number].weight.grad
+            assert (weight.grad is None) == (number == frozen)
+            if weight.grad is not None:
+                torch.testing.assert_close(local(weight.grad), local(expected))
+        model.zero_grad()
+
+
+@on_ranks(1)
+def test_a_gradient_of_more_tensors_than_the_parameter_is_an_error() -> None:
+    model: Any = fully_shard(Beside(InHalf, lambda values: Pair(values, values.clone())))
+    loss = model(torch.ones(2, 6)).sum()
+    with pytest.raises(RuntimeError, match=r"layers\..\.weight has a gradient of class Pair, whose 2 inner tensors"):
+        loss.backward()
+
+
 # Methods of single tensors
 
 
@@ -220,7 +263,52 @@ def test_models_of_the_meta_device(kind: Any) -> None:
     assert found[0][0].dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@on_ranks(2)
+def test_tied_pairs(is_late: bool) -> None:
+    plain: Any = pairs()
+    model: Any = pairs()
+    plain[1][0].weight = plain[0][0].weight
+    if not is_late:
+        model[1][0].weight = model[0][0].weight
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    if is_late:
+        model[1][0].weight = model[0][0].weight
+    found = [train(each, OPTIMIZERS["adam"](each.parameters()), 2, range(3)) for each in (model, plain)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+OPTIONS: list[dict[str, Any]] = [{"reshard_after_forward": 2}, {"offload_policy": fsdp.CPUOffloadPolicy()}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["neighbours", "offload"])
+@on_ranks(4)
+def test_pairs_with_options(options: dict[str, Any]) -> None:
+    plain, model = pairs(seed=3), pairs(ours(**options))
+    model.load_state_dict(plain.state_dict())
+    with torch.inference_mode():
+        model(batch(0, 0))
+    found = [train(each, OPTIMIZERS["adam"](each.parameters()), 4, range(3)) for each in (model, plain)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_same(model, plain)
+
+
 # Copies and files
+
+
+@on_ranks(2)
+def test_parked_and_averaged_pairs(tmp_path: Path) -> None:
+    plain, model = pairs(), pairs(ours())
+    average, optimizer = fsdp.EMA(model, decay=0.5), OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, 2, range(2))
+    average.update_parameters(model)
+    train(plain, OPTIMIZERS["adam"](plain.parameters()), 2, range(2))
+    with fsdp.parked(model, optimizer, to=tmp_path), pytest.raises(RuntimeError, match="unpark"):
+        model(batch(0, 0))
+    assert_same(model, plain)
+    assert_same(average.module, plain)  # the first update copies
 
 
 @on_ranks(2, 3)
