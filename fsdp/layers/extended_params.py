@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,6 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unsharded_params import UnshardedParameters
-
-
-class Sent(NamedTuple):
-    """The look of a plain tensor that each rank sends."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 class Gathered:
@@ -61,7 +50,7 @@ class Gathered:
         self._dim = max(layout.slots[slot].dim - self._extra, 0)
         self._ranges = [layout.rows(slot, rank) for rank in range(layout.world_size)] if self.shape else [(0, 1)]
         self._full_rows = layout.local_shape(slot, 0)[self._extra :]
-        self._sent: list[Sent] = []
+        self._sent: list[tuple[torch.Size, torch.dtype]] = []  # of each plain tensor
         self._kinds: list[Tensor | None] = []  # of each tensor from the class, an example if it is of a class itself
         self._metadata: Any = None
         self.received: list[Tensor] = []
@@ -96,7 +85,7 @@ class Gathered:
         given = [self._padded(one) if number in short else one for number, one in enumerate(given)]
         kinds = [None if type(one) in PLAIN else one.new_zeros([0] * one.dim()) for one in given]
         plain = [each for one in given for each in ([one] if type(one) in PLAIN else inner_of(one))]
-        sent = [Sent(one.shape, one.dtype) for one in plain]
+        sent = [(one.shape, one.dtype) for one in plain]
         if self.received and sent != self._sent:
             raise RuntimeError(
                 f"{BEFORE} of {self.title} returned tensors of other sizes than the first time: they must stay the same"
@@ -129,25 +118,25 @@ class Gathered:
 
     def receive(self, by_rank: Tensor) -> None:
         """Copy the bytes of all ranks, ``[ranks, bytes]``, to the memory of `received`."""
-        self.received = self.received or list(map(self._room_for, self._sent))
-        parts = by_rank.split([sent.nbytes for sent in self._sent], dim=1)
-        for tensor, sent, of_all in zip(self.received, self._sent, parts, strict=True):
-            if self._is_divided(sent):
+        self.received = self.received or [self._room_for(*sent) for sent in self._sent]
+        parts = by_rank.split([shape.numel() * dtype.itemsize for shape, dtype in self._sent], dim=1)
+        for tensor, (shape, dtype), of_all in zip(self.received, self._sent, parts, strict=True):
+            if self._is_divided(shape):
                 for (first, last), own in zip(self._ranges, of_all, strict=True):
-                    slices = own.clone().view(sent.dtype).view(sent.shape).narrow(self._dim, 0, last - first)
+                    slices = own.clone().view(dtype).view(shape).narrow(self._dim, 0, last - first)
                     tensor.narrow(self._dim, first, last - first).copy_(slices)
             else:
                 tensor.view(self._world_size, -1).view(torch.uint8).copy_(of_all)
 
-    def _is_divided(self, sent: Sent) -> bool:
+    def _is_divided(self, shape: torch.Size) -> bool:
         """Return whether ranks send slices of a tensor whose order in memory differs from the received order."""
-        return self._dim > 0 and sent.shape == self._full_rows
+        return self._dim > 0 and shape == self._full_rows
 
-    def _room_for(self, sent: Sent) -> Tensor:
+    def _room_for(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return memory for a tensor that all ranks send, either unsharded or concatenated by rows."""
-        numel = self.shape.numel() if self._is_divided(sent) else self._world_size * sent.shape.numel()
-        shape = self.shape if self._is_divided(sent) else (-1, *sent.shape[1:])
-        return torch.empty(numel, dtype=sent.dtype, device=self._device).view(shape)
+        if self._is_divided(shape):
+            return torch.empty(self.shape, dtype=dtype, device=self._device)
+        return torch.empty(self._world_size * shape.numel(), dtype=dtype, device=self._device).view(-1, *shape[1:])
 
     def make(self) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the unsharded parameter, and tensors whose memory is to be freed with it besides `received`."""
