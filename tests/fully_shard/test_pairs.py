@@ -10,7 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fsdp
 from fsdp import fully_shard
@@ -348,6 +350,43 @@ def _load(folder: Path, optimizer: str, sizes: tuple[int, int]) -> None:
     assert_same(model, plain)
     found = [train(each, steps, sizes[1], range(2, 4)) for each, steps in ((model, mine), (plain, theirs))]
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert_same(model, plain)
+
+
+@on_ranks(2)
+def test_distributed_checkpoints_of_pairs(tmp_path: Path) -> None:
+    torch.serialization.add_safe_globals([Pair])
+    found = []
+    for seed in (0, 9):
+        model = pairs(ours(), seed=seed)
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        if seed == 0:
+            train(model, optimizer, 2, range(2))
+        values, steps = get_state_dict(model, optimizer)
+        state = {"model": values, "optimizer": steps}
+        if seed == 0:
+            dcp.save(state, checkpoint_id=tmp_path)
+        else:
+            dcp.load(state, checkpoint_id=tmp_path)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found.append(train(model, optimizer, 2, range(2, 4)))
+    torch.testing.assert_close(*found)
+
+
+@on_ranks(2)
+def test_pairs_are_cast_and_assigned() -> None:
+    model, plain = pairs(ours()), pairs()
+    model.to(torch.float64)
+    plain.to(torch.float64)
+    mine: Any = next(model.parameters())
+    theirs: Any = next(plain.parameters())
+    mine.data = mine.data * 2
+    with torch.no_grad():
+        theirs.mul_(2)  # a class keeps its inner tensors when its ``.data`` is assigned
+        for pair in (local(mine), theirs):
+            pair.second.add_(1)
+    inputs = batch(0, 0).double()
+    torch.testing.assert_close(both(model(inputs)), both(plain(inputs)))
     assert_same(model, plain)
 
 
