@@ -58,14 +58,14 @@ def encoded(value: Any, where: str) -> Any:
 
 
 def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.dtype not in KINDS or value.layout is not torch.strided:
+    if type(value := value.detach()) is not Tensor or value.dtype not in KINDS or value.layout is not torch.strided:
         raise TypeError(f"{where} is a {type(value).__name__} of {value.dtype} and {value.layout}, which no file holds")
     if value.nbytes > MAX_TENSOR_BYTES:
         raise TypeError(
             f"{where} is a tensor of {value.nbytes} bytes: the values of a checkpoint are small (at most "
             f"{MAX_TENSOR_BYTES} bytes each). Register it as a buffer of the model."
         )
-    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    flat = value.cpu().contiguous().view(-1).view(torch.uint8)
     return [KINDS[value.dtype], list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
 
 

@@ -131,7 +131,7 @@ class SlotTensor:
 
     def vector(self, name: str) -> Tensor:
         """Return this rank's shard of the flat parameter."""
-        self.handle.storage.check(self.handle.name)
+        self.handle.storage.check_readable(self.handle.name)
         return self.handle.flat_param.vector if self.packing is None else self.handle.flat_param.vector.view(self.dtype)
 
     def fill(self, files: TensorReader, key: str) -> None:

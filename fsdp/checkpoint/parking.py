@@ -2,41 +2,49 @@
 
 Only storages are parked: the bytes of a storage are copied to the host or to a file, and the storage's memory is freed.
 All tensors stay the same objects, with the same aliases, so optimizers, local shards and `DTensor`s need no change.
-Meanwhile an operation on such a tensor would read freed memory, which ends the process on a CPU. The class of each
-tensor is therefore replaced by a subclass that raises an error, as torch replaces the class of an
-`UninitializedParameter`. The storages of flat parameters (`ParkedStorage`) and an observer of steps raise the same
-error earlier, before a rank communicates or writes.
+Meanwhile an operation on such a tensor would read freed memory. The class of each tensor is therefore replaced by a
+subclass, as torch replaces the class of an `UninitializedParameter`: values can leave the tensor, which reads the copy,
+and all other operations raise an error (`parked_tensors`). The storages of flat parameters and an observer of steps
+raise the same error earlier, before a rank communicates or writes.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, Part, SafetensorsFiles, plan, write_at
-from fsdp.distributed.communicator import own_rank
+from fsdp.checkpoint.parked_tensors import (
+    FileCopies,
+    Guard,
+    HostCopies,
+    NamedStorage,
+    ParkedStorage,
+    guard,
+    host_values,
+    host_values_in,
+    named_storage,
+    unguard,
+)
 from fsdp.distributed.consensus import done_by_all
 from fsdp.distributed.devices import HOST, finish_queued, has_streams, is_host, return_cached_memory
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.observers import attached
 from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.precision import Buffers
 from fsdp.engine.runtime import runtime_of_root
-from fsdp.engine.storage import ShardStorage
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers.offload import DiskStorage
+from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.layers.state_requests import require_shards
 from fsdp.layers.verify import require_sharded
 from fsdp.optim_utils.owned import OwnedOptimizer
-from fsdp.state_dict_utils.host_memory import allocate
 from fsdp.state_dict_utils.stager import tensors_in
 
 PARTS = ("parameters", "gradients", "optimizer")
@@ -56,9 +64,10 @@ def park(
 
     Call it between steps, on every rank. Parameters, gradients and tensors of optimizers stay the same objects.
     Unsharded parameters that are kept between passes are freed, and gathered again when they are needed. While the
-    parameters are parked, a forward, a backward, an optimizer step, a state dict, `fsdp.save` and every operation on a
-    parked tensor raise a RuntimeError that names `unpark`. While only the optimizer is parked, the model can be used.
-    Tensors that are parked already are skipped.
+    parameters are parked, a forward, a backward, an optimizer step, a load and operations on a parked tensor raise a
+    RuntimeError that names `unpark`. State dicts, `fsdp.save` and `stream_weights` read the parked values; tensors of
+    these state dicts are on the host. While only the optimizer is parked, the model can be used. Tensors that are
+    parked already are skipped.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
@@ -129,133 +138,6 @@ def parked(
     _unpark(root, [one for one in ours if one in _records(root)])
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-# A storage with the name and dtype of its elements.
-NamedStorage = tuple[str, torch.dtype, UntypedStorage]
-
-
-class _HostCopies:
-    """Copies of storages in host memory, pinned for accelerators with streams."""
-
-    def __init__(self) -> None:
-        self._copies: list[Tensor] = []
-
-    def keep(self, named: Sequence[NamedStorage]) -> None:
-        """Copy storages, whose names are unique."""
-        for _, _, storage in named:
-            copied = _elements(allocate(storage.nbytes(), has_streams(storage.device.type), share=False))
-            self._copies.append(copied.copy_(_elements(storage), non_blocking=True))
-
-    def restore(self, named: Sequence[NamedStorage]) -> None:
-        """Fill the same storages, which have memory again."""
-        for (_, _, storage), copied in zip(named, self._copies, strict=True):
-            _elements(storage).copy_(copied, non_blocking=True)
-
-    def close(self) -> None:
-        """Free all copies."""
-        self._copies = []
-
-
-class _FileCopies:
-    """Copies in a safetensors file; its name is new, so that no file of a killed process is overwritten."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder, self._path = os.fspath(folder), ""
-
-    def keep(self, named: Sequence[NamedStorage]) -> None:
-        values = [(name, _elements(storage, dtype)) for name, dtype, storage in named]
-        entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values]
-        os.makedirs(self._folder, exist_ok=True)
-        fd, self._path = tempfile.mkstemp(SUFFIX, f"parked-rank-{own_rank()}-", self._folder)
-        (file,) = plan(entries, "parked")
-        try:
-            write_at(fd, memoryview(file.head), 0)
-            for entry in entries:
-                for begin, memory in entry.chunks():
-                    write_at(fd, memory, file.begins[entry.name] + begin)
-        except OSError as error:
-            error.filename = error.filename or self._path
-            raise
-        finally:
-            os.close(fd)
-
-    def restore(self, named: Sequence[NamedStorage]) -> None:
-        if named:
-            with SafetensorsFiles(self._path) as file:
-                for name, dtype, storage in named:
-                    file.read(name, _elements(storage, dtype))
-
-    def close(self) -> None:
-        if self._path:
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
-
-
-def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return all elements of a storage as a vector, with a version counter of its own."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
-
-
-# --- parked tensors ---------------------------------------------------------------------------------------------------
-
-# Attributes that return values or aliases; all others are metadata, which parked tensors still have.
-_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_base"})
-_METADATA = (
-    *("numel", "nelement", "dim", "ndimension", "size", "stride", "storage_offset", "data_ptr", "untyped_storage"),
-    *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_inference"),
-    *("get_device", "_is_view", "__hash__"),
-)
-
-
-class _Guard:
-    """A mixin for the class of a parked tensor: an operation on its values raises an error."""
-
-    __slots__ = ()
-    message: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ == "__get__":
-            is_harmless = func.__self__.__name__ not in _VALUES
-        elif func.__name__ in ("__set__", "__delete__"):
-            is_harmless = func.__self__.__name__ in ("grad", "requires_grad")
-        else:
-            is_harmless = func.__name__ in _METADATA
-        if not is_harmless:
-            raise RuntimeError(cls.message)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(self.message)
-
-    def __repr__(self, **_: Any) -> str:
-        return f"<{self.message}>"
-
-
-@cache
-def _guarded(kind: Any, message: str) -> Any:
-    return type(f"Parked{kind.__name__}", (_Guard, kind), {"__module__": __name__, "message": message})
-
-
-class ParkedStorage(ShardStorage):
-    """The storage of a flat parameter that is parked: its values can neither be read nor written."""
-
-    is_resident = False
-    keeps_shards = True
-
-    def __init__(self, storage: ShardStorage, message: str) -> None:
-        super().__init__(storage.device)
-        self._message = message
-
-    def check(self, what: str, state: Iterable[Any] = ()) -> None:
-        raise RuntimeError(f"{what}: {self._message}")
-
-    def adopt(self, flat_param: Any) -> None:
-        raise RuntimeError(self._message)
-
-
 class _Parked:
     """The storages of a part that are parked by a single call.
 
@@ -266,6 +148,7 @@ class _Parked:
         stay: the addresses of storages that are not parked.
         optimizers: the optimizers whose steps use the part.
         to: see `park`.
+        undo: what is done in the end.
     """
 
     def __init__(
@@ -276,14 +159,17 @@ class _Parked:
         stay: set[int],
         optimizers: Sequence[torch.optim.Optimizer],
         to: str | os.PathLike[str],
+        undo: ExitStack,
     ) -> None:
+        self._handles, self._units, self._undo = _handles(root), [unit for _, unit in units_in(root)], undo
         self.root, self.part, self.optimizers = root, part, optimizers
-        self.copies = _HostCopies() if to == "host" else _FileCopies(to)
+        self.copies = HostCopies() if to == "host" else FileCopies(to)
         self.message = (
             f"the {part} of {root.name} {'is' if part == 'optimizer' else 'are'} parked: call fsdp.unpark(model) "
             "before, on every rank, or leave `with fsdp.parked(...)`"
         )
-        self._tensors: dict[int, Any] = {}  # by their ids
+        self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
+        self._copied: dict[int, UntypedStorage] = {}  # by the addresses of the storages
         found: dict[int, NamedStorage] = {}  # by their addresses
         names: set[str] = set()
         for name, value in named:
@@ -291,12 +177,12 @@ class _Parked:
                 storage, address = tensor.untyped_storage(), tensor.untyped_storage().data_ptr()
                 if not storage.nbytes() or address in stay or (to == "host" and is_host(storage.device)):
                     continue
-                self._tensors |= {id(each): each for each in (tensor, value)}
+                self._tensors.setdefault(id(value), (value, None))
+                self._tensors[id(tensor)] = tensor, address
                 if address not in found:
-                    found[address] = _named(f"{part}.{name}", tensor.dtype, storage, names)
-        self.storages = list(found.values())
+                    found[address] = named_storage(f"{part}.{name}", tensor.dtype, storage, names)
+        self._addresses, self.storages = list(found), list(found.values())
         self.sizes = [storage.nbytes() for _, _, storage in self.storages]
-        self._undo = ExitStack()
 
     @property
     def nbytes(self) -> int:
@@ -306,22 +192,30 @@ class _Parked:
     def copy(self) -> None:
         """Copy all storages; their memory is still there."""
         if self.storages:
-            self.copies.keep(self.storages)
+            self._copied = dict(zip(self._addresses, self.copies.keep(self.storages), strict=True))
         self._finish()
 
     def free(self) -> None:
         """Free the memory, and make operations on the tensors raise errors."""
         _records(self.root).append(self)
         self.drop()
-        for tensor in self._tensors.values():
-            kind: Any = type(tensor)
-            with suppress(TypeError):  # a class whose objects keep it
-                tensor.__class__ = _guarded(kind, self.message)
-                self._undo.callback(setattr, tensor, "__class__", kind)
-        for handle in _handles(self.root) if self.part == "parameters" else ():
-            if not isinstance(handle.storage, ParkedStorage):
+        for tensor, address in self._tensors.values():
+            copied = None if address is None else self._copied[address]
+            if guard(tensor, self.message, copied, is_readable=self.part != "gradients"):
+                self._undo.callback(unguard, tensor)
+        if self.part == "parameters" and not any(isinstance(each.storage, ParkedStorage) for each in self._handles):
+            for unit in self._units:
+                self._undo.callback(setattr, unit, "buffers", unit.buffers)
+                unit.buffers = Buffers((), None)  # nothing to cast for a state dict: they have their own precision
+            for handle in self._handles:
+                flat_param, vector = handle.flat_param, handle.flat_param.vector
+                self._undo.callback(setattr, flat_param, "_vector", vector)
+                flat_param._vector = host_values(vector)
                 self._undo.callback(setattr, handle, "storage", handle.storage)
                 handle.storage = ParkedStorage(handle.storage, self.message)
+            self._note_places()
+        for optimizer in self.optimizers if self.part == "optimizer" else ():
+            self._undo.callback(optimizer.register_state_dict_post_hook(host_values_in).remove)
         self._undo.enter_context(attached(self, [self.root]))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -345,28 +239,20 @@ class _Parked:
         """Allow all operations again, and free the copies."""
         _records(self.root).remove(self)
         self._undo.close()
-        for handle in _handles(self.root) if self.part == "parameters" else ():
-            # The shard has a new address. All views of it have moved along, so nothing else has changed.
+        if self.part == "parameters":
+            self._note_places()
+        self.copies.close()
+
+    def _note_places(self) -> None:
+        """Note the new addresses of shards, or that they have none. All views of them have moved along."""
+        for handle in self._handles:
             *_, handle._built_for = handle.shard_state
             if handle.orig_params is not None:
                 handle.orig_params.note_places()
-        self.copies.close()
 
     def _finish(self) -> None:
         for device in {storage.device for _, _, storage in self.storages if has_streams(storage.device.type)}:
             finish_queued(device)
-
-
-def _named(name: str, dtype: torch.dtype, storage: UntypedStorage, names: set[str]) -> NamedStorage:
-    """Return a storage with a new name; ValueError if torch cannot free it."""
-    if not storage.resizable():
-        raise ValueError(
-            f"{name} cannot be parked, because NumPy or another process shares its memory, or has shared it: use "
-            "tensor.detach().clone().numpy(), or leave out this part"
-        )
-    name = f"{name}.{len(names)}" if name in names else name
-    names.add(name)
-    return name, dtype if dtype in KINDS and storage.nbytes() % dtype.itemsize == 0 else torch.uint8, storage
 
 
 def _records(root: Unit) -> list[_Parked]:
@@ -387,9 +273,12 @@ def _park(
     runtime = runtime_of_root(root, "fsdp.park")
     before = {one.part for one in _records(root)}
     ours: list[_Parked] = []
+    undo = {part: ExitStack() for part in PARTS}
 
     def copy() -> None:
         if "parameters" not in before:
+            if "parameters" in wanted:
+                undo["parameters"].enter_context(buffers_in_own_precision([unit for _, unit in units_in(root)]))
             for handle in runtime.handles:
                 handle.absorb()
             runtime.release()
@@ -398,7 +287,7 @@ def _park(
         for part, found in named.items():
             tensors = list(found)
             if part in wanted:
-                ours.append(_Parked(root, part, tensors, stay, optimizers, to))
+                ours.append(_Parked(root, part, tensors, stay, optimizers, to, undo[part]))
             stay = stay | {one.untyped_storage().data_ptr() for _, value in tensors for one in _plain_tensors(value)}
         for one in ours:
             one.copy()
@@ -406,6 +295,7 @@ def _park(
     try:
         done_by_all([root.everyone], "park the model", copy)
     except BaseException:
+        undo["parameters"].close()
         for one in ours:
             one.copies.close()
         raise
@@ -453,7 +343,7 @@ def _handles(root: Unit) -> list[FlatParamHandle]:
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yield a tensor with memory, or the tensors inside of it: a `DTensor` has one, other subclasses may have more."""
-    if not isinstance(value, Tensor) or isinstance(value, (Placeholder, _Guard)):
+    if not isinstance(value, Tensor) or isinstance(value, (Placeholder, Guard)):
         return
     inner = getattr(value, "__tensor_flatten__", None)
     for name in inner()[0] if inner is not None else ():
@@ -467,7 +357,8 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
 def _parameters(root: Unit) -> Iterator[Named]:
     for handle in _handles(root):
         forms = [tensor for form in handle.forms.values() for tensor in (form.full, *form.leaves)]
-        for tensor in (handle.flat_param, handle.flat_param._vector, *handle.listed_params, *forms):
+        vectors = [] if isinstance(handle.storage, ParkedStorage) else [handle.flat_param.vector]
+        for tensor in (handle.flat_param, *vectors, *handle.listed_params, *forms):
             yield handle.name, tensor
     for name, tensor in chain(root.module.named_parameters(), root.module.named_buffers()):
         yield clean_name(name), tensor

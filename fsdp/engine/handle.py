@@ -702,6 +702,8 @@ class FlatParamHandle:
         self._looked_at = self.shard_state[:2]
 
     def _store(self, slots: Sequence[int], value_of: Callable[[int], nn.Parameter]) -> None:
+        if not self.storage.is_resident:
+            self.storage.check(self.name)
         try:
             for slot in slots:
                 self.values.keep(slot, value_of(slot))

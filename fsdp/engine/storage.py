@@ -25,6 +25,7 @@ class ShardStorage:
     is_elsewhere = False  # the shard has to be brought to the compute device
     keeps_shards = False  # shards and gradients stay where they are when the module is moved
     is_resident = True  # shard and gradient are on the compute device, and nothing is to be done for that
+    state_device: torch.device | None = None  # of tensors of state dicts; None leaves them on the compute device
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,7 +49,11 @@ class ShardStorage:
         """The shard and its gradient are not wanted soon."""
 
     def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        """Raise RuntimeError if the values, or the values of the optimizer's `state`, cannot be read and written."""
+
+    def check_readable(self, what: str, state: Iterable[Any] = ()) -> None:
         """Raise RuntimeError if the values, or the values of the optimizer's `state`, cannot be read."""
+        self.check(what, state)
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -151,7 +151,10 @@ def saving(root: Unit, form: Saving) -> Iterator[Saving]:
     if outer is not None:
         yield outer
         return
-    with serving([unit for _, unit in units_in(root)], form):
+    units = [unit for _, unit in units_in(root)]
+    wanted = (handle.storage.state_device for unit in units for handle in unit.handles)
+    form = replace(form, device=form.device or next(filter(None, wanted), None))
+    with serving(units, form):
         yield form
 
 

@@ -133,7 +133,7 @@ def _of_value(value: Any) -> int:
     """Return the number of a value of any kind that is complete on a rank."""
     if not isinstance(value, Tensor):
         return text_bits(repr(value))
-    if type(value) not in (Tensor, nn.Parameter):
+    if type(value := value.detach()) is not Tensor:
         raise NotImplementedError(f"an optimizer's state is a {type(value).__name__}, whose bits are not known here")
     return text_bits(f"{value.dtype} {tuple(value.shape)}") * fingerprint_of_range(value, 0)
 

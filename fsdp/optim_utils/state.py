@@ -491,7 +491,7 @@ def own_kinds(
     for one in params:
         state = states.get(one) or {}
         for key, value in state.items() if isinstance(one, SteppedParam) else ():
-            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+            if isinstance(value, Tensor) and type(value.detach()) is not Tensor:
                 raise NotImplementedError(
                     f"the optimizer's state '{key}' of {one.name} is a {type(value).__name__}, a subclass of "
                     f"Tensor, which neither files nor full states support. Save optimizer.state_dict() on every rank, "
@@ -499,7 +499,7 @@ def own_kinds(
                 )
         kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it", is_owned=one.is_owned)
         if one.handle is not None:
-            one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
+            one.handle.storage.check_readable(f"{doing} the optimizer's state of {one.name}", state.values())
         found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))
     return found
 

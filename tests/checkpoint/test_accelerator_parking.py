@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer, ShardingStrategy
 from tests.helpers.accelerator import ACCELERATOR, device_module
-from tests.helpers.equality import assert_same_state
+from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.on_ranks import on_accelerators
@@ -125,9 +127,65 @@ def test_an_accelerator_without_room_is_an_error_and_the_model_comes_back_later(
     finally:
         torch.UntypedStorage.resize_ = taken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="are parked"):
-        model.state_dict()
+        model(torch.ones(1, 512, device=ACCELERATOR))
     fsdp.unpark(model)
     assert_same_state(full_state(model), expected)
+
+
+EXPORTS: dict[str, Callable[[Any, torch.optim.Optimizer, Path], Any]] = {
+    "state_dict": lambda model, *_: model.state_dict(),
+    "get_model_state_dict": lambda model, *_: get_model_state_dict(model, options=ON_RANK_0),
+    "optimizer": lambda model, optimizer, _: get_optimizer_state_dict(model, optimizer, options=ON_RANK_0),
+    "fsdp.save": lambda model, optimizer, folder: fsdp.save(folder / "saved", model, optimizer),
+    "stream_weights": lambda model, *_: streamed(model),
+}
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def streamed(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    fsdp.stream_weights(model, lambda tensors: found.update(apart(tensors)), bucket_bytes=WIDTH * WIDTH * 4)
+    return found
+
+
+def apart(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: apart(value) for key, value in tree.items()}
+    return tree.detach().to("cpu", copy=True) if isinstance(tree, Tensor) else tree
+
+
+WIDTH, LAYERS = 64, 6
+
+
+@pytest.mark.parametrize("form", ["flat", "rows"])
+@on_accelerators(2)
+def test_exports_of_a_parked_model_need_device_memory_for_a_unit_at_most(form: str, tmp_path: Path) -> None:
+    wrap = WRAPS[form]
+    layers = [wrap(nn.Linear(WIDTH, WIDTH, bias=False).to(ACCELERATOR)) for _ in range(LAYERS)]
+    model: Any = wrap(nn.Sequential(*layers).to(ACCELERATOR))
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, WIDTH, device=ACCELERATOR)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    names = [name for name in EXPORTS if form == "rows" or name not in ("get_model_state_dict", "optimizer")]
+    expected = {name: apart(EXPORTS[name](model, optimizer, tmp_path / "a")) for name in names}
+    unit = WIDTH * WIDTH * 4
+    with fsdp.parked(model, optimizer):
+        for name in names:
+            before = allocated()
+            device_module().reset_peak_memory_stats()
+            found = EXPORTS[name](model, optimizer, tmp_path / "b")
+            # The unsharded unit, its shard and the shard that was sent before; two buckets, and parts of the next one.
+            most = (3 if name == "stream_weights" else 2) * unit + 4096
+            assert device_module().max_memory_allocated() - before <= most, name
+            if isinstance(found, dict):
+                assert allocated() == before, name
+                assert_same(apart(found), expected[name], name)
+                assert all(each.device.type == "cpu" for each in found.values() if isinstance(each, Tensor))
+    assert_same(apart(model.state_dict()), expected["state_dict"])
+    for name in ("model", "optimizer"):
+        files = [load_file(tmp_path / folder / "saved" / f"{name}.safetensors") for folder in "ab"]
+        assert_same(files[1], files[0])
 
 
 def _refuse(storage: Any, nbytes: int) -> None:

@@ -134,7 +134,7 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters are copies; buffers, and parameters that are ignored or were summoned, are not.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
-    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
+    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit), form.device))):
         with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:

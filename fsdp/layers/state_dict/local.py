@@ -78,7 +78,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
-        handle.storage.check(handle.name)
+        handle.storage.check_readable(handle.name)
     with serving(units, LocalState()):
         yield
 
@@ -297,6 +297,8 @@ class LocalLoad:
 
     def run(self) -> Any:
         """Load, and return torch's result with the plain names of missing and unexpected keys."""
+        for handle in self._handles.values():
+            handle.storage.check(handle.name)
         for handle in self._handles.values():
             handle.values.touch()  # also where nothing is given: other ranks may be given something
         done: set[int] = set()  # tied parameters have several names

@@ -25,7 +25,7 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     Peers may still be receiving from the shard: call `handle.settle` before writing to it. If only the first rank
     needs the parameters (`at_first`), the other ranks get tensors on the meta device.
     """
-    handle.storage.check(handle.name)
+    handle.storage.check_readable(handle.name)
     handle.absorb()
     handle.presentation.refuse_lent("put whole parameters together", handle.unit_name)
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike

@@ -348,7 +348,7 @@ def _show_blanks(unit: Unit, rank: int, shown: list[Uninitialized]) -> None:
 
 
 def _require_shards(handle: FlatParamHandle) -> None:
-    handle.storage.check(handle.name)
+    handle.storage.check_readable(handle.name)
     handle.absorb()
     handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
     handle.follow_shard()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first
 from fsdp.distributed.devices import HOST, is_host
-from fsdp.distributed.dtensor import local_part
+from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, note_stale
@@ -188,7 +188,10 @@ def unsharded(
         tensors = assembled(handle, at_first)
         for slot in handle.valueless:
             mark(tensors[slot])
-        found[handle] = [each if each.is_meta else each.to(device) for each in tensors] if device else tensors
+        # `DTensor`s stay on the device of their mesh.
+        found[handle] = [
+            each if device is None or each.is_meta or is_dtensor(each) else each.to(device) for each in tensors
+        ]
     return found
 
 
@@ -363,6 +366,8 @@ class _Summoned:
         self._unit, self._form = unit, form
         self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
         handles = hidden_handles(unit)
+        for handle in handles:
+            handle.storage.check(handle.name)
         for handle in handles if form.on_host else ():
             if any(handle.flat_param.parts) and not is_host(handle.storage.device):
                 raise NotImplementedError(

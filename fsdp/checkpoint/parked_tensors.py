@@ -1,0 +1,263 @@
+"""Parked tensors: the copies of their bytes, and the classes that tensors without memory have meanwhile.
+
+The copies are in host memory or in a file, which is mapped into memory. A parked tensor has the same place in a copy
+as in its own storage, so that there is a tensor in host memory with its values (`host_values`). Operations by which
+values leave the tensor, such as `detach` and `clone`, return the results of this tensor. State dicts and checkpoints
+therefore need no other code for parked models. All other operations on a parked tensor raise an error: without its
+memory, they would end the process on a CPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, Part, SafetensorsFiles, plan, write_at
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.devices import HOST, has_streams
+from fsdp.engine.originals import is_ours
+from fsdp.engine.storage import ShardStorage
+from fsdp.state_dict_utils.host_memory import allocate
+
+# A storage with the name and dtype of its elements.
+NamedStorage = tuple[str, torch.dtype, UntypedStorage]
+
+
+def named_storage(name: str, dtype: torch.dtype, storage: UntypedStorage, names: set[str]) -> NamedStorage:
+    """Return a storage with a new name; ValueError if torch cannot free it."""
+    if not storage.resizable():
+        raise ValueError(
+            f"{name} cannot be parked, because NumPy or another process shares its memory, or has shared it: use "
+            "tensor.detach().clone().numpy(), or leave out this part"
+        )
+    name = f"{name}.{len(names)}" if name in names else name
+    names.add(name)
+    return name, dtype if dtype in KINDS and storage.nbytes() % dtype.itemsize == 0 else torch.uint8, storage
+
+
+class HostCopies:
+    """Copies of storages in host memory, pinned for accelerators with streams."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+
+    def keep(self, named: Sequence[NamedStorage]) -> list[UntypedStorage]:
+        """Copy storages, whose names are unique, and return the copies."""
+        for _, _, storage in named:
+            copied = _elements(allocate(storage.nbytes(), has_streams(storage.device.type), share=False))
+            self._copies.append(copied.copy_(_elements(storage), non_blocking=True))
+        return [copied.untyped_storage() for copied in self._copies]
+
+    def restore(self, named: Sequence[NamedStorage]) -> None:
+        """Fill the same storages, which have memory again."""
+        for (_, _, storage), copied in zip(named, self._copies, strict=True):
+            _elements(storage).copy_(copied, non_blocking=True)
+
+    def close(self) -> None:
+        """Free all copies."""
+        self._copies = []
+
+
+class FileCopies:
+    """Copies in a safetensors file; its name is new, so that no file of a killed process is overwritten."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder, self._path = os.fspath(folder), ""
+
+    def keep(self, named: Sequence[NamedStorage]) -> list[UntypedStorage]:
+        values = [(name, _elements(storage, dtype)) for name, dtype, storage in named]
+        entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values]
+        os.makedirs(self._folder, exist_ok=True)
+        fd, self._path = tempfile.mkstemp(SUFFIX, f"parked-rank-{own_rank()}-", self._folder)
+        (file,) = plan(entries, "parked")
+        try:
+            write_at(fd, memoryview(file.head), 0)
+            for entry in entries:
+                for begin, memory in entry.chunks():
+                    write_at(fd, memory, file.begins[entry.name] + begin)
+            # Private: writes to tensors of a state dict change no file.
+            mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            error.filename = error.filename or self._path
+            raise
+        finally:
+            os.close(fd)
+        spans = [(storage.nbytes(), file.begins[name]) for name, _, storage in named]
+        return [
+            torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=begin).untyped_storage()
+            for count, begin in spans
+        ]
+
+    def restore(self, named: Sequence[NamedStorage]) -> None:
+        if named:
+            with SafetensorsFiles(self._path) as file:
+                for name, dtype, storage in named:
+                    file.read(name, _elements(storage, dtype))
+
+    def close(self) -> None:
+        if self._path:
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return all elements of a storage as a vector, with a version counter of its own."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+# --- parked tensors ---------------------------------------------------------------------------------------------------
+
+# Attributes that return values or aliases; all others are metadata, which parked tensors still have.
+_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag", "_base"})
+_METADATA = (
+    *("numel", "nelement", "dim", "ndimension", "size", "stride", "storage_offset", "data_ptr", "untyped_storage"),
+    *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_pinned", "is_inference"),
+    *("get_device", "_is_view", "__hash__"),
+)
+# By these, values leave a tensor: state dicts, checkpoints and copies of optimizer states call them.
+_READS = ("detach", "clone", "to", "cpu", "numpy", "item", "tolist")
+
+# The values of each parked plain tensor, in host memory.
+_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Guard:
+    """A mixin for the class of a parked tensor: its values can be read, and other operations raise an error."""
+
+    __slots__ = ()
+    message: str
+    kind: Any  # the class that the tensor had before
+    is_readable: bool  # values may leave it
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, first = func.__name__, args[0] if args else None
+        if name in _READS and isinstance(first, Guard) and first.is_readable:
+            return func(host_values(first), *args[1:], **(kwargs or {}))
+        if name == "copy_" and not isinstance(first, Guard) and cls.is_readable:
+            return func(first, *map(host_values, args[1:]), **(kwargs or {}))
+        if name == "__get__":
+            is_harmless = func.__self__.__name__ not in _VALUES
+        elif name in ("__set__", "__delete__"):
+            is_harmless = func.__self__.__name__ in ("grad", "requires_grad")
+        else:
+            is_harmless = name in _METADATA
+        if not is_harmless:
+            raise RuntimeError(cls.message)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(self.message)
+
+    data = property(_refuse, _refuse)  # of parameters that count writes, a property of Python
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = self._apart().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._apart().__reduce_ex__(protocol)
+
+    def _apart(self) -> Tensor:
+        """Return the values of a tensor that is no parameter of a model: a copied or pickled model would need these."""
+        found: Any = self
+        if not self.is_readable or isinstance(found, nn.Parameter) or is_ours(found):
+            raise RuntimeError(self.message)
+        values: Tensor = host_values(found)
+        return values
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<{self.message}>"
+
+
+@cache
+def _guarded(kind: Any, message: str, is_readable: bool) -> Any:
+    known = {"__module__": __name__, "message": message, "kind": kind, "is_readable": is_readable}
+    return type(f"Parked{kind.__name__}", (Guard, kind), known)
+
+
+def guard(tensor: Any, message: str, copied: UntypedStorage | None, is_readable: bool) -> bool:
+    """Make operations on a tensor raise an error. Return whether its class allows that.
+
+    Args:
+        tensor: a plain tensor, or a tensor with other tensors inside, such as a `DTensor`.
+        message: the error.
+        copied: the copy of a plain tensor's storage.
+        is_readable: values may leave the tensor.
+    """
+    if copied is not None and is_readable:
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        _values[tensor] = torch.empty(0, dtype=tensor.dtype, device=HOST).set_(copied, *place)
+    with suppress(TypeError):  # a class whose objects keep it
+        kind: Any = type(tensor)
+        tensor.__class__ = _guarded(kind, message, is_readable)
+        return True
+    return False
+
+
+def unguard(tensor: Any) -> None:
+    """Allow all operations again."""
+    tensor.__class__ = tensor.kind
+    _values.pop(tensor, None)
+
+
+def host_values(tensor: Any) -> Any:
+    """Return a tensor in host memory with the values of a parked tensor; any other object as it is."""
+    if not isinstance(tensor, Guard):
+        return tensor
+    found: Any = tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        if found in _values:
+            return _values[found].detach()
+        names, context = found.__tensor_flatten__()
+        inner = {name: getattr(found, name) for name in names}
+        shape, stride = found.shape, found.stride()
+    values = {name: host_values(each) for name, each in inner.items()}
+    return found.kind.__tensor_unflatten__(values, context, shape, stride).detach()
+
+
+def host_values_in(_: Any, tree: Any) -> Any:
+    """Hook of an optimizer's `state_dict`: return its dictionary with tensors in host memory for parked tensors."""
+    if isinstance(tree, dict):
+        return {key: host_values_in(_, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(host_values_in(_, value) for value in tree)
+    return host_values(tree)
+
+
+class ParkedStorage(ShardStorage):
+    """The storage of a flat parameter that is parked: its values can be read, and neither used nor written."""
+
+    is_resident = False
+    is_elsewhere = True
+    keeps_shards = True
+    state_device = HOST
+
+    def __init__(self, storage: ShardStorage, message: str) -> None:
+        super().__init__(storage.device)
+        self._before, self._message = storage, message
+
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        raise RuntimeError(f"{what}: {self._message}")
+
+    def check_readable(self, what: str, state: Iterable[Any] = ()) -> None:
+        self._before.check_readable(what, state)
+
+    def release(self) -> None:
+        self._before.release()
+
+    def adopt(self, flat_param: Any) -> None:
+        raise RuntimeError(self._message)
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(self._message)  # for copies of a model as well
