@@ -711,6 +711,10 @@ class FSDPModule(_Base):
             on_demand.explain(error, self, state_dict)
             raise
 
+    def stream_weights(self, sink: Any, **options: Any) -> Any:
+        """Collective. Send all weights to a sink in bounded buckets, see `fsdp.stream_weights` for the arguments."""
+        return on_demand.stream_weights(self, sink, **options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         for unit in _units(self, recurse=True):
             on_demand.copying.prepare_to_copy(unit)

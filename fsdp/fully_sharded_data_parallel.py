@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -646,8 +647,7 @@ class FullyShardedDataParallel(nn.Module):
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Collective. Load what `sharded_state_dict` returned, when DCP has loaded values into it.
 
-        Unsharded, plain tensors are taken as well. Entries into which nothing was loaded count as missing. The result
-        is torch's, with plain names.
+        Unsharded tensors are taken as well. Entries without loaded values count as missing. Returns torch's result.
 
         Raises:
             RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
@@ -659,9 +659,12 @@ class FullyShardedDataParallel(nn.Module):
         for key, value in state_dict.items():
             if isinstance(value, on_demand.TensorPart) and value.is_blank:
                 del given[key]
-        return on_demand.load_sharded_state(
-            self._unit, self._units(), lambda: nn.Module.load_state_dict(self, given, strict=strict)
-        )
+        load = partial(nn.Module.load_state_dict, self, given, strict=strict)
+        return on_demand.load_sharded_state(self._unit, self._units(), load)
+
+    def stream_weights(self, sink: Any, **options: Any) -> Any:
+        """Collective. Send all weights to a sink in bounded buckets, see `fsdp.stream_weights` for the arguments."""
+        return on_demand.stream_weights(self, sink, **options)
 
     # --- state of optimizers ----------------------------------------------------------------------------------------
 
@@ -752,9 +755,8 @@ class FullyShardedDataParallel(nn.Module):
     def _free_full_params(self, params: Collection[nn.Parameter] | None = None) -> None:
         """Reshard unsharded parameters, for example parameters kept under `no_sync`: `params`, or all."""
         self._unit.require_idle("free full parameters")
-        wanted = None if params is None else {id(param) for param in params}
         for handle in self._unit.handles:
-            if wanted is None or not wanted.isdisjoint(map(id, handle.listed_params)):
+            if params is None or not set(map(id, params)).isdisjoint(map(id, handle.listed_params)):
                 handle.reshard()
 
     def _register_post_backward_hooks(self) -> None:
@@ -770,9 +772,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def _reset_lazy_init(self) -> None:
         """Forget which wrapper is outermost; the next use finds out again."""
-        for unit in self._units():
-            if unit.runtime is not None:
-                unit.runtime.forget()
+        for runtime in filter(None, [unit.runtime for unit in self._units()]):
+            runtime.forget()
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fsdp.optim_utils.params import is_uncollected as is_uncollected
     from fsdp.optim_utils.scatter import become_shard as become_shard
     from fsdp.optim_utils.scatter import reshard_optimizer as reshard_optimizer
+    from fsdp.weights.stream import stream_weights as stream_weights
 
 _HOMES = {
     "fsdp.checkpoint.formats.consolidate": "consolidate",
@@ -77,6 +78,7 @@ _HOMES = {
     "fsdp.optim_utils.gather": "fairscale_dictionary",
     "fsdp.optim_utils.params": "is_uncollected",
     "fsdp.optim_utils.scatter": "become_shard reshard_optimizer",
+    "fsdp.weights.stream": "stream_weights",
 }
 __getattr__, __dir__ = lazily(__name__, _HOMES)
 

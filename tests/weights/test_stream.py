@@ -186,14 +186,15 @@ def test_buckets_are_few() -> None:
 
 
 @on_ranks(2)
-def test_a_function_receives_the_tensors_of_each_bucket() -> None:
+@pytest.mark.parametrize("form", ["flat", "rows"])
+def test_a_function_receives_the_tensors_of_each_bucket(form: str) -> None:
     found: list[dict[str, Tensor]] = []
-    model = MODELS["flat"](1)
+    model = MODELS[form](1)
 
     def receive(tensors: dict[str, Tensor]) -> None:
         found.append({name: each.clone() for name, each in tensors.items()})
 
-    plan = fsdp.stream_weights(model, receive, bucket_bytes=500)
+    plan = model.stream_weights(receive, bucket_bytes=500)
     assert len(found) == len(plan.buckets) > 1
     state = {name: value for bucket in found for name, value in bucket.items()}
     assert len(state) == sum(map(len, found))
