@@ -27,6 +27,7 @@ from fsdp.distributed.imagined import META, ImaginedGroup, Message
 from fsdp.engine.autograd import differentiable_tensors
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import runtime_of
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
@@ -119,6 +120,7 @@ class Plan:
         bytes_sent: of parameters and gradients, by this rank in one step.
         collectives: how many of each kind the rank takes part in in one step.
         bandwidth: that was given, in bytes per second in which one rank sends; None if none was.
+        snapshot_bytes: of the host copy of a `fsdp.weights.Snapshot`; 0 without one.
     """
 
     world_size: int
@@ -132,6 +134,7 @@ class Plan:
     bytes_sent: int
     collectives: Mapping[str, int]
     bandwidth: float | None
+    snapshot_bytes: int = 0
 
     @property
     def peak(self) -> int:
@@ -164,6 +167,7 @@ def plan(
     rank: int = 0,
     backend: str = "gloo",
     bandwidth: float | None = None,
+    snapshot: torch.dtype | None = None,
     **options: Any,
 ) -> Plan:
     """Tell what training a model takes on each rank: bytes by phase, bytes on the wire, collectives.
@@ -190,6 +194,8 @@ def plan(
         backend: with "gloo" ranks communicate by messages, which take other memory than the collectives of backends
             such as "nccl".
         bandwidth: bytes per second in which one rank sends.
+        snapshot: the dtype in which ``fsdp.stream_weights(..., since=snapshot)`` sends floating-point parameters; the
+            copy of the sent weights on the host is counted. None: no weights are sent.
         **options: of `FullyShardedDataParallel`, for every unit. With ``offload="cpu"`` the device and the host are
             counted apart.
 
@@ -216,7 +222,8 @@ def plan(
         call = _listed_order(training.units) if sample is None else partial(_call, sample=_on_meta(sample, live))
         with _fused_attention():
             training.run(call, loss or _sum_of)
-        return training.plan(world_size, replicas, sample is not None, bandwidth)
+        found = training.plan(world_size, replicas, sample is not None, bandwidth)
+        return found if snapshot is None else replace(found, snapshot_bytes=training.sent_bytes(snapshot))
 
 
 def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options: Mapping[str, Any]) -> None:
@@ -528,6 +535,19 @@ class _Training:
             bandwidth=bandwidth,
         )
 
+    def sent_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the weights that this rank sends to other processes: of replicas, the first one sends."""
+        handles = [handle for unit in self.units for handle in unit.handles if handle.replicas.rank == 0]
+        is_first = not any(group.rank() for group in self._groups)
+        whole = [param for param in self._model.parameters() if is_first and not is_ours(param)]
+        elements = [
+            (interval.numel, handle.flat_param.dtype)
+            for handle in handles
+            for interval in handle.layout.intervals(handle.comm.rank)
+        ]
+        elements += [(param.numel(), param.dtype) for param in whole]
+        return sum(numel * (dtype if own.is_floating_point else own).itemsize for numel, own in elements)
+
     def _in_order(self) -> list[Unit]:
         """Return the units in the order in which they are first gathered in a step; others last, as they are listed."""
         gathered = [_number(each) for each in self._groups[0].sent if each.kind == "all-gather"]
@@ -593,3 +613,5 @@ def _described(plan: Plan) -> Iterator[str]:
     yield f"sent: {size_text(plan.bytes_sent)} ({sent})"
     if plan.seconds_of_communication is not None and plan.bandwidth is not None:
         yield f"      {plan.seconds_of_communication:.3g} s at {plan.bandwidth / 1e9:g} GB/s"
+    if plan.snapshot_bytes:
+        yield f"snapshot of sent weights: {size_text(plan.snapshot_bytes)} on the host"

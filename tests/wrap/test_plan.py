@@ -403,6 +403,38 @@ def test_ignored_modules_are_not_sharded() -> None:
     assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in model.parameters()) - left_out
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_snapshot_of_sent_weights_has_the_planned_bytes(world_size: int, dtype: torch.dtype, ranks: RankPool) -> None:
+    replicas = 2 if world_size == 4 else 1
+    plans = [fsdp.plan(gpt(), world_size, rank=r, replicas=replicas, snapshot=dtype) for r in range(world_size)]
+    planned = [plan.snapshot_bytes for plan in plans]
+    total = sum(param.numel() for param in gpt().parameters()) * dtype.itemsize
+    assert sum(planned) == total
+    assert replicas == 1 or planned[2:] == [0, 0]  # the second replica sends nothing
+    assert f"snapshot of sent weights: {size_text(planned[0])} on the host" in str(plans[0])
+    assert "snapshot" not in str(replace(plans[0], snapshot_bytes=0))
+    assert ranks(world_size).run(_snapshot_bytes, replicas, dtype) == planned
+
+
+def _snapshot_bytes(replicas: int, dtype: torch.dtype) -> int:
+    over = None if replicas == 1 else mesh_of(replicas, dist.get_world_size() // replicas)
+    model = FullyShardedDataParallel(gpt(), process_group=over)
+    snapshot = fsdp.weights.Snapshot()
+    fsdp.stream_weights(model, _Changes(), bucket_bytes=1 << 20, dtype=dtype, since=snapshot)
+    return snapshot.nbytes
+
+
+class _Changes(fsdp.weights.Sink):
+    """A sink that supports changes, and ignores them."""
+
+    receives = "parts"
+    takes_changes = True
+
+    def bucket(self, number: int, tensor: Tensor) -> None:
+        return
+
+
 def test_the_table_says_what_the_data_say() -> None:
     plan = CASES["GPT"].plan(2)
     text = str(replace(plan, bandwidth=1e9))
