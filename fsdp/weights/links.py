@@ -259,26 +259,28 @@ def key_of(secret: str | bytes | None, address: str) -> bytes:
     return key
 
 
-def connect(address: str, key: bytes, timeout: float) -> Link:
-    """Connect to a process that listens, for which this waits up to `timeout` seconds."""
-    is_local, until = is_shared_memory(address), time.monotonic() + timeout
+def connect(address: str, key: bytes, connect_timeout: float, timeout: float) -> Link:
+    """Connect to a process that listens, for which this waits up to `connect_timeout` seconds."""
+    is_local, until = is_shared_memory(address), time.monotonic() + connect_timeout
     peer = f"the process at {address}"
     while True:
+        left = max(until - time.monotonic(), 0.1)
         try:
             if is_local:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.settimeout(timeout)
+                connection.settimeout(left)
                 connection.connect(local_address(address))
-                require_own_user(connection)
             else:
-                connection = socket.create_connection(split_address(address), timeout)
+                connection = socket.create_connection(split_address(address), left)
             break
-        except (ConnectionRefusedError, BlockingIOError) as error:  # it does not listen yet
+        except OSError as error:  # it does not listen yet, or its host cannot be reached
             if time.monotonic() > until:
-                raise ConnectionError(f"no process listens at {address} for {timeout:g} s: {error}") from None
+                raise ConnectionError(f"no process listens at {address} for {connect_timeout:g} s: {error}") from None
             time.sleep(0.05)
     link = Link(connection, peer, timeout)
     try:
+        if is_local:
+            require_own_user(connection)
         hello = bytes(link.receive(Kind.CHALLENGE).numpy())
         if hello[0] != _VERSION:
             raise ConnectionError(f"{peer} uses version {hello[0]} of the protocol, and this process {_VERSION}")
@@ -316,28 +318,30 @@ class SocketSink(Sink):
     Args:
         address: ``host:port``.
         secret: the secret of the receiving process, which is not sent.
-        timeout: the number of seconds to wait for the receiver: until it listens, and until it
-            has taken a part or has consumed the last bucket.
+        timeout: the number of seconds to wait until the receiver has taken a part, or has consumed the last bucket.
+        connect_timeout: the number of seconds to wait until the receiver listens.
 
     Raises:
-        ConnectionError: if the receiver does not listen, ends, or reports an error.
+        ConnectionError: if the receiver does not listen at its address, ends, or reports an error.
         PermissionError, TimeoutError: if the receiver has another secret, or is too slow.
     """
 
     receives = "parts"
     takes_changes = True
 
-    def __init__(self, address: str, secret: str | bytes, *, timeout: float = 300.0) -> None:
+    def __init__(
+        self, address: str, secret: str | bytes, *, timeout: float = 300.0, connect_timeout: float = 300.0
+    ) -> None:
         split_address(address)
-        self._start(address, key_of(secret, address), timeout)
+        self._start(address, key_of(secret, address), timeout, connect_timeout)
 
-    def _start(self, address: str, key: bytes, timeout: float) -> None:
-        self._address, self._key, self._timeout = address, key, timeout
+    def _start(self, address: str, key: bytes, timeout: float, connect_timeout: float) -> None:
+        self._address, self._key, self._timeouts = address, key, (connect_timeout, timeout)
         self._link: Link | None = None
 
     def open(self, plan: WeightPlan) -> None:
         self._is_accepted = False
-        self._link = link = connect(self._address, self._key, self._timeout)
+        self._link = link = connect(self._address, self._key, *self._timeouts)
         content = plan.to_json() if plan.rank == 0 else None
         numbers = {"stream": plan.stream, "rank": plan.rank, "ranks": len(plan.parts)}
         link.send_json(Kind.STREAM, {**numbers, "plan": content})
@@ -383,18 +387,18 @@ class SharedMemorySink(SocketSink):
 
     Args:
         name: the name under which the process receives, see `receive`; without ``:``.
-        timeout: as for `SocketSink`.
+        timeout, connect_timeout: as for `SocketSink`.
 
     Raises:
         ConnectionError: if the receiver does not listen, ends, or reports an error.
         RuntimeError: on another system than Linux.
     """
 
-    def __init__(self, name: str, *, timeout: float = 300.0) -> None:
+    def __init__(self, name: str, *, timeout: float = 300.0, connect_timeout: float = 300.0) -> None:
         if not name or not is_shared_memory(name):
             raise ValueError(f"the name of a receiver in shared memory is not empty and has no colon, got {name!r}")
         local_address(name)
-        self._start(name, b"", timeout)
+        self._start(name, b"", timeout, connect_timeout)
 
 
 def listening(address: str) -> tuple[socket.socket, str]:

@@ -253,7 +253,7 @@ class WeightReader:
         self._numbers = {name: number for number, each in enumerate(self.plan.tensors) for name in each.names}
 
     def _connect(self, address: str) -> tuple[Link, Any]:
-        link = connect(address, self._key, self._timeout)
+        link = connect(address, self._key, self._timeout, self._timeout)
         try:
             link.send_json(Kind.STREAM, {"reader": self._name})
             return link, link.receive_json(Kind.PLAN)

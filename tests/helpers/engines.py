@@ -21,11 +21,11 @@ SECRET = "only we know"
 KINDS = ["socket", "shared memory"]
 
 
-def sink_to(address: str, secret: str = SECRET, timeout: float = 30.0) -> Sink:
+def sink_to(address: str, secret: str = SECRET, timeout: float = 30.0, connect_timeout: float = 30.0) -> Sink:
     """A sink for a receiver at an address of either kind."""
     if ":" in address:
-        return SocketSink(address, secret, timeout=timeout)
-    return SharedMemorySink(address, timeout=timeout)
+        return SocketSink(address, secret, timeout=timeout, connect_timeout=connect_timeout)
+    return SharedMemorySink(address, timeout=timeout, connect_timeout=connect_timeout)
 
 
 def address_for(kind: str) -> str:

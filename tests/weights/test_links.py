@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import socket
+import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,7 @@ from tests.helpers.engines import KINDS, address_for, clones, engine, program, s
 from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.weights import MODELS, everything, full, step, tensors_of
+from tests.helpers.weights import MODELS, Collected, everything, full, step, tensors_of
 
 BUCKET = 400
 
@@ -157,7 +159,29 @@ def test_a_receiver_that_is_killed_is_restarted(kind: str) -> None:
     dist.barrier()
     assert "memfd:fsdp.weights" not in Path("/proc/self/maps").read_text()
     with pytest.raises((OSError, RuntimeError), match="no process listens at"):
-        fsdp.stream_weights(model, sink_to(address, timeout=0.2), bucket_bytes=BUCKET)
+        fsdp.stream_weights(model, sink_to(address, connect_timeout=0.2), bucket_bytes=BUCKET)
+
+
+@on_ranks(2)
+def test_a_host_that_does_not_answer_is_an_error_with_its_address_on_every_rank() -> None:
+    model, here = MODELS["flat"](1), dist.get_rank() == 0
+    with ExitStack() as stack:
+        own = None
+        if here:  # a queue of connections that is full, so that the system answers no further one
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            own = f"127.0.0.1:{listener.getsockname()[1]}"
+            for _ in range(2):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(listener.getsockname())
+        address = told_by_first(own)
+        started = time.monotonic()
+        with pytest.raises((OSError, RuntimeError), match=f"no process listens at {address} for 0.3 s"):
+            fsdp.stream_weights(model, sink_to(address, connect_timeout=0.3), bucket_bytes=BUCKET)
+        assert time.monotonic() - started < 30
+    fsdp.stream_weights(model, Collected(), bucket_bytes=BUCKET)
 
 
 # Changes
