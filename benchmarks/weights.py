@@ -2,21 +2,24 @@
 
     python -m benchmarks.weights
     python -m benchmarks.weights --gigabytes 0.25 --ranks 4 --bucket-mb 16
+    python -m benchmarks.weights --gigabytes 0.1 --mbits 1000           # on two machines, with a slow link
 
 A GPT is wrapped block by block, and all its weights are made available on the first rank (`ours`), on every rank
 (`ours-all`), or in another process on this machine (`ours-socket`, `ours-shm`). `fsdp2-loop` calls `full_tensor()` for
 each parameter, `fsdp2-state` collects the full state dict on the first rank and broadcasts it; no contestant uses the
 weights. Times are interleaved in the same run. Memory is the increase of peak resident memory, in separate processes
 for each contestant. `changes` prints the bytes of an update after a step of AdamW in bfloat16. Exits with 1 if a rank
-of `ours` needs more than two buckets by more than 32 MB.
+of `ours` needs more than two buckets by more than 32 MB. With `--mbits`, the ranks are on two machines
+(`benchmarks.two_machines`), the process that receives is on the first one, and no memory is measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ if not __package__:  # run as a file: the folder above has `benchmarks` and `fsd
 
 import fsdp
 from benchmarks._contestants import FSDP2, OURS
+from benchmarks._machines import Machine, NotAllowedError, two_machines
 from benchmarks._measure import NOTHING_KEPT, count_collectives, operations, profiled, ratio, table, warn_if_busy
 from benchmarks._ranks import run_ranks
 from benchmarks._states import (
@@ -75,7 +79,21 @@ class Cost:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("weights", "Weights for another process", 0.5, WAYS)
     parser.add_argument("--bucket-mb", type=int, default=32, help="size of a bucket (%(default)s)")
+    parser.add_argument("--mbits", type=float, help="of a link between two machines with the ranks")
     options = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        try:
+            machines = stack.enter_context(two_machines()) if options.mbits else ()
+        except NotAllowedError as reason:
+            print(f"skipped, this system makes no two machines: {reason}")
+            return 0
+        for machine in machines:
+            machine.limit(options.mbits)
+        return _compare(options, machines)
+
+
+def _compare(options: argparse.Namespace, machines: Sequence[Machine]) -> int:
+    host = machines[0].address if machines else "127.0.0.1"
     config, bucket = config_of(options.gigabytes), options.bucket_mb * 1_000_000
     full, unit = sizes_of(config)
     print(
@@ -84,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush=True,
     )
     warn_if_busy()
-    measured = [] if options.no_memory else options.only
+    measured = [] if options.no_memory or machines else options.only
     costs = {
         name: run_ranks(_measure, options.ranks, name, config, bucket, environment=NOTHING_KEPT) for name in measured
     }
@@ -94,14 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rank, cost in enumerate(found)
     ]
     print(table(["", "rank", "peak MB", "collectives"], rows), flush=True)
-    times = run_ranks(_time, options.ranks, options.only, config, bucket, options.rounds)[0]
+    job = options.only, config, bucket, options.rounds, host
+    times = run_ranks(_time, options.ranks, *job, machines=machines)[0]
     base = [values[0] for values in times.get(LOOP, next(iter(times.values())))]
     rows = [
         [name, f"{sorted(own)[len(own) // 2] / full * 1e9:.2f}", ratio(own, base)]
         for name, own in ((name, [values[0] for values in found]) for name, found in times.items())
     ]
     print(table(["", "s/GB", f"over {LOOP}"], rows), flush=True)
-    print(run_ranks(_changes, options.ranks, config, bucket)[0], flush=True)
+    print(run_ranks(_changes, options.ranks, config, bucket, host, machines=machines)[0], flush=True)
     holds = all(cost.growth <= 2 * bucket + SLACK for name in (OURS, ALL) for cost in costs.get(name, ()))
     if not holds:
         print("Ours needs more memory than two buckets.")
@@ -122,11 +141,11 @@ def _measure(name: str, config: GPTConfig, bucket: int) -> Cost:
     return Cost(grown, count_collectives(operations(trace), dist.get_world_size()))
 
 
-def _time(names: Sequence[str], config: GPTConfig, bucket: int, rounds: int) -> dict[str, list[list[float]]]:
+def _time(names: Sequence[str], config: GPTConfig, bucket: int, rounds: int, host: str) -> dict[str, list[list[float]]]:
     models = {library: wrapped(library, config) for library in {_library(name) for name in names}}
 
     def measured(name: str) -> list[float]:
-        with _receiver(name) as address:
+        with _receiver(name, host) as address:
             model = models[_library(name)]
             WAYS[name](_wrapped(name, TINY), bucket, address)
             return [seconds(lambda: WAYS[name](model, bucket, address))[1]]
@@ -134,12 +153,12 @@ def _time(names: Sequence[str], config: GPTConfig, bucket: int, rounds: int) -> 
     return interleaved(measured, names, rounds)
 
 
-def _changes(config: GPTConfig, bucket: int) -> str:
+def _changes(config: GPTConfig, bucket: int, host: str) -> str:
     """Return the bytes of an update of changes, and the bytes of the changed positions and values."""
     model = _wrapped(OURS, config).to(torch.bfloat16)
     snapshot = fsdp.weights.Snapshot()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
-    with _receiver("changes") as address:
+    with _receiver("changes", host) as address:
         sink = fsdp.weights.SocketSink(address, SECRET)
         for _ in range(3):
             before = [param.detach().clone() for param in model.parameters()]
@@ -166,11 +185,11 @@ def _wrapped(name: str, config: GPTConfig) -> nn.Module:
 
 
 @contextmanager
-def _receiver(name: str) -> Iterator[str]:
+def _receiver(name: str, host: str = "127.0.0.1") -> Iterator[str]:
     """Collective. A process that receives, started by the first rank for ways that have one, and its address."""
     process, told = None, [""]
     if name in (SOCKET, SHARED, "changes") and dist.get_rank() == 0:
-        listen = "fsdp benchmark" if name == SHARED else "127.0.0.1:0"
+        listen = "fsdp benchmark" if name == SHARED else f"{host}:0"
         program = RECEIVER.replace("secret=secret", "secret=secret, keep=True") if name == "changes" else RECEIVER
         command = [sys.executable, "-c", program, listen, "" if name == SHARED else SECRET]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
