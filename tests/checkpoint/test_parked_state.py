@@ -31,7 +31,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import backward, talk, under_fully_shard
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
-from tests.helpers.weights import Collected, Parts
+from tests.helpers.weights import ON_PAIRS, Collected, Parts, tensor_parallel_gpt
 
 flat = FullyShardedDataParallel
 
@@ -206,6 +206,43 @@ def test_buffers_that_are_cast_for_computation_are_parked_in_their_own_precision
         assert all(isinstance(buffer, Guard) for buffer in model.buffers())
     assert_same([buffer.clone() for buffer in model.buffers()], narrow)
     assert_same_state(dict(model.state_dict()), expected)
+
+
+@on_ranks(4)
+def test_tensor_parallel_weights_and_replicas_are_exported_while_they_are_parked(tmp_path: Path) -> None:
+    for model in (tensor_parallel_gpt(seed=1), ON_PAIRS["hybrid flat"](1), ON_PAIRS["hybrid rows"](1)):
+        expected = apart([full_state(model), full_weights(model)])
+        with fsdp.parked(model, to=tmp_path):
+            assert_same([full_state(model), full_weights(model)], expected)
+        assert_same([full_state(model), full_weights(model)], expected)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_assigned_while_the_model_is_parked_is_stored_afterwards(tmp_path: Path) -> None:
+    model = talk(KINDS["orig"][0])
+    expected = full_state(model)
+    fsdp.park(model, to=tmp_path)
+    model.module.mix.weight = nn.Parameter(torch.zeros(6, 6))
+    with pytest.raises(RuntimeError, match=r"call fsdp\.unpark\(model\)"):
+        model.state_dict()
+    fsdp.unpark(model)
+    assert_same(full_state(model), expected | {"mix.weight": torch.zeros(6, 6)})
+
+
+@on_ranks(2)
+def test_a_state_from_a_parked_model_is_loaded_after_training_went_on(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    with fsdp.parked(model, optimizer, to=tmp_path):
+        weights, moments = model.state_dict(), optimizer.state_dict()
+    expected = apart([full_state(model), optimizer.state_dict()["state"]])
+    backward(model, 1)
+    optimizer.step()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    assert_same([full_state(model), optimizer.state_dict()["state"]], expected)
 
 
 @pytest.mark.parametrize("form", ["flat", "orig", "rows"])

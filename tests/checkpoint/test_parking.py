@@ -220,6 +220,7 @@ def test_parking_twice_changes_nothing_and_contexts_bring_back_only_their_own(tm
     assert fsdp.park(model, to=tmp_path) == 0
     with fsdp.parked(model, optimizer, to=tmp_path) as nbytes:
         assert nbytes == sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+        assert_same_state(full_state(model), before)
     assert optimizer.state_dict()["state"][0]["exp_avg"].sum() is not None
     with pytest.raises(RuntimeError, match=r"parameters of root .* are parked"):
         backward(model, 1)
@@ -468,8 +469,10 @@ def test_parameters_of_bytes_are_parked(form: str, tmp_path: Path) -> None:
     model = KINDS[form][0](nn.Sequential(KINDS[form][0](Quantised()), nn.Linear(3, 1)))
     inputs = torch.ones(2, 5)
     expected, before = model(inputs), full_state(model)
-    with fsdp.parked(model, to=tmp_path), pytest.raises(RuntimeError, match="unpark"):
-        model(inputs)
+    with fsdp.parked(model, to=tmp_path):
+        assert_same_state(full_state(model), before)
+        with pytest.raises(RuntimeError, match="unpark"):
+            model(inputs)
     assert torch.equal(model(inputs), expected)
     assert_same_state(full_state(model), before)
     with torch.no_grad(), fsdp.resident(model):
