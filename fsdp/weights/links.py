@@ -83,6 +83,14 @@ class Link:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def require_own_user(self) -> None:
+        """Raise PermissionError if the process at the other end of a local socket belongs to another user."""
+        if self._socket.family == socket.AF_UNIX:
+            found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            process, user, _ = _PEER.unpack(found)
+            if user != os.getuid():
+                raise PermissionError(f"process {process} of user {user} has another user than this, {os.getuid()}")
+
     def send(self, kind: Kind, content: bytes | memoryview = b"", fd: int | None = None) -> None:
         """Send a message; an open file can be sent with it to a process on the same host."""
         head = _HEAD.pack(_MAGIC, kind, crc32(content), len(content))
@@ -233,14 +241,6 @@ def local_address(name: str) -> str:
     return f"\0fsdp.weights {os.getuid()} {name}"
 
 
-def require_own_user(connection: socket.socket) -> None:
-    """Raise PermissionError if the process at the other end of a local socket belongs to another user."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    process, user, _ = _PEER.unpack(found)
-    if user != os.getuid():
-        raise PermissionError(f"process {process} of user {user} has another user than this process, {os.getuid()}")
-
-
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of an address; ValueError if it has another form."""
     host, _, port = address.rpartition(":")
@@ -279,8 +279,7 @@ def connect(address: str, key: bytes, connect_timeout: float, timeout: float) ->
             time.sleep(0.05)
     link = Link(connection, peer, timeout)
     try:
-        if is_local:
-            require_own_user(connection)
+        link.require_own_user()
         hello = bytes(link.receive(Kind.CHALLENGE).numpy())
         if hello[0] != _VERSION:
             raise ConnectionError(f"{peer} uses version {hello[0]} of the protocol, and this process {_VERSION}")
@@ -295,7 +294,8 @@ def connect(address: str, key: bytes, connect_timeout: float, timeout: float) ->
 
 
 def accept(link: Link, key: bytes) -> None:
-    """Require that the process at the other end of a new connection knows the secret."""
+    """Require that the process at the other end of a new connection knows the secret, and has the same user."""
+    link.require_own_user()
     hello = bytes([_VERSION]) + secrets.token_bytes(_NONCE_BYTES)
     link.send(Kind.CHALLENGE, hello)
     answer = bytes(link.receive(Kind.ANSWER, most=1024).numpy())

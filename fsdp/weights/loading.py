@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -169,7 +170,7 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
                 bucket = done_by_all([ranks], f"receive bucket {number}", lambda: next(arriving, (0, None))[1])
                 bucket = torch.empty(nbytes, dtype=torch.uint8) if bucket is None else bucket
                 sent = sent_by_first(ranks, bucket.to(device))
-                done_by_all([ranks], f"load bucket {number}", _loads(sink, number, sent))
+                done_by_all([ranks], f"load bucket {number}", partial(sink.bucket, number, sent))
             done_by_all([ranks], "complete the stream", lambda: next(arriving, None))
     except BaseException:
         if own is not None and callable(stop := getattr(own, "stop", None)):
@@ -183,7 +184,3 @@ def load_stream(model: nn.Module, source: Source | Receiver | None, *, strict: b
 def _consume(arriving: Iterator[tuple[int, Tensor]], sink: Sink) -> None:
     for number, bucket in arriving:
         sink.bucket(number, bucket)
-
-
-def _loads(sink: Sink, number: int, bucket: Tensor) -> Callable[[], None]:
-    return lambda: sink.bucket(number, bucket)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +19,6 @@ from fsdp.weights.links import (
     is_shared_memory,
     key_of,
     listening,
-    require_own_user,
     text_of,
 )
 from fsdp.weights.plan import ALIGN, WeightPlan
@@ -197,7 +195,7 @@ class Receiver:
                 raise TimeoutError(f"no sender has connected to {self.address} for {timeout} s") from None
             link = Link(connection, f"the sender at {place or 'this host'}", min(_HANDSHAKE, self._timeout))
             try:
-                found = self._greet(link, connection)
+                found = self._greet(link)
             except (OSError, ValueError, KeyError, TypeError) as error:  # a process that is no sender, or has ended
                 link.end(text_of(error))
                 continue
@@ -210,10 +208,8 @@ class Receiver:
             self._last.stop()
             self._last = None
 
-    def _greet(self, link: Link, connection: socket.socket) -> Update | None:
+    def _greet(self, link: Link) -> Update | None:
         """Return the update if this rank is the last to connect. A sender that is not accepted raises an error."""
-        if is_shared_memory(self.address):
-            require_own_user(connection)
         accept(link, self._key)
         hello = link.receive_json(Kind.STREAM)
         if is_shared_memory(self.address):

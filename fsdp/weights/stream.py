@@ -253,7 +253,7 @@ class Stream:
                 del known[next(iter(known))]
         self._known = known[key]
         self._key, base = key, base if all(each[6] == base for each in heard) else ""
-        self._plan = replace(self._known.plan, rank=self._rank, stream=heard[0][4], base=base)
+        self.plan = replace(self._known.plan, rank=self._rank, stream=heard[0][4], base=base)
         self._kinds = [each[3] for each in heard]
         self._comm, self._places = comm, [each[5] for each in heard]
 
@@ -308,13 +308,9 @@ class Stream:
                 yield number
 
     @property
-    def plan(self) -> WeightPlan:
-        return self._plan
-
-    @property
     def own(self) -> Holding:
         """The elements that this rank sends, in its vectors."""
-        return {number: self._content.held[number] for number in self._plan.parts[self._rank]}
+        return {number: self._content.held[number] for number in self.plan.parts[self._rank]}
 
     def vectors(self) -> dict[int, Tensor]:
         """Return this rank's vectors by the number of a tensor, see `Held`."""
@@ -326,7 +322,7 @@ class Stream:
         try:
             # All memory is allocated before the ranks depend on each other.
             send = job.attempt("prepare its parts", self._prepare)
-            job.call("open its sink", lambda sink: sink.open(self._plan))
+            job.call("open its sink", lambda sink: sink.open(self.plan))
             job.agree(self._ranks)
             if send is not None:
                 send(job)
@@ -339,14 +335,14 @@ class Stream:
                 self._since.clear()
             raise
         if self._since is not None:
-            self._since.complete(self._key, self._plan.stream)
-        return self._plan
+            self._since.complete(self._key, self.plan.stream)
+        return self.plan
 
     def _prepare(self) -> Callable[[_Consumption], None]:
         """Return the function that sends all buckets."""
         vectors = self.vectors()
         device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
-        shards = Shards(self._plan, vectors, device)
+        shards = Shards(self.plan, vectors, device)
         if "parts" in self._kinds:
             return partial(self._send_parts, shards, shards.memory(self.own))
         consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
@@ -355,19 +351,19 @@ class Stream:
         return lambda job: assembly.buckets(job.bucket)
 
     def _send_parts(self, shards: Shards, memory: Tensor, job: _Consumption) -> None:
-        own, is_complete = self.own, not self._plan.base
+        own, is_complete = self.own, not self.plan.base
         if self._since is not None:
             self._since.begin(is_complete)
 
         def part(number: int) -> Tensor:
-            runs = self._plan.runs(number, own)
+            runs = self.plan.runs(number, own)
             packed = shards.packed(runs, memory)
             if self._since is None:
                 return packed
-            width = min((self._plan.dtype_of(run).itemsize for run in runs), default=1)
+            width = min((self.plan.dtype_of(run).itemsize for run in runs), default=1)
             return self._since.encoded(number, packed.cpu(), min(width, 8), is_complete)
 
-        for number in range(len(self._plan.buckets)):
+        for number in range(len(self.plan.buckets)):
             packed = job.attempt(f"pack bucket {number}", partial(part, number))
             if packed is not None:
                 job.bucket(number, packed)
