@@ -15,13 +15,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # in all of them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-import hypothesis
 import pytest
 import torch
 
-# Nothing here is a timed test: an example may take long on a busy machine.
-hypothesis.settings.register_profile("without_deadline", deadline=None)
-hypothesis.settings.load_profile("without_deadline")
+try:
+    import hypothesis
+except ModuleNotFoundError:  # files that need it are not collected then; the others run
+    pass
+else:
+    # Nothing here is a timed test: an example may take long on a busy machine.
+    hypothesis.settings.register_profile("without_deadline", deadline=None)
+    hypothesis.settings.load_profile("without_deadline")
 
 pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 
@@ -39,6 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     sessions.pytest_addoption(parser)
     parser.addoption("--fuzz-cases", type=int, default=24, metavar="N", help="random cases of tests/test_fuzz.py")
     parser.addoption("--all-faults", action="store_true", help="in tests/test_faults.py, all of them and not a sample")
+    parser.addoption(
+        "--accelerator-backend", choices=("gloo", "nccl"), help="of accelerator_ranks(n), where a test asks for neither"
+    )
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the first of their seeds")
 
 
@@ -105,24 +112,29 @@ def lit_ranks(ranks: RankPool) -> LitRanks:
 
 
 @pytest.fixture(scope="session")
-def accelerator_ranks(ranks: RankPool) -> AcceleratorRanks:
+def accelerator_ranks(request: pytest.FixtureRequest, ranks: RankPool) -> AcceleratorRanks:
     """As `ranks`, for bodies with tensors on the `ACCELERATOR`; mark the test `accelerator`.
 
     On CUDA, `accelerator_ranks(n)` shares the GPUs among n ranks over gloo. `accelerator_ranks(n, backend="nccl")`
     needs one GPU per rank, so on a machine with a single one only n = 1 runs, and the others skip. The simulated device
-    has collectives by NCCL's rules in both cases, and goes over gloo with `through_host=True`.
+    has collectives by NCCL's rules in both cases, and goes over gloo with `through_host=True`. With the option
+    `--accelerator-backend`, tests that ask for neither a backend nor the host use that one.
     """
 
     if IS_SIMULATED:
         simulated.build()
+    option = request.config.getoption("accelerator_backend")
 
-    def start(world_size: int, *, backend: str = "gloo", through_host: bool = False, **options: Any) -> Ranks:
+    def start(world_size: int, *, backend: str | None = None, through_host: bool = False, **options: Any) -> Ranks:
+        way = "gloo" if through_host else backend or option
         if IS_SIMULATED:
-            way = "gloo" if through_host else "simulated"
-            return ranks(world_size, backend=f"cpu:gloo,sim:{way}", **options)
-        if backend == "nccl" and world_size > torch.cuda.device_count():
+            through_host = through_host or (backend is None and option == "gloo")
+            return ranks(world_size, backend=f"cpu:gloo,sim:{'gloo' if through_host else 'simulated'}", **options)
+        if way == "nccl" and world_size > torch.cuda.device_count():
             pytest.skip(f"NCCL needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
-        # A name of its own even for gloo: CPU tests must not run in processes that hold a CUDA context.
+        if backend is None:
+            # A name of its own even for gloo: CPU tests must not run in processes that hold a CUDA context.
+            return ranks(world_size, backend=f"cpu:gloo,cuda:{way or 'gloo'}", **options)
         return ranks(world_size, backend="cpu:gloo,cuda:gloo" if backend == "gloo" else backend, **options)
 
     return start

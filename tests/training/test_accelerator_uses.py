@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +24,8 @@ import fsdp
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.unit import unit_of
 from fsdp.layers.offload import HostStorage
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, later_kernels
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module, later_kernels
+from tests.helpers.compile_backends import Counter, call_compile
 from tests.helpers.offload import BOTH, GRADS
 from tests.helpers.on_ranks import on_accelerators
 
@@ -226,6 +229,26 @@ def test_tensor_parallel_modules_are_sharded_besides() -> None:
             optimizer.zero_grad()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value.full_tensor().cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not IS_SIMULATED and find_spec("triton") is None, reason="inductor needs Triton for a GPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of what a compiler imports
+@pytest.mark.parametrize("form", ["flat", "original", "rows"])
+@on_accelerators(2, timeout=300)
+def test_compiled_units_train(tmp_path: Path, form: str) -> None:
+    """By inductor on CUDA; it cannot compile for the simulated device, where graphs run as they were traced."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    backend = Counter("aot_eager" if IS_SIMULATED else "inductor")
+
+    def wrap(module: nn.Module) -> Any:
+        is_layer = isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear)
+        return FORMS[form](call_compile(module, backend, fullgraph=True) if is_layer else module)
+
+    model = build(wrap)
+    train(model, adamw(model), 3)
+    assert_trained(model, 3)
+    assert backend.sizes
 
 
 @pytest.mark.parametrize("form", ["original_on_host", "rows_on_host"])
