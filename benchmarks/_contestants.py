@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
+from benchmarks._skipping import set_ddp_reduction
 from fsdp import FullyShardedDataParallel, MixedPrecision
 
 
@@ -135,7 +136,10 @@ def _wrap_sharded_floor(module: nn.Module, units: nn.ModuleList, device: torch.d
 
 
 def _wrap_ddp(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
-    return DistributedDataParallel(module, device_ids=None if device.type == "cpu" else [device.index])
+    ddp = DistributedDataParallel(module, device_ids=None if device.type == "cpu" else [device.index])
+    if device.type == "sim":  # whose collectives have no futures, which DDP's own reduction asks for
+        set_ddp_reduction(ddp, lambda gradients: dist.all_reduce(gradients.div_(dist.get_world_size())))
+    return ddp
 
 
 def _wrap_fsdp1(
@@ -212,6 +216,7 @@ def _wrap_ours(
         mixed_precision=MixedPrecision(param_dtype=policy.compute_dtype) if policy.is_mixed else False,
         offload="cpu" if policy.offload else None,
         use_orig_params=use_orig_params,
+        state_dict_device=torch.device("cpu"),
     )
     for index, unit in enumerate(units):
         units[index] = wrap(unit)

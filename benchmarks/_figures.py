@@ -11,7 +11,7 @@ from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Kind
 from benchmarks._machines import Machine
 from benchmarks._measure import NOTHING_KEPT, Spread, count_collectives
 from benchmarks._ranks import run_ranks
-from benchmarks._training import Memory, Rounds, Setup, train_alone
+from benchmarks._training import Memory, Rounds, Setup, refusals, train_alone
 from examples.gpt.report import HeldBytes
 
 _MEMORY_STEPS = 3
@@ -102,6 +102,15 @@ def _measure_memory(setup: Setup, name: str, world_size: int, machines: Sequence
 
 
 # --- what is compared
+
+
+def without_refused(setup: Setup, names: Sequence[str], world_size: int) -> list[str]:
+    """Return the names without peers that raise when they train a tiny model like this one; print their errors."""
+    peers = [name for name in names if CONTESTANTS[name].kind is Kind.PEER]
+    refused = run_ranks(refusals, world_size, replace(setup, size="tiny"), peers, device=setup.device)[0]
+    for name, error in refused.items():
+        print(f"Left out: {name}, which raises {error}", flush=True)
+    return [name for name in names if name not in refused]
 
 
 def floor_of(name: str) -> str:

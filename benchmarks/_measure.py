@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 # --- spread
@@ -67,8 +68,10 @@ def bytes_sent() -> int | None:
 
     gloo's connections are not accessible through torch, but they are file descriptors of this process, and the kernel
     counts the bytes of each. Communication without TCP (NCCL inside a machine, shared memory) is not included. The
-    result is None if the kernel does not provide the count (before Linux 4.19, or on other systems).
+    result is None if the kernel does not provide the count (before Linux 4.19, or on other systems), and with NCCL.
     """
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        return None
     tcp_info = getattr(socket, "TCP_INFO", None)
     if tcp_info is None or not os.path.isdir("/proc/self/fd"):
         return None
@@ -128,6 +131,52 @@ def _status_bytes(field: str) -> int:
     return int(match.group(1)) * 1024
 
 
+class ProcessMeter:
+    """Resident memory of this process above its current value."""
+
+    def __init__(self) -> None:
+        self._base = resident_bytes()
+        forget_peak()
+
+    def peaks(self) -> tuple[int, int]:
+        """The most since the last call."""
+        peak = peak_resident_bytes() - self._base
+        forget_peak()
+        return peak, peak
+
+    def now(self) -> tuple[int, int]:
+        now = resident_bytes() - self._base
+        return now, now
+
+
+class DeviceMeter:
+    """Reserved and allocated memory of an accelerator's caching allocator, above the current values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._module.empty_cache()
+        self._base = self._module.memory_reserved(device), self._module.memory_allocated(device)
+        self._module.reset_peak_memory_stats(device)
+
+    def peaks(self) -> tuple[int, int]:
+        """The most since the last call."""
+        reserved = self._module.max_memory_reserved(self._device)
+        allocated = self._module.max_memory_allocated(self._device)
+        self._module.reset_peak_memory_stats(self._device)
+        return self._above((reserved, allocated))
+
+    def now(self) -> tuple[int, int]:
+        return self._above((self._module.memory_reserved(self._device), self._module.memory_allocated(self._device)))
+
+    def _above(self, values: tuple[int, int]) -> tuple[int, int]:
+        return values[0] - self._base[0], values[1] - self._base[1]
+
+
+def meter_of(device: torch.device) -> ProcessMeter | DeviceMeter:
+    """Return a meter of the memory that a device's tensors are in."""
+    return ProcessMeter() if device.type == "cpu" else DeviceMeter(device)
+
+
 # --- collectives
 
 
@@ -175,8 +224,8 @@ def warn_if_busy() -> None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until everything issued on the device has happened."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 # --- tables

@@ -23,9 +23,32 @@ from benchmarks._machines import Machine
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
 
 
-def this_device(kind: str) -> torch.device:
-    """The device this rank computes on: the CPU, or the GPU that has the rank's number."""
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank())
+DEVICES = ("cpu", "cuda", "sim")  # "sim" is the simulated accelerator of the tests, whose times mean nothing
+
+
+_device = torch.device("cpu")  # of this process: set once, when a rank starts
+
+
+def this_device() -> torch.device:
+    """The device this rank computes on, of the type that `run_ranks` was given; GPUs are shared if ranks are more."""
+    return _device
+
+
+def backend_of(kind: str, world_size: int) -> str:
+    """Return the backends of ranks on a type of device: NCCL if each has a GPU; gloo if they share GPUs.
+
+    An accelerator's ranks use gloo for tensors on the CPU.
+
+    Raises:
+        RuntimeError: if `kind` is "cuda" and there is no GPU.
+    """
+    if kind == "cpu":
+        return "gloo"
+    if kind == "sim":
+        return "cpu:gloo,sim:simulated"
+    if not torch.cuda.is_available():
+        raise RuntimeError("--device cuda: torch sees no GPU here. Leave the option out to use the CPU.")
+    return f"cpu:gloo,cuda:{'nccl' if world_size <= torch.cuda.device_count() else 'gloo'}"
 
 
 def run_ranks(
@@ -43,7 +66,7 @@ def run_ranks(
             must not be inherited.
         world_size: number of ranks.
         *args: arguments of `job`; must be picklable, like the result.
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
+        device: one of `DEVICES`.
         environment: variables for these processes only, for example glibc's `MALLOC_*`.
         machines: the machines of the ranks, in turn; by default all ranks run on this machine.
 
@@ -53,19 +76,21 @@ def run_ranks(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries that rank's traceback.
     """
-    backend = "gloo" if device == "cpu" else "nccl"
-    return _spawn(world_size, world_size, backend, job, args, environment or {}, machines)
+    return _spawn(
+        world_size, world_size, device, backend_of(device, world_size), job, args, environment or {}, machines
+    )
 
 
-def run_fake_rank(job: Callable[..., Any], world_size: int, *args: Any) -> Any:
-    """Run `job(*args)` in a new process as rank 0 of `world_size`, without communication."""
-    (result,) = _spawn(1, world_size, "fake", job, args, {})
+def run_fake_rank(job: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> Any:
+    """Run `job(*args)` in a new process as rank 0 of `world_size`, without communication; `device`: "cpu" or "cuda"."""
+    (result,) = _spawn(1, world_size, device, "fake", job, args, {})
     return result
 
 
 def _spawn(
     num_processes: int,
     world_size: int,
+    device: str,
     backend: str,
     job: Callable[..., Any],
     args: tuple[Any, ...],
@@ -74,13 +99,14 @@ def _spawn(
 ) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         with _environment({**_ENVIRONMENT, **environment}):
-            mp.spawn(_rank_main, args=(world_size, backend, folder, machines, job, args), nprocs=num_processes)
+            mp.spawn(_rank_main, args=(world_size, device, backend, folder, machines, job, args), nprocs=num_processes)
         return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(num_processes)]
 
 
 def _rank_main(
     rank: int,
     world_size: int,
+    device: str,
     backend: str,
     folder: str,
     machines: Sequence[Machine],
@@ -91,8 +117,7 @@ def _rank_main(
     if machines:
         machines[rank % len(machines)].enter()
     _ignore_peer_warnings()
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    _use_device(device, rank)
     dist.init_process_group(
         backend,
         # A file instead of a port: no collisions, and no TCP traffic other than the collectives.
@@ -100,11 +125,26 @@ def _rank_main(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=5),
+        device_id=_device if backend.endswith("nccl") else None,  # NCCL connects at once, and barriers need no guess
     )
     result = job(*args)
     _result_file(folder, rank).write_bytes(pickle.dumps(result))
     dist.barrier()  # a rank that leaves first would cut off a peer's last collective
     dist.destroy_process_group()
+
+
+def _use_device(kind: str, rank: int) -> None:
+    """Make a rank's accelerator the current device of this process."""
+    global _device
+    if kind == "cpu":
+        return
+    if kind == "sim":
+        from tests import simulated  # only where it is asked for: it is part of the tests
+
+        simulated.install()
+    module = torch.get_device_module(kind)
+    _device = torch.device(kind, rank % module.device_count())
+    module.set_device(_device)
 
 
 def _ignore_peer_warnings() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from benchmarks import _fairscale
 from benchmarks._contestants import CONTESTANTS, OURS, Policy
-from benchmarks._measure import bytes_sent, forget_peak, peak_resident_bytes, ratio, resident_bytes, settle, table
+from benchmarks._measure import bytes_sent, meter_of, ratio, settle, synchronize, table
+from benchmarks._ranks import this_device
 from examples.gpt.model import GPT, GPTConfig
 
 SLACK = 32e6  # bytes that Python and the backend take at the first large exchange
@@ -38,13 +39,15 @@ class Way:
 class Cost:
     """The cost of a save and a load on a rank."""
 
-    save_growth: int  # bytes resident at the highest, above those before
+    save_growth: int  # bytes of the host, or of the accelerator, at the highest, above those before
     load_growth: int
     sent: int  # bytes, of both
 
 
-def parser_of(name: str, what: str, gigabytes: float, ways: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """The command line of `benchmarks.<name>`."""
+def parser_of(
+    name: str, what: str, gigabytes: float, ways: Mapping[str, Any], devices: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """The command line of `benchmarks.<name>`; `devices` are the choices of ``--device``, if it has this option."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=f"{what}: time, memory and bytes."
     )
@@ -54,6 +57,8 @@ def parser_of(name: str, what: str, gigabytes: float, ways: Mapping[str, Any]) -
     add("--rounds", type=int, default=5, help="times that each is saved and loaded (%(default)s)")
     add("--no-memory", action="store_true", help="times only")
     add("--only", nargs="+", choices=sorted(ways), default=list(ways), help="contestants")
+    if devices:
+        add("--device", choices=devices, default="cpu", help="of the models, and of the measured memory")
     return parser
 
 
@@ -112,14 +117,19 @@ def measure(way: Way, make: Make, name: str, config: GPTConfig) -> Cost:
 
 
 def growth(job: Callable[[], Any]) -> tuple[Any, int]:
-    """Collective. Return the result of a job, and the increase of peak resident memory in bytes."""
+    """Collective. Return the result of a job, and the increase of peak memory of this rank's device in bytes.
+
+    On the CPU this is resident memory, and on accelerators allocated memory.
+    """
     settle()
+    synchronize(this_device())
     dist.barrier()
-    before = resident_bytes()
-    forget_peak()
+    meter = meter_of(this_device())
     result = job()
+    synchronize(this_device())
     dist.barrier()
-    return result, peak_resident_bytes() - before
+    _, peak = meter.peaks()
+    return result, peak
 
 
 def time_all(
@@ -151,9 +161,11 @@ def interleaved(
 
 def seconds(job: Callable[[], Any]) -> tuple[Any, float]:
     """Collective. Return the result of a job, and the time until all ranks have finished."""
+    synchronize(this_device())
     dist.barrier()
     began = time.perf_counter()
     result = job()
+    synchronize(this_device())
     dist.barrier()
     return result, time.perf_counter() - began
 
@@ -161,9 +173,9 @@ def seconds(job: Callable[[], Any]) -> tuple[Any, float]:
 def wrapped(name: str, config: GPTConfig) -> nn.Module:
     """Collective. A GPT, wrapped by a contestant block by block."""
     torch.manual_seed(0)
-    gpt = GPT(config)
+    gpt = GPT(config).to(this_device())
     if name != _fairscale.FAIRSCALE:
-        return CONTESTANTS[name].wrap(gpt, gpt.blocks, torch.device("cpu"), Policy())
+        return CONTESTANTS[name].wrap(gpt, gpt.blocks, this_device(), Policy())
     model = _fairscale.wrapped(gpt, gpt.blocks)
     with torch.no_grad():
         model(tokens())  # before which it cannot load
@@ -182,4 +194,4 @@ def stepped(name: str, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimi
 
 def tokens() -> torch.Tensor:
     """Return a short batch: only the state matters."""
-    return torch.zeros(1, 2, dtype=torch.long)
+    return torch.zeros(1, 2, dtype=torch.long, device=this_device())

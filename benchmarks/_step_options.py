@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._figures import Figures
+from benchmarks._ranks import DEVICES, backend_of
 from benchmarks._training import Rounds, Setup
 from examples.gpt.model import SIZES
 
@@ -27,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, among: Sequence[str], always: S
     add("--rounds", type=int, default=rounds, help="(%(default)s)")
     add("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
     add("--foreach", action="store_true", help="AdamW by its foreach implementation, not fused")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=DEVICES, default="cpu", help="cuda: NCCL, or gloo if ranks share GPUs; sim: no real times")
     add(
         "--only",
         nargs="+",
@@ -52,7 +53,8 @@ def describe(options: argparse.Namespace, setup: Setup, details: str) -> str:
         f"{setup.size} parameters ({setup.num_parameters:,}), {options.ranks} ranks with one thread each, "
         f"batch {setup.batch} x {setup.context}, AdamW ({'foreach' if setup.foreach else 'fused'}), "
         f"{details}, "
-        f"{options.rounds} rounds of {options.steps} steps in rotated order, {setup.device}, "
+        f"{options.rounds} rounds of {options.steps} steps in rotated order, {setup.device} "
+        f"({backend_of(setup.device, options.ranks)}), "
         f"torch {torch.__version__}"
     )
 

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Contestant, Policy
 from benchmarks._measure import (
     bytes_sent,
-    forget_peak,
+    meter_of,
     operations,
-    peak_resident_bytes,
     profiled,
-    resident_bytes,
     settle,
     synchronize,
 )
@@ -33,6 +31,9 @@ _SGD_STEPS, _ADAMW_STEPS = 3, 3
 # for a gradient that is all rounding as for any other.
 BFLOAT16_TOLERANCES = [2.0**-9] * (_SGD_STEPS + 1) + [2.0**-5] * (_ADAMW_STEPS - 1)
 
+# The same in float32 on an accelerator, whose sums have other orders than DDP's.
+_ACCELERATOR_TOLERANCES = [1e-4] * (_SGD_STEPS + 1) + [2.0**-9] * (_ADAMW_STEPS - 1)
+
 _STEPS_TO_SETTLE = 4  # until a library that learns the order of the units communicates as it will from then on
 
 
@@ -44,7 +45,7 @@ class Setup:
         size: a key of `SIZES`.
         batch, context: sequences per rank and step, and their length.
         foreach: use AdamW's foreach implementation instead of the fused implementation.
-        device: "cpu" or "cuda".
+        device: one of `DEVICES`.
         skip: communication to skip.
         policy: the settings of sharded contestants.
         sgd_rate: learning rate of the steps whose losses are compared.
@@ -67,6 +68,11 @@ class Setup:
     def model(self, config: GPTConfig) -> GPT:
         """The plain model to train, from torch's random numbers."""
         return GPT(config)
+
+    @property
+    def float32_tolerances(self) -> list[float] | None:
+        """How far `first_losses` may be apart in float32; None for the difference of sums on a CPU."""
+        return None if self.device == "cpu" else _ACCELERATOR_TOLERANCES
 
     @property
     def num_parameters(self) -> int:
@@ -142,6 +148,17 @@ def first_losses(module: nn.Module, setup: Setup, device: torch.device) -> list[
     return [loss.item() for loss in losses]
 
 
+def refusals(setup: Setup, names: Sequence[str]) -> dict[str, str]:
+    """Return the error messages of contestants that raise an error. Runs on every rank."""
+    found = {}
+    for name in names:
+        try:
+            first_losses(build(CONTESTANTS[name], setup, this_device()), setup, this_device())
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
     """Yield the names once per round, with a rotating start, so that contestants do not always follow the same one."""
     for start in range(num_rounds):
@@ -156,7 +173,7 @@ def train_interleaved(
 
     `before_rounds` is called when all are warm and the timed rounds begin.
     """
-    device = this_device(setup.device)
+    device = this_device()
     modules = {name: build(CONTESTANTS[name], setup, device) for name in names}
     results = {name: Rounds() for name in names}
     with skipping(setup.skip, modules.values()):
@@ -253,9 +270,9 @@ def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
     """Train a contestant in this fresh process; return resident and live memory, which are equal on CPU.
 
     On CPU the environment of the process determines which of the two is measured: by default cached memory of malloc
-    is resident, and with `NOTHING_KEPT` it is not. On CUDA the caching allocator reports both.
+    is resident, and with `NOTHING_KEPT` it is not. On accelerators the caching allocator reports both.
     """
-    device = this_device(setup.device)
+    device = this_device()
     contestant = CONTESTANTS[name]
     # Loads the code and the matmul kernels' work space, which do not count for a library. The kernels use the real
     # sizes, but the wrapped model is tiny: memory pools of a library must not be hidden in the baseline.
@@ -263,7 +280,8 @@ def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
     floor = CONTESTANTS[SHARDED_FLOOR if contestant.is_sharded and setup.policy.is_mixed else FLOOR]
     _train_and_drop(floor, replace(setup.config, num_layers=1), setup, device)
     settle()
-    meter = _CudaMeter(device) if device.type == "cuda" else _ProcessMeter()
+    synchronize(device)
+    meter = meter_of(device)
     module = build(contestant, setup, device)
     built = meter.peaks()
     optimizer = setup.adamw(module)
@@ -283,44 +301,3 @@ def _train_and_drop(contestant: Contestant, config: GPTConfig, setup: Setup, dev
     optimizer = setup.adamw(module)
     for _ in range(2):
         train_step(module, optimizer, setup.windows(0, device))
-
-
-class _ProcessMeter:
-    """Resident memory of this process above its current value."""
-
-    def __init__(self) -> None:
-        self._base = resident_bytes()
-        forget_peak()
-
-    def peaks(self) -> tuple[int, int]:
-        """The most since the last call."""
-        peak = peak_resident_bytes() - self._base
-        forget_peak()
-        return peak, peak
-
-    def now(self) -> tuple[int, int]:
-        now = resident_bytes() - self._base
-        return now, now
-
-
-class _CudaMeter:
-    """Reserved and allocated memory of the caching allocator, above the current values."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.empty_cache()
-        self._base = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def peaks(self) -> tuple[int, int]:
-        reserved = torch.cuda.max_memory_reserved(self._device)
-        allocated = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return self._above((reserved, allocated))
-
-    def now(self) -> tuple[int, int]:
-        now = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        return self._above(now)
-
-    def _above(self, values: tuple[int, int]) -> tuple[int, int]:
-        return values[0] - self._base[0], values[1] - self._base[1]

@@ -5,10 +5,11 @@
 
 Adam has stepped a GPT that is wrapped block by block; the state is three times as large as the model. Every contestant
 saves the state to a new folder, until all data is on the disk (`save`), and loads it again; `go on` is the time until
-training can continue. Times are interleaved in the same run. Memory is the increase of peak resident memory, in
-separate processes for each contestant. All contestants read recently written files from the system's cache. Exits with
-1 if a rank of `ours` needs more than 5 % of the full state and the largest parameter, or if the files have more than
-1.01 times the state's bytes. Saving in the background also needs a copy of the rank's data.
+training can continue. Times are interleaved in the same run. Memory is the increase of peak resident memory (with
+``--device cuda``, of the GPU's memory), in separate processes for each contestant. All contestants read recently
+written files from the system's cache. Exits with 1 if a rank of `ours` needs more than 5 % of the full state and the
+largest parameter, or if the files have more than 1.01 times the state's bytes. Saving in the background also needs a
+copy of the rank's data.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if not __package__:  # run as a file: the folder above has `benchmarks` and `fsd
 from benchmarks._checkpoint_ways import BACKGROUND, DISK, NAMES, WAYS, FileWay, disk_way
 from benchmarks._contestants import OURS
 from benchmarks._measure import NOTHING_KEPT, ratio, table, warn_if_busy
-from benchmarks._ranks import run_ranks
+from benchmarks._ranks import DEVICES, run_ranks
 from benchmarks._states import TINY, config_of, growth, interleaved, parser_of, print_times, seconds, sizes_of, stepped
 from examples.gpt.model import GPT, GPTConfig
 
@@ -50,7 +51,7 @@ class Cost:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of("checkpoint", "Checkpoints in files", 0.4, dict.fromkeys(NAMES))
+    parser = parser_of("checkpoint", "Checkpoints in files", 0.4, dict.fromkeys(NAMES), DEVICES)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="below it files are written (%(default)s)")
     parser.add_argument("--tensors", type=int, help="so many small ones in the model, instead of --gigabytes")
     options = parser.parse_args(arguments)
@@ -63,11 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         measured = [] if options.no_memory else [name for name in options.only if name != DISK]
         costs = {
-            name: run_ranks(_measure, options.ranks, name, config, folder, environment=NOTHING_KEPT)
+            name: run_ranks(
+                *(_measure, options.ranks, name, config, folder), device=options.device, environment=NOTHING_KEPT
+            )
             for name in measured
         }
         _print_costs(costs, state)
-        times = run_ranks(_time, options.ranks, options.only, config, folder, options.rounds)[0]
+        times = run_ranks(*(_time, options.ranks, options.only, config, folder, options.rounds), device=options.device)[
+            0
+        ]
     finally:
         shutil.rmtree(folder)
     print_times(times, _JOBS)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,14 +36,14 @@ from benchmarks._contestants import (
     Kind,
     choose,
 )
-from benchmarks._figures import Figures, join, with_memory
+from benchmarks._figures import Figures, join, with_memory, without_refused
 from benchmarks._lora import LoraSetup, costs
 from benchmarks._measure import table, warn_if_busy
-from benchmarks._ranks import run_ranks, this_device
+from benchmarks._ranks import run_ranks
 from benchmarks._report_losses import report_losses
 from benchmarks._report_steps import report_memory, report_original_parameters, report_times
 from benchmarks._step_options import add_options, check_counts, describe, write_json
-from benchmarks._training import BFLOAT16_TOLERANCES, build, first_losses, train_interleaved
+from benchmarks._training import BFLOAT16_TOLERANCES, train_interleaved
 
 AMONG = (OURS, OURS_ORIG, FSDP1_ORIG, FSDP1_APART, FSDP2, DDP, FLOOR, SHARDED_FLOOR)
 _ALWAYS = (DDP, FLOOR, SHARDED_FLOOR)  # everything is related to them
@@ -62,14 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = f"adapters of rank {setup.rank} in {_name(setup.adapter_dtype)} on a frozen base in {options.base}"
     print(describe(options, setup, what), flush=True)
     warn_if_busy()
-    names = _leave_out_refused(setup, names, options.ranks)
+    names = without_refused(setup, names, options.ranks)
+    if FSDP1_APART in names:
+        print(f"In {FSDP1_APART} every adapter is a unit of its own; in the others it is part of its block's.")
     ranks = run_ranks(
         train_interleaved, options.ranks, setup, names, options.rounds, options.steps, device=setup.device
     )
     figures = {name: join([rank[name] for rank in ranks]) for name in names}
     losses = {name: [rank[name].losses for rank in ranks] for name in names if name != OURS_INT8}  # other weights
     is_narrow = torch.bfloat16 in (setup.base_dtype, setup.adapter_dtype)
-    same = report_losses(losses, BFLOAT16_TOLERANCES if is_narrow else None)
+    same = report_losses(losses, BFLOAT16_TOLERANCES if is_narrow else setup.float32_tolerances)
     holds = report_bytes(figures, setup, options.ranks)
     report_times(figures, setup)
     if not options.no_memory:
@@ -114,34 +115,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# --- peers that cannot do it
-
-
-def _leave_out_refused(setup: LoraSetup, names: Sequence[str], world_size: int) -> list[str]:
-    """The names without those peers that raise when they are asked to train this, which is printed."""
-    peers = [name for name in names if CONTESTANTS[name].kind is Kind.PEER]
-    refusals = run_ranks(_refusals, world_size, replace(setup, size="tiny"), peers, device=setup.device)[0]
-    for name, error in refusals.items():
-        print(f"Left out: {name}, which raises {error}", flush=True)
-    if FSDP1_APART in names:
-        print(
-            f"In {FSDP1_APART} every adapter is a unit of its own; in the others it is part of its block's.", flush=True
-        )
-    return [name for name in names if name not in refusals]
-
-
-def _refusals(setup: LoraSetup, names: Sequence[str]) -> dict[str, str]:
-    """Return the error messages of contestants that raise an error. Runs on every rank."""
-    device = this_device(setup.device)
-    refusals = {}
-    for name in names:
-        try:
-            first_losses(build(CONTESTANTS[name], setup, device), setup, device)
-        except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            refusals[name] = f"{type(error).__name__}: {error}"
-    return refusals
 
 
 # --- bytes

@@ -41,8 +41,8 @@ from benchmarks._contestants import (
     Policy,
     choose,
 )
-from benchmarks._measure import DISPATCHED, Spread, operations, profiled, settle, table, warn_if_busy
-from benchmarks._ranks import run_fake_rank, run_ranks
+from benchmarks._measure import DISPATCHED, Spread, operations, profiled, settle, synchronize, table, warn_if_busy
+from benchmarks._ranks import run_fake_rank, run_ranks, this_device
 from benchmarks._report_losses import report_losses
 from benchmarks._report_pairs import report_original
 from benchmarks._skipping import Skip, set_ddp_reduction, skipping
@@ -51,7 +51,6 @@ AMONG = (OURS, OURS_ORIG, OURS_ROWS, FSDP1_FLAT, FSDP1_ORIG, FSDP2, DDP, FLOOR)
 TARGET = 0.4  # of FSDP2's time per unit
 _WIDTH = 64
 _BATCH = 4
-_CPU = torch.device("cpu")
 
 
 class TinyUnits(nn.Module):
@@ -69,8 +68,8 @@ class TinyUnits(nn.Module):
 
 def build(contestant: Contestant, num_units: int) -> nn.Module:
     torch.manual_seed(0)
-    model = TinyUnits(num_units)
-    return contestant.wrap(model, model.units, _CPU, Policy())
+    model = TinyUnits(num_units).to(this_device())
+    return contestant.wrap(model, model.units, this_device(), Policy())
 
 
 def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
@@ -108,7 +107,7 @@ def train_interleaved(
     names: Sequence[str], num_units: int, num_rounds: int, steps: int, skip: Skip
 ) -> dict[str, Measured]:
     """All contestants on the fake group; they take turns, in another order each round."""
-    batch = torch.randn(_BATCH, _WIDTH)
+    batch = torch.randn(_BATCH, _WIDTH, device=this_device())
     modules = {name: build(CONTESTANTS[name], num_units) for name in names}
     # Results of the fake group are undefined, so the parameters are not updated.
     optimizers = {name: optimizer_of(module, lr=0.0) for name, module in modules.items()}
@@ -126,6 +125,7 @@ def train_interleaved(
                     train_step(modules[name], optimizers[name], batch)
                 if index >= 0:
                     results[name].cpu_seconds.append((time.process_time() - start) / steps)
+                synchronize(this_device())  # not measured: the host's time to queue the work is
             if index < 0:
                 settle()
         for name in names:
@@ -140,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = choose(options.only, among=AMONG, always=(FSDP2, DDP, FLOOR))
     print(
         f"{options.units} units of Linear({_WIDTH}, {_WIDTH}), fake group of {options.ranks} ranks, SGD, "
-        f"{options.rounds} rounds of {options.steps} steps in rotated order, torch {torch.__version__}",
+        f"{options.rounds} rounds of {options.steps} steps in rotated order, {options.device}, "
+        f"torch {torch.__version__}",
         flush=True,
     )
     warn_if_busy()
@@ -150,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         same = report_losses({name: [rank[name] for rank in ranks] for name in names})
     else:
         print(f"\nWithout {skip.value}: results are wrong, only the times mean something.")
-    results = run_fake_rank(train_interleaved, options.ranks, names, options.units, options.rounds, options.steps, skip)
+    results = run_fake_rank(
+        *(train_interleaved, options.ranks, names, options.units, options.rounds, options.steps, skip),
+        device=options.device,
+    )
     report(results, options.units)
     if options.json is not None:
         contestants = {name: asdict(result) for name, result in results.items()}
@@ -166,6 +170,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=64, help="of the fake group (%(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the units (%(default)s)")
     parser.add_argument("--skip", choices=[skip.value for skip in Skip], default=Skip.NOTHING.value)
     parser.add_argument(
         "--only",

@@ -172,7 +172,7 @@ _WAYS: dict[str, tuple[str, Callable[[nn.Module], tuple[Step, list[Any], Any]]]]
 
 
 def _measure(setup: Setup, num_rounds: int, steps: int) -> tuple[dict[str, float], dict[str, Timed]]:
-    device = this_device(setup.device)
+    device = this_device()
     models = {name: build(CONTESTANTS[wrap], setup, device) for name, (wrap, _) in _WAYS.items()}
     made = {name: _WAYS[name][1](model) for name, model in models.items()}
     found = {name: Timed() for name in _WAYS}

@@ -36,7 +36,16 @@ from benchmarks._contestants import (
     Policy,
     choose,
 )
-from benchmarks._figures import Figures, best_peers, cpu_above_floor, join, live_bytes, peak_bytes, with_memory
+from benchmarks._figures import (
+    Figures,
+    best_peers,
+    cpu_above_floor,
+    join,
+    live_bytes,
+    peak_bytes,
+    with_memory,
+    without_refused,
+)
 from benchmarks._measure import Spread, warn_if_busy
 from benchmarks._ranks import run_ranks
 from benchmarks._report_losses import report_losses
@@ -59,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in names if CONTESTANTS[name].can_do(setup.policy, setup.device)]
     print(describe(options, setup, f"{options.precision}, offload {options.offload}"), flush=True)
     warn_if_busy()
+    if setup.device != "cpu":  # where a backend may not have what a peer asks for
+        names = without_refused(setup, names, options.ranks)
     ranks = run_ranks(
         train_interleaved, options.ranks, setup, names, options.rounds, options.steps, device=setup.device
     )
@@ -66,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     same = True
     if setup.skip is Skip.NOTHING:
         losses = {name: [rank[name].losses for rank in ranks] for name in names}
-        same = report_losses(losses, BFLOAT16_TOLERANCES if setup.policy.is_mixed else None)
+        same = report_losses(losses, BFLOAT16_TOLERANCES if setup.policy.is_mixed else setup.float32_tolerances)
     else:
         print(f"\nWithout {setup.skip.value}: results are wrong, only the times mean something.")
     report_times(figures, setup)

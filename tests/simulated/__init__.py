@@ -112,6 +112,7 @@ def _module(compiled: Any) -> ModuleType:
         "is_initialized": lambda: True,
         "manual_seed_all": generator.manual_seed,
         "max_memory_allocated": lambda device=None: compiled.peak(),
+        "max_memory_reserved": lambda device=None: compiled.peak(),
         "memory_allocated": lambda device=None: compiled.allocated(),
         "memory_reserved": lambda device=None: compiled.allocated(),
         "reset_peak_memory_stats": lambda device=None: compiled.reset_peak(),
