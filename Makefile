@@ -25,13 +25,14 @@ export OMP_NUM_THREADS ?= 1
 # Every rank imports the tests: without cached bytecode, each rank would compile them again.
 test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help train test lint bench docs clean
+.PHONY: help train test lint bench gpu docs clean
 
 help:
 	@echo "make train   sharded training of a small GPT, then checks (DATA=path for your own text)"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   step time, memory and overhead against the peers"
+	@echo "make gpu     tests and benchmarks on this machine's GPUs, with a report (VENV=path: an environment with CUDA)"
 	@echo "make docs    the documentation site, in build/site"
 	@echo "make clean   remove the output of training and the tools' caches; keeps $(VENV)"
 
@@ -49,6 +50,10 @@ bench: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.step $(ARGS)
 	$(py) -m benchmarks.overhead
 	$(py) -m benchmarks.lora
+
+# Installs nothing: torch with CUDA must be there. Without an environment, `python3` is used.
+gpu:
+	$(if $(wildcard $(py)),$(py),$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 # Pages can be opened as files, without a network. Always a full build, because an incremental build may lose search words.
 docs: $(VENV)/.fsdp-docs
