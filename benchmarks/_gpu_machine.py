@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CUDA, SIMULATED = "cuda", "simulated"
-_PACKAGES = ("numpy", "pytest", "triton", "hypothesis", "parameterized", "safetensors", "lightning")
+_PACKAGES = ("numpy", "pytest", "triton", "tqdm", "hypothesis", "parameterized", "safetensors", "lightning")
 _MOST_SECONDS = 300
 _UNKNOWN = "unknown"
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks._gpu_machine import GpuMachine
 from benchmarks._gpu_report import FAILED, PASSED, SKIPPED, STOPPED, Result
@@ -71,9 +72,16 @@ class Part:
         output = _end_of(log)
         if self.module == "pytest":
             return _result_of_tests(self.name, ended, read(record), output)
-        figures = json.loads(record.read_text(encoding="utf-8")) if self.has_figures and record.exists() else None
         state = STOPPED if ended.status is None else FAILED if ended.status else PASSED
-        return Result(self.name, state, ended.seconds, _reason(ended), output=output, figures=figures)
+        return Result(self.name, state, ended.seconds, _reason(ended), output=output, figures=_figures(record))
+
+
+def _figures(record: Path) -> Any:
+    """Return the figures in a file; None if there is none, or if it was not written to its end."""
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
 
 
 def _reason(ended: Ended) -> str:
@@ -210,7 +218,8 @@ def _overhead(machine: GpuMachine) -> list[str]:
 def _overlap(machine: GpuMachine) -> list[str]:
     # Kernels of the simulated device are not in a profile, so gloo's messages are measured on the CPU instead.
     where = ["--device", "cpu", "--steps", "1"] if machine.is_simulated else ["--device", "cuda"]
-    return [*_model(machine), *where, "--ranks", str(max(len(machine.gpus), 2))]
+    size = ["--size", "46M"] if len(machine.gpus) == 1 else []  # two ranks share it, and communicate through the host
+    return [*_model(machine), *where, *size, "--ranks", str(max(len(machine.gpus), 2))]
 
 
 def _memory(machine: GpuMachine) -> list[str]:
@@ -269,7 +278,13 @@ PARTS: tuple[Part, ...] = (
         options=("--accelerator-backend", "nccl"),
         gpus=2,
     ),
-    Part("train", "the example with all GPUs, and its checks in a plain model", "examples.gpt.launch", _example),
+    Part(
+        "train",
+        "the example with all GPUs, and its checks in a plain model",
+        "examples.gpt.launch",
+        _example,
+        packages=("tqdm",),
+    ),
     _tests("precision", "mixed precision, offload and accumulation together", _PRECISION, without=_NCCL),
     _tests(
         "features",

@@ -145,7 +145,7 @@ def _failures(results: Sequence[Result]) -> list[str]:
     for result in results:
         failed = [each for each in result.outcomes if each.outcome == FAILED]
         sections += [f"### {result.part}: `{each.test}`\n\n{_block(each.text)}" for each in failed]
-        if not result.is_good and not failed:
+        if result.state == STOPPED or (result.state == FAILED and not failed):
             sections.append(f"### {result.part}: {result.reason}\n\n{_block(result.output)}")
     return ["## Failures", *sections] if sections else []
 

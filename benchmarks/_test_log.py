@@ -63,6 +63,8 @@ class TestLog:
 
 
 def _text(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if report.passed:
+        return ""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     printed = "\n".join(f"----- {title}\n{content}" for title, content in report.sections)

@@ -42,7 +42,7 @@ from benchmarks._contestants import (
 )
 from benchmarks._figures import without_refused
 from benchmarks._intervals import Interval, length, overlap
-from benchmarks._measure import synchronize, table, warn_if_busy
+from benchmarks._measure import settle, synchronize, table, warn_if_busy
 from benchmarks._ranks import DEVICES, backend_of, run_ranks, this_device
 from benchmarks._training import Setup, build, train_step
 from examples.gpt.model import SIZES
@@ -121,6 +121,7 @@ def _measure(setup: Setup, names: Sequence[str], steps: int, folder: str) -> dic
 
 def _trained(setup: Setup, name: str, steps: int, folder: Path) -> Overlap:
     device = this_device()
+    settle()  # the last contestant's memory, of which cycles are kept
     module = build(CONTESTANTS[name], setup, device)
     optimizer, windows = setup.adamw(module), setup.windows(0, device)
     train: Callable[[], Any] = lambda: train_step(module, optimizer, windows)  # noqa: E731

@@ -18,7 +18,7 @@ from benchmarks import _limited, gpu
 from benchmarks._gpu_machine import CUDA, SIMULATED, GpuMachine
 from benchmarks._gpu_parts import PARTS, PYTEST, Part
 
-VERSIONS = dict.fromkeys(("driver", "torch", "numpy", "pytest", "triton"), "1.0")
+VERSIONS = dict.fromkeys(("driver", "torch", "numpy", "pytest", "triton", "tqdm"), "1.0")
 HERE = GpuMachine(SIMULATED, (), 0.0, VERSIONS, "a system")
 ONE_GPU = GpuMachine(CUDA, ("a GPU",), 80.0, VERSIONS, "a system")
 EIGHT_GPUS = GpuMachine(CUDA, ("a small GPU",) * 8, 24.0, VERSIONS, "a system")
