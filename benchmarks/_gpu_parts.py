@@ -28,7 +28,7 @@ class Part:
 
     Args:
         name, about: for the command line and the report.
-        module: what `python -m` runs.
+        module: the module for `python -m`.
         arguments: of the command, for a machine.
         gpus: the least number of GPUs; the simulated device has as many as are asked for.
         most_gpus: the part is for machines with at most this number; None if there is no limit.
@@ -297,6 +297,7 @@ PARTS: tuple[Part, ...] = (
         "tests/wrap/test_plan.py",
         "tests/benchmarks/test_accelerator_steps.py",
     ),
+    _tests("lightning", "Lightning's strategy", "tests/integrations/test_gpu_lightning.py"),
     _benchmark("step", "training steps: time against FSDP1 and FSDP2", "step", _steps("--no-memory")),
     _benchmark("bfloat16", "the same in bfloat16", "step", _steps("--precision", "bfloat16", "--no-memory")),
     _benchmark("memory", "training steps: device memory", "step", _memory),

@@ -81,6 +81,7 @@ def run_parts(
     Raises:
         ValueError: if the folder has the report of another machine, and its results are to be kept.
     """
+    folder = folder.absolute()  # parts run in the repository's folder
     folder.mkdir(parents=True, exist_ok=True)
     report = Report.read(folder, machine) if keep else Report(folder, machine)
     report.write()
