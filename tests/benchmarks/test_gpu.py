@@ -79,6 +79,7 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
     return {each["part"]: each for each in json.loads((folder / "report.json").read_text())["results"]}
 
 
+@pytest.mark.waiting
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 def test_a_report_has_what_passed_failed_crashed_hung_and_was_skipped(tmp_path: Path) -> None:
     folder, other = tmp_path / "report", tmp_path / "other"
