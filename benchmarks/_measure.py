@@ -61,6 +61,7 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
 
 _TCP_INFO_BYTES_SENT = 200  # offsets in Linux's struct tcp_info, which only ever grows at its end
 _TCP_INFO_BYTES_RETRANSMITTED = 208
+_NOT_COUNTED = ("nccl", "simulated")  # backends without TCP, or with connections and headers of their own
 
 
 def bytes_sent() -> int | None:
@@ -70,7 +71,7 @@ def bytes_sent() -> int | None:
     counts the bytes of each. Communication without TCP (NCCL inside a machine, shared memory) is not included. The
     result is None if the kernel does not provide the count (before Linux 4.19, or on other systems), and with NCCL.
     """
-    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+    if dist.is_initialized() and any(name in dist.get_backend_config() for name in _NOT_COUNTED):
         return None
     tcp_info = getattr(socket, "TCP_INFO", None)
     if tcp_info is None or not os.path.isdir("/proc/self/fd"):
