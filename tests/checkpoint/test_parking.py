@@ -389,7 +389,7 @@ def _die_while_it_comes_back(folder: Path) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Load what a killed training has left, as docs/parking.md says."""
+    """Load what a killed training has left, as docs/memory.md says."""
     rank = dist.get_rank()
     shards, moments = torch.load(folder / f"expected-{rank}.pt")
     model = nested_mlp(fully_sharded())

@@ -46,7 +46,7 @@ SEARCHES = {
     "two models": "checkpoints",
     "checkpoint": "checkpoints",
     "resume": "checkpoints",
-    "gradient checkpointing": "checkpointing",
+    "gradient checkpointing": "memory",
     "mixed precision": "precision",
     "hybrid sharding": "sharding",
     "process groups": "sharding",

@@ -111,7 +111,7 @@ def test_what_makes_no_sense_is_one_line(
 
 
 def test_the_example_of_the_page_prints_what_the_page_shows() -> None:
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     code, shown = re.findall(r"^```(?:python)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
