@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fsdp.distributed.start import init_distributed
     from fsdp.distributed.watchdog import set_watchdog
     from fsdp.engine.shard_metadata import FlatParamShardMetadata
+    from fsdp.layers.compression import Compression, QuantizedGather, QuantizedReduce, compress
     from fsdp.layers.grad_clipping import reduce_gradients
     from fsdp.layers.nonfinite import detect_nonfinite
     from fsdp.layers.recovery import recover
@@ -91,6 +92,7 @@ _LAYERS = {
     "fsdp.distributed.comm_hooks": "bf16_compress_hook",
     "fsdp.distributed.start": "init_distributed",
     "fsdp.distributed.watchdog": "set_watchdog",
+    "fsdp.layers.compression": "Compression QuantizedGather QuantizedReduce compress",
     "fsdp.layers.grad_clipping": "reduce_gradients",
     "fsdp.layers.nonfinite": "detect_nonfinite",
     "fsdp.layers.recovery": "recover",
@@ -124,6 +126,7 @@ __getattr__, __dir__ = lazily(__name__, _LAYERS)
 __all__ = [
     "CPUOffloadPolicy",
     "CollectiveError",
+    "Compression",
     "ConfigAutoWrap",
     "DataParallelMeshDims",
     "EMA",
@@ -146,6 +149,8 @@ __all__ = [
     "PlannedUnit",
     "PlannedWrapping",
     "ProcessGroupName",
+    "QuantizedGather",
+    "QuantizedReduce",
     "SameBits",
     "ShardedGradScaler",
     "ShardingStrategy",
@@ -159,6 +164,7 @@ __all__ = [
     "check_messages",
     "checkpoint",
     "checkpoint_wrapper",
+    "compress",
     "cond",
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",

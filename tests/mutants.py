@@ -111,6 +111,9 @@ CONCERNS = {
     "distributed/collectives distributed/communicator distributed/messages": (
         "distributed/collectives distributed/devices distributed/comm_hook layers/ranks_apart distributed/own_groups"
     ),
+    "distributed/block_codes layers/compression layers/quantized_params layers/quantized_reduce": (
+        "distributed/block_codes layers/compression"
+    ),
     "distributed/tree_sum distributed/micro_batch_sums": "distributed/tree_sum layers/same_bits",
     "distributed/dtensor": (
         "tensor_parallel/errors tensor_parallel/changes tensor_parallel/state fully_shard/tensor_parallel"

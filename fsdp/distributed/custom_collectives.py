@@ -37,7 +37,16 @@ class InFront(Communicator):
 
     @classmethod
     def of(cls, comm: Communicator, collective: Any) -> Communicator:
-        """Return a communicator that uses `collective`, also in place of another custom collective."""
+        """Return a communicator that uses `collective`, also in place of another custom collective of its class.
+
+        Raises:
+            RuntimeError: if `comm` has another class of collective.
+        """
+        if isinstance(comm, InFront) and not isinstance(comm, cls):
+            raise RuntimeError(
+                f"{cls.__name__}: there is a {type(comm).__name__} already, which sends in its own way. Leave one of "
+                "the two out; fsdp.compress(model) without other arguments ends quantised communication."
+            )
         return cls(_behind(comm), collective)
 
     def new_tag(self) -> int:
@@ -109,7 +118,7 @@ class CustomReduceScatter(InFront):
 
 def moved(comm: Communicator, to: Communicator) -> Communicator:
     """Return the communicator `to`, with the user's collectives of `comm`, if it has any."""
-    return type(comm).of(to, comm._collective) if isinstance(comm, InFront) else _behind(to)
+    return type(comm).of(_behind(to), comm._collective) if isinstance(comm, InFront) else _behind(to)
 
 
 def _behind(comm: Communicator) -> Communicator:

@@ -93,7 +93,7 @@ class FlatParamHandle:
         values: writes the shards of new values to `flat_param`.
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
-        forms: the unsharded parameters for each dtype of computation, made when first needed.
+        forms: the unsharded parameters for each dtype of computation, made when first needed, by `new_unsharded`.
         unsharded: the unsharded parameters of the present `dtype`.
         kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
         gradient_hooks: the hooks of users on `listed_params`.

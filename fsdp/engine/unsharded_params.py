@@ -45,6 +45,7 @@ class UnshardedParameters:
         absent: as the argument, with placeholders made.
     """
 
+    is_exact = True  # the leaves have the values of the shards, cast to the dtype of the computation
     outgoing: Tensor | None = None  # what this rank sends in an all-gather in the place of its shard
 
     def __init__(

@@ -175,6 +175,8 @@ class ExtendedParameters(UnshardedParameters):
         others: see `UnshardedParameters`.
     """
 
+    is_exact = False  # its class makes of the shards what it wants
+
     def __init__(
         self,
         flat_param: FlatParameter,

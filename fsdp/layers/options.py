@@ -190,6 +190,13 @@ class Options:
                 "axis, and a communication hook does not see that. Wrap with one process_group to shard over; "
                 "or leave the hook out, and say in which dtype to send with MixedPrecision(reduce_dtype=...)."
             )
+        from fsdp.distributed.custom_collectives import InFront  # which few models use
+
+        if any(isinstance(handle.reduce_comm, InFront) for handle in unit.handles):
+            raise ValueError(
+                f"{unit.name}: gradients are sent quantised, and a communication hook sends them in its own way. Leave "
+                "one of the two out; fsdp.compress(model) without other arguments ends quantised communication."
+            )
         world_size = unit.comm.world_size
         usual = self.predivide_factor(world_size)
         is_usual = (unit.predivide, unit.postdivide) == (usual, world_size / usual)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp.distributed.communicator import Communicator, during
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, number_among, size_of
-from fsdp.distributed.custom_collectives import CustomReduceScatter
+from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
 from fsdp.distributed.tree_sum import TreeSum
@@ -287,8 +287,10 @@ def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
         yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
     if handle.gradients.dtype.itemsize < torch.float32.itemsize:
         yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
-    if isinstance(handle.reduce_comm, CustomReduceScatter):
-        yield f"{handle.name} has a custom reduce-scatter, which sums in its own way: leave it out"
+    if isinstance(handle.reduce_comm, InFront) and not isinstance(handle.reduce_comm, SumByMicroBatch):
+        yield f"{handle.name} has a custom or quantised reduce-scatter, which sums in its own way: leave it out"
+    if not handle.unsharded.is_exact:
+        yield f"{handle.name} is all-gathered in a form that depends on the number of ranks: leave it out"
 
 
 def _mixed(*numbers: int) -> int:

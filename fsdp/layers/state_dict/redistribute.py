@@ -30,7 +30,7 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     handle.presentation.refuse_lent("put whole parameters together", handle.unit_name)
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
     is_at_hand &= not any(handle.flat_param.packings)  # classes need not be able to copy themselves
-    is_at_hand &= not any(one is not None for one in handle.flat_param.examples)  # or values that classes have changed
+    is_at_hand &= handle.unsharded.is_exact
     if at_first and not is_first(handle):
         if not is_at_hand and handle.replicas.rank == 0:
             _send_intervals(handle, [], [0])

@@ -1,0 +1,84 @@
+"""`BlockCodes` quantises numbers for messages: integers of 8 or 4 bits, with a float32 scale for each block.
+
+A block is a number of consecutive elements of a row; the last block of a row may be shorter. Its scale is its largest
+absolute value, divided by the largest integer (127 or 7). Everything here is pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_SCALE_BYTES = 4
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # or values would be divided by zero, or by a number without precision
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """The format of quantised rows: for each row the scales of its blocks in float32, and then its integers.
+
+    A value differs by at most half a scale from the original value, apart from the rounding of float32. Zeros are
+    exact. If a block contains a value that is not finite, all of its values become NaN.
+
+    Args:
+        bits: 8, or 4 with two integers in each byte.
+        block: the number of elements with a common scale, an even number.
+
+    Raises:
+        ValueError: for another number.
+    """
+
+    bits: int
+    block: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
+        if type(self.block) is not int or self.block < 2 or self.block % 2:
+            raise ValueError(f"block must be an even positive number of elements, got {self.block!r}")
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a row of so many elements."""
+        return _SCALE_BYTES * self._num_blocks(numel) + -(-numel * self.bits // 8)
+
+    def encoded(self, rows: Tensor) -> Tensor:
+        """Return the bytes ``[r, nbytes(n)]`` of rows ``[r, n]`` in one of the `DTYPES`."""
+        num_rows, numel = rows.shape
+        padded = self._num_blocks(numel) * self.block
+        blocks = F.pad(rows.float(), (0, padded - numel)).view(num_rows, -1, self.block)
+        scales = blocks.abs().amax(dim=2).div_(self._largest).clamp_min_(_LEAST_SCALE)
+        # The scale of a block with NaN or an infinity is not finite, so its integers have no effect.
+        integers = (blocks / scales.unsqueeze(2)).round_().view(num_rows, padded)
+        return torch.cat([scales.view(torch.uint8), self._packed(integers, numel)], dim=1)
+
+    def decoded(self, message: Tensor, numel: int) -> Tensor:
+        """Return the float32 rows ``[r, numel]`` of bytes ``[r, nbytes(numel)]``."""
+        end = _SCALE_BYTES * self._num_blocks(numel)
+        # A copy, because the bytes need not be aligned.
+        scales = message[:, :end].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        values = self._unpacked(message[:, end:])[:, :numel]
+        return values * scales.repeat_interleave(self.block, dim=1)[:, :numel]
+
+    @property
+    def _largest(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    def _num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def _packed(self, integers: Tensor, numel: int) -> Tensor:
+        """Return the bytes of the first `numel` integers of each row."""
+        if self.bits == 8:
+            return integers[:, :numel].to(torch.int8).view(torch.uint8)
+        halves = (integers[:, : numel + numel % 2] + 8).to(torch.uint8)
+        return halves[:, ::2] + halves[:, 1::2] * 16
+
+    def _unpacked(self, message: Tensor) -> Tensor:
+        if self.bits == 8:
+            return message.view(torch.int8).float()
+        return torch.stack([message & 15, message >> 4], dim=2).flatten(1).float() - 8

@@ -1,0 +1,178 @@
+"""`QuantizedReduceScatter` is a communicator in which gradients are sent as quantised blocks, with error feedback.
+
+Each rank sends each piece of its gradient once, to the rank whose shard the piece is of. That rank dequantises the
+received pieces and adds them in float32, in the order of ranks. Its own piece is not sent, and so not quantised. No sum
+is quantised, unlike in a ring.
+
+With error feedback (Seide et al., "1-bit stochastic gradient descent", 2014) a rank keeps the rounding errors of the
+pieces that it has sent, and adds them to its next gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.block_codes import DTYPES, BlockCodes
+from fsdp.distributed.communicator import Communicator, Pending, Tag
+from fsdp.distributed.custom_collectives import InFront
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import Layout
+
+
+class Feedback:
+    """The rounding errors that the next gradient of a handle is to make up for.
+
+    Attributes:
+        handle: whose gradients.
+        sent: ``[world_size - 1, shard_numel]`` in bfloat16, of what this rank has sent to each other rank; None before
+            the first reduction.
+        received: ``[shard_numel]`` in float32, of this rank's shard: the errors of all ranks, after `settle` or a load.
+    """
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle = handle
+        self.sent: Tensor | None = None
+        self.received: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank keeps."""
+        return sum(each.nbytes for each in (self.sent, self.received) if each is not None)
+
+    def add_to(self, rows: Tensor) -> None:
+        """Add the errors to the gradient's rows ``[world_size, n]`` in float32, one for each rank."""
+        if self.sent is not None or self.received is not None:
+            whole = self._whole(rows.device)
+            layout = self.handle.gradients.layout
+            if layout is not self.handle.layout:  # parameters are left out that no rank has used
+                part = torch.zeros_like(rows)
+                _copy(self.handle.layout, whole, layout, part)
+                whole = part
+            rows += whole
+
+    def keep(self, errors: Tensor) -> None:
+        """Replace the errors by those of the pieces ``[world_size - 1, n]`` that were sent now to other ranks."""
+        comm, layout = self.handle.reduce_comm, self.handle.gradients.layout
+        if layout is self.handle.layout:
+            self.sent, self.received = errors.bfloat16(), None
+            return
+        part, whole = errors.new_zeros(comm.world_size, errors.shape[1]), self._whole(errors.device)
+        part[_peers(comm)] = errors
+        _copy(layout, part, self.handle.layout, whole)  # the errors of what was left out stay
+        self.sent = whole[_peers(comm)].bfloat16()
+        if self.received is not None:
+            self.received = whole[comm.rank].clone()
+
+    def settle(self, comm: Communicator) -> Tensor:
+        """Collective. Move the errors of all ranks to the ranks whose shards they are of; return this rank's."""
+        whole = self._whole(self.handle.storage.device)
+        what, tag = f"feedback of {self.handle.name}", ("feedback", self.handle.reduce_tag)
+        self.sent, self.received = None, comm.reduce_scatter(whole.view(-1), what, tag).wait().clone()
+        return self.received
+
+    def _whole(self, device: torch.device) -> Tensor:
+        """Return all errors ``[world_size, shard_numel]`` in float32."""
+        comm, numel = self.handle.reduce_comm, self.handle.layout.shard_numel
+        whole = torch.zeros(comm.world_size, numel, device=device)
+        if self.sent is not None:
+            whole[_peers(comm)] = self.sent.to(device, whole.dtype)
+        if self.received is not None:
+            whole[comm.rank] = self.received
+        return whole
+
+
+class QuantizedSums:
+    """The sums of gradients over the ranks of a communicator.
+
+    Args:
+        codes: the format of messages.
+        handles: those that reduce over this communicator.
+        has_feedback: keep rounding errors.
+
+    Attributes:
+        codes, handles: the arguments.
+        feedback: an object for each handle; none without error feedback.
+    """
+
+    def __init__(self, codes: BlockCodes, handles: Sequence[FlatParamHandle], has_feedback: bool) -> None:
+        self.codes = codes
+        self.feedback = [Feedback(handle) for handle in handles] if has_feedback else []
+        self.handles = list(handles)
+        self._numbers: dict[int | str, int] = {}  # of the handles, by their tags
+
+    def numbers_of(self, tag: Tag) -> list[int]:
+        """Return the numbers of the handles whose gradients are reduced together under a tag."""
+        tags = tag if isinstance(tag, tuple) else (tag,)
+        if not all(each in self._numbers for each in tags):  # ranks have agreed anew
+            self._numbers = {handle.reduce_tag: number for number, handle in enumerate(self.handles)}
+        return [self._numbers[each] for each in tags]
+
+    def prepared(self, rows: Tensor, number: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+        """Return the messages of a handle ``[world_size - 1, bytes]`` for other ranks, and this rank's own row ``[n]``.
+
+        The `rows` ``[world_size, n]`` are the gradient's pieces, one for each rank. They are overwritten.
+        """
+        rows = rows.float()
+        if self.feedback:
+            self.feedback[number].add_to(rows)
+        values = rows[_peers(comm)]  # a copy
+        messages = self.codes.encoded(values)
+        if self.feedback:
+            errors = values.sub_(self.codes.decoded(messages, values.shape[1]))
+            # A step with infinities is skipped, and they must not return in the next one.
+            self.feedback[number].keep(errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        return messages, rows[comm.rank].clone()
+
+
+class QuantizedReduceScatter(InFront):
+    """A communicator that sums gradients that are sent quantised."""
+
+    _collective: QuantizedSums
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
+        return self._behind  # the errors are of the gradients of the original model
+
+    @property
+    def plain(self) -> Communicator:
+        """The communicator that sums exactly."""
+        return self._behind
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        if full.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(f"{what}: gradients of {full.dtype} cannot be quantised, only of {names}")
+        sums, kind = self._collective, dtype or full.dtype
+        numbers = sums.numbers_of(tag)
+        handles = [sums.handles[number] for number in numbers]
+        numels = [handle.gradients.layout.shard_numel for handle in handles]
+        rows = full.view(self.world_size, -1).split(numels, dim=1)
+        each = [sums.prepared(one, number, self) for one, number in zip(rows, numbers, strict=True)]
+        outgoing = list(torch.cat([messages for messages, _ in each], dim=1))
+        outgoing.insert(self.rank, torch.cat([own for _, own in each]))
+
+        def summed(received: list[Tensor]) -> Tensor:
+            total = torch.zeros_like(received[self.rank])
+            for rank, piece in enumerate(received):
+                total += piece if rank == self.rank else self._decoded(piece, numels)
+            return total.to(kind)
+
+        return self._behind.swap(outgoing, what, tag, summed)
+
+    def _decoded(self, message: Tensor, numels: Sequence[int]) -> Tensor:
+        codes = self._collective.codes
+        parts = message.view(1, -1).split([codes.nbytes(numel) for numel in numels], dim=1)
+        return torch.cat([codes.decoded(part, n) for part, n in zip(parts, numels, strict=True)], dim=1).view(-1)
+
+
+def _peers(comm: Communicator) -> list[int]:
+    return [rank for rank in range(comm.world_size) if rank != comm.rank]
+
+
+def _copy(source: Layout, values: Tensor, target: Layout, to: Tensor) -> None:
+    """Copy gathered values of the parameters that both layouts have room for."""
+    for here, there in zip(source.places(values.view(-1)), target.places(to.view(-1)), strict=True):
+        for value, place in zip(here, there):  # noqa: B905 (one of them may have no room)
+            place.copy_(value)

@@ -1,0 +1,92 @@
+"""Blocks quantised by the book, one after the other, and models that communicate so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import QuantizedGather, QuantizedReduce, compress
+from fsdp.distributed.consensus import from_everyone
+from fsdp.engine.unit import unit_of
+from tests.helpers.forms import inside, sharded
+
+BLOCK = 16  # small, so that the pieces of small models have several blocks
+
+
+def rounded(row: Tensor, bits: int, block: int = BLOCK) -> Tensor:
+    """A row as it arrives."""
+    largest, found = 2 ** (bits - 1) - 1, []
+    for part in row.split(block):
+        scale = part.abs().max() / largest
+        found.append(part if scale == 0 else (part / scale).round() * scale)
+    return torch.cat(found) if found else row
+
+
+def layers() -> nn.Module:
+    """Three linear layers whose elements no number of ranks divides, and that no block divides."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3))
+
+
+def compressed(
+    form: str = "flat",
+    reduce: QuantizedReduce | None = None,
+    gather: QuantizedGather | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """Collective. A sharded model that is compressed, as `.compression` of its module says."""
+    model = sharded(layers() if model is None else model, form, (nn.Linear,), **options)
+    inside(model).compression = compress(model, reduce=reduce, gather=gather)
+    return model
+
+
+def batch(step: int = 0, rank: int | None = None) -> Tensor:
+    """This rank's batch of a step, or another rank's."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    model(batch(step)).square().mean().backward()
+
+
+def handles_of(model: Any) -> list[Any]:
+    units = dict.fromkeys(filter(None, map(unit_of, inside(model).modules())))
+    return [handle for unit in units for handle in unit.handles]
+
+
+def gathered_gradients(model: Any) -> list[Tensor]:
+    """Collective. Of each flat parameter the reduced gradient, with the shards of all ranks one after the other."""
+    found = []
+    for handle in handles_of(model):
+        handle.flat_param.bring_gradient()
+        grad = handle.flat_param.grad
+        if handle.orig_params is not None:
+            handle.orig_params.collect_gradients()
+            grad = handle.flat_param.grad
+        found.append(torch.cat(from_everyone([handle.comm], grad.detach().view(-1).clone())))
+    return found
+
+
+@contextmanager
+def sent_gradients() -> Iterator[dict[str, Tensor]]:
+    """Record what each flat parameter hands over to its reduction, by its name: ``[world_size, n]`` in float32."""
+    from fsdp.engine.grad_buffer import GradientBuffer
+
+    found: dict[int, Tensor] = {}
+    take = GradientBuffer.take
+
+    def noted(buffer: GradientBuffer) -> Any:
+        taken = take(buffer)
+        found[id(buffer)] = (taken.flat.detach() / taken.divisor).float().view(dist.get_world_size(), -1).clone()
+        return taken
+
+    with mock.patch.object(GradientBuffer, "take", noted):
+        yield found  # type: ignore[misc]
