@@ -66,11 +66,13 @@ class Contestant:
         name: its name in the output and on the command line.
         kind: the kind of contestant, which determines its baseline.
         wrap: `(module, units, device, policy) -> module to train`; may change both in place.
+        is_lossy: whether its losses differ from those of other contestants.
     """
 
     name: str
     kind: Kind
     wrap: Callable[[nn.Module, nn.ModuleList, torch.device, Policy], nn.Module]
+    is_lossy: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -245,7 +247,17 @@ def _wrap_ours_rows(module: nn.Module, units: nn.ModuleList, device: torch.devic
     return module
 
 
+def _wrap_ours_quantised(
+    module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy, *, bits: int
+) -> nn.Module:
+    model = _wrap_ours(module, units, device, policy, use_orig_params=False)
+    fsdp.compress(model, reduce=fsdp.QuantizedReduce(bits), gather=fsdp.QuantizedGather())
+    return model
+
+
 OURS = "ours"
+OURS_8_BIT = "ours-8-bit"
+OURS_4_BIT = "ours-4-bit"
 OURS_ROWS = "ours-rows"
 OURS_ORIG = "ours-orig"
 OURS_INT8 = "ours-int8"
@@ -265,6 +277,8 @@ CONTESTANTS: dict[str, Contestant] = {
         Contestant(OURS_ORIG, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=True)),
         Contestant(OURS_INT8, Kind.OURS, _wrap_ours_int8),
         Contestant(OURS_ROWS, Kind.OURS, _wrap_ours_rows),
+        Contestant(OURS_8_BIT, Kind.OURS, functools.partial(_wrap_ours_quantised, bits=8), is_lossy=True),
+        Contestant(OURS_4_BIT, Kind.OURS, functools.partial(_wrap_ours_quantised, bits=4), is_lossy=True),
         Contestant(FSDP1_FLAT, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
         Contestant(FSDP1_ORIG, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),
         Contestant(FSDP1_APART, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True, trained_apart=True)),

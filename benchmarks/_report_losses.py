@@ -16,13 +16,13 @@ def report_losses(losses: Mapping[str, Sequence[Sequence[float]]], tolerances: S
 
     Args:
         losses: by contestant, then by rank, then by step. DDP must be included; the floors, which do not communicate,
-            are excluded.
+            and lossy contestants are excluded.
         tolerances: the relative tolerance of the loss of each step; by default float32 noise.
     """
     reference = losses[DDP]
     verdicts, same = [], True
     for name, ranks in losses.items():
-        if name == DDP or CONTESTANTS[name].kind is Kind.FLOOR:
+        if name == DDP or CONTESTANTS[name].kind is Kind.FLOOR or CONTESTANTS[name].is_lossy:
             continue
         allowed = tolerances or [_SAME_LOSS] * len(reference[0])
         distances = [

@@ -2,6 +2,7 @@
 
     python -m benchmarks.two_machines
     python -m benchmarks.two_machines --rates 200 --rounds 4 --only ours fsdp2-prefetch
+    python -m benchmarks.two_machines --quantised --only ours
 
 Requires Linux, root and iproute2; otherwise names the missing requirement and exits with 0. docs/benchmarks.md
 explains the columns. Exits with 1 if contestants compute different losses.
@@ -27,6 +28,8 @@ from benchmarks._contestants import (
     FSDP2,
     FSDP2_PREFETCH,
     OURS,
+    OURS_4_BIT,
+    OURS_8_BIT,
     SHARDED_FLOOR,
     choose,
 )
@@ -41,6 +44,7 @@ from benchmarks._step_options import add_options, check_counts, describe, write_
 from benchmarks._training import Rounds, Setup, train_interleaved
 
 AMONG = (OURS, FSDP1_FLAT, FSDP2, FSDP2_PREFETCH, DDP, FLOOR, SHARDED_FLOOR)
+_QUANTISED = (OURS_8_BIT, OURS_4_BIT)
 _ALWAYS = (DDP, FLOOR, SHARDED_FLOOR)  # whose losses everybody must have, and what bounds are computed from
 
 # The targets of `ours`: the maximum ratio to the best sharded peer's step, and by Mbit/s the minimum ratio to the
@@ -75,6 +79,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[1000, 200], metavar="MBIT", help="of the link (1000 200)"
     )
+    parser.add_argument(
+        "--quantised", action="store_true", help=f"also {' and '.join(_QUANTISED)}: fsdp.compress with 8-bit gathers"
+    )
     options = parser.parse_args(arguments)
     check_counts(parser, options)
     if options.ranks != _WORLD_SIZE or options.device != "cpu":
@@ -89,7 +96,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _speed(machines: tuple[Machine, Machine], mbits: float, options: argparse.Namespace) -> bool:
     setup = Setup(size=options.size, batch=options.batch, context=options.context, foreach=options.foreach)
-    names = choose(options.only, among=AMONG, always=_ALWAYS)
+    names = choose(options.only, among=AMONG, always=_ALWAYS) + list(_QUANTISED if options.quantised else ())
     print(f"\n=== {mbits:g} Mbit/s\n{describe(options, setup, 'two machines')}", flush=True)
     warn_if_busy()
     bandwidth = _limited(machines, mbits)
