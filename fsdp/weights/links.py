@@ -319,7 +319,7 @@ class SocketSink(Sink):
         address: ``host:port``.
         secret: the secret of the receiving process, which is not sent.
         timeout: the number of seconds to wait until the receiver has taken a part, or has consumed the last bucket.
-        connect_timeout: the number of seconds to wait until the receiver listens.
+        connect_timeout: the number of seconds to wait until the receiver listens; None stands for `timeout`.
 
     Raises:
         ConnectionError: if the receiver does not listen at its address, ends, or reports an error.
@@ -330,13 +330,14 @@ class SocketSink(Sink):
     takes_changes = True
 
     def __init__(
-        self, address: str, secret: str | bytes, *, timeout: float = 300.0, connect_timeout: float = 300.0
+        self, address: str, secret: str | bytes, *, timeout: float = 300.0, connect_timeout: float | None = None
     ) -> None:
         split_address(address)
         self._start(address, key_of(secret, address), timeout, connect_timeout)
 
-    def _start(self, address: str, key: bytes, timeout: float, connect_timeout: float) -> None:
-        self._address, self._key, self._timeouts = address, key, (connect_timeout, timeout)
+    def _start(self, address: str, key: bytes, timeout: float, connect_timeout: float | None) -> None:
+        self._address, self._key = address, key
+        self._timeouts = (timeout if connect_timeout is None else connect_timeout), timeout
         self._link: Link | None = None
 
     def open(self, plan: WeightPlan) -> None:
@@ -394,7 +395,7 @@ class SharedMemorySink(SocketSink):
         RuntimeError: on another system than Linux.
     """
 
-    def __init__(self, name: str, *, timeout: float = 300.0, connect_timeout: float = 300.0) -> None:
+    def __init__(self, name: str, *, timeout: float = 300.0, connect_timeout: float | None = None) -> None:
         if not name or not is_shared_memory(name):
             raise ValueError(f"the name of a receiver in shared memory is not empty and has no colon, got {name!r}")
         local_address(name)
