@@ -33,6 +33,8 @@ from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_dict.sharded import is_apart
 from fsdp.layers.state_requests import require_shards
 
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # compared by name, because its import takes long
+
 
 @dataclass(frozen=True)
 class Held:
@@ -319,9 +321,15 @@ def outermost_units(module: nn.Module) -> Iterator[Unit]:
 
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
-    """Make sure that every shard is complete and not in use."""
+    """Make sure that every shard is complete, not in use, and of this library."""
     require_shards(units, what)
     for module in model.modules():
+        if any(kind.__module__ == _FSDP1 for kind in type(module).__mro__):
+            raise TypeError(
+                f"cannot {what}: this {type(model).__name__} has parameters in shards of torch's FSDP1, which only "
+                "torch can read. Save and load what torch.distributed.checkpoint.state_dict.get_state_dict returns, as "
+                "in docs/leaving.md."
+            )
         guarding = module.__dict__.get("_apply")
         if isinstance(guarding, Conversions) and guarding.unit not in units:
             raise RuntimeError(
