@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ def assert_same(found: Any, expected: Any, what: str = "") -> None:
             assert one == other, path
 
 
+def _located(path: str, text: str) -> str:
+    return f"{path}: {text}"
+
+
 def assert_close(found: Any, expected: Any, what: str = "", rtol: float = 1e-9, atol: float = 1e-11) -> None:
     """Keys, shapes and dtypes are the same, and the values within rounding, by default that of float64."""
     for path, one, other in _leaves(found, expected, what):
         if isinstance(other, (Tensor, float)):
-            message = path  # bound here: the message is made before the next leaf
-            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda text, at=message: f"{at}: {text}")
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=partial(_located, path))
         else:
             assert one == other, path
 
