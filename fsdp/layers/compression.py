@@ -171,7 +171,7 @@ class Compression:
         """Collective at its beginning. The optimizer's state contains the error feedback inside the context. ::
 
             with compression.stored_in(optimizer):
-                fsdp.save(folder, model, optimizer)
+                fsdp.save("checkpoint", model, optimizer)
 
         The errors of all ranks are added up, at full precision, on the ranks whose shards they are of: a tensor like
         the parameter, under the key "quantized_reduce_feedback". All functions that save and reshard optimizer state
