@@ -182,7 +182,7 @@ def test_files_vanish_however_the_process_ends_unless_kept(tmp_path: Path) -> No
         for ending in ("return", "raise", "kill"):
             child = os.fork()
             if child:
-                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
                 continue
             made = []
             for keep in (True, False):
