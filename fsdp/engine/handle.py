@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-
 # Of a shard: its version, the versions of local shards with counters of their own, and the facts that its buffers
 # depend on: dtype, the device of the computation, size, and last the address. `requires_grad` is no part: it concerns
 # the next forward.
@@ -495,8 +494,7 @@ class FlatParamHandle:
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
         """Collective. Return a buffer of its own with the unsharded parameters, by default in the shard's dtype."""
-        dtype, device = dtype or self.flat_param.dtype, self.storage.device
-        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
+        full = torch.empty(self.layout.padded_numel, dtype=dtype or self.flat_param.dtype, device=self.storage.device)
         self._gather_into(full).wait()
         self.storage.release()
         return full
@@ -505,11 +503,14 @@ class FlatParamHandle:
         """Collective. Take part in the all-gather of ranks that unshard it; what is here stays as it is."""
         self.gather_kept()
         if self.kept_shard is not None and self.kept_shard.has((self.dtype, self.shard_state)):
-            numel = self.kept_shard.padded(self.layout.unsharded_numel)
-            full = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
+            full = self.unsharded.full.new_empty(self.kept_shard.padded(self.layout.unsharded_numel))
             self.kept_shard.gather(full, self.name, self.passes.stage).wait()
-        else:
+        elif self.unsharded.is_exact:
             self.gathered(self.dtype)
+        else:  # in the form that the others send, into memory apart from the leaves
+            self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing).wait()
+            self.unsharded.end_gather(is_wanted=False)
+            self.storage.release()
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

@@ -110,7 +110,8 @@ def compress(
         TypeError: if `model` is not sharded, or for an argument of another class.
         NotImplementedError: for features that cannot be combined with it, by name: replicas (hybrid sharding,
             NO_SHARD), float64 and complex parameters, tensor parallelism, communication hooks, custom
-            reduce-scatters, parameters with an all-gather of their own, `fsdp.SameBits`, `fsdp.join` and `fsdp.cond`.
+            reduce-scatters, parameters with an all-gather of their own, `fsdp.SameBits`; after the first use of
+            `fsdp.join` or `fsdp.cond`.
         RuntimeError: if ranks have different arguments; inside a forward or backward; for an inner unit.
     """
     runtime = runtime_of_root(require_sharded(model, "fsdp.compress"), "fsdp.compress", "module")

@@ -175,7 +175,7 @@ class ExtendedParameters(UnshardedParameters):
         others: see `UnshardedParameters`.
     """
 
-    is_exact = False  # its class makes of the shards what it wants
+    is_exact = False  # classes may send and return other values than the shards have
 
     def __init__(
         self,

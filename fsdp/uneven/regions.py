@@ -37,7 +37,6 @@ from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import Runtime, running, runtime_of
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
-from fsdp.layers.quantized_params import MakeQuantized
 from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 
 
@@ -233,11 +232,6 @@ TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be s
 def visits_of(runtime: Runtime) -> Visits:
     """Return the visits of a root's regions; before the first call there are none, and no communication."""
     if not isinstance(runtime.participation, Visits):
-        if name := next((one.name for one in runtime.handles if isinstance(one.new_unsharded, MakeQuantized)), None):
-            raise NotImplementedError(
-                f"fsdp.join and fsdp.cond: {name} is all-gathered quantised, and ranks that serve others would send "
-                "exact values. Call fsdp.compress(model) before, without `gather`."
-            )
         runtime.participation = Visits(runtime)
         runtime.passes.stop()  # ranks that serve do not know which pass other ranks are in
     return runtime.participation

@@ -374,11 +374,12 @@ def test_errors_of_a_parameter_that_is_left_out_of_a_step_are_kept(tmp_path: Pat
         assert not torch.equal(kept[2][slot], kept[3][slot])
 
 
+@pytest.mark.parametrize("policies", [(reduce(8, feedback=True), None), (None, GATHER), (reduce(), GATHER)])
 @on_ranks(2)
-def test_ranks_without_a_batch_join_in() -> None:
+def test_ranks_without_a_batch_join_in(policies: tuple[Any, Any]) -> None:
     states = []
-    for policy in (None, reduce(8, feedback=True)):
-        model = compressed("flat", policy)
+    for policy in ((None, None), policies):
+        model = compressed("flat", *policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with fsdp.join(model, optimizer):
             for step in range(2 + 3 * dist.get_rank()):
@@ -679,9 +680,6 @@ def test_a_compressed_model_refuses_what_it_cannot_be_combined_with() -> None:
         model.register_comm_hook(None, average)
     with pytest.raises(NotImplementedError, match="custom or quantised reduce-scatter"):
         fsdp.SameBits(model, 2)
-    joined = fsdp.join(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(NotImplementedError, match=r"fsdp.join and fsdp.cond: .* is all-gathered quantised"), joined:
-        pass
     rows = compressed("rows", reduce())
     with pytest.raises(RuntimeError, match="QuantizedReduceScatter already"):
         rows[0].set_custom_reduce_scatter(OwnReduceScatter())
