@@ -659,8 +659,7 @@ class FullyShardedDataParallel(nn.Module):
         for key, value in state_dict.items():
             if isinstance(value, on_demand.TensorPart) and value.is_blank:
                 del given[key]
-        load = partial(nn.Module.load_state_dict, self, given, strict=strict)
-        return on_demand.load_sharded_state(self._unit, self._units(), load)
+        return on_demand.load_sharded_state(self._unit, self._units(), partial(super().load_state_dict, given, strict))
 
     def stream_weights(self, sink: Any, **options: Any) -> Any:
         """Collective. Send all weights to a sink in bounded buckets, see `fsdp.stream_weights` for the arguments."""
@@ -755,8 +754,9 @@ class FullyShardedDataParallel(nn.Module):
     def _free_full_params(self, params: Collection[nn.Parameter] | None = None) -> None:
         """Reshard unsharded parameters, for example parameters kept under `no_sync`: `params`, or all."""
         self._unit.require_idle("free full parameters")
+        wanted = None if params is None else set(map(id, params))
         for handle in self._unit.handles:
-            if params is None or not set(map(id, params)).isdisjoint(map(id, handle.listed_params)):
+            if wanted is None or not wanted.isdisjoint(map(id, handle.listed_params)):
                 handle.reshard()
 
     def _register_post_backward_hooks(self) -> None:
@@ -772,7 +772,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _reset_lazy_init(self) -> None:
         """Forget which wrapper is outermost; the next use finds out again."""
-        for runtime in filter(None, [unit.runtime for unit in self._units()]):
+        for runtime in dict.fromkeys(unit.runtime for unit in self._units() if unit.runtime is not None):
             runtime.forget()
 
     @property
