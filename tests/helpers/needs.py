@@ -10,5 +10,5 @@ import pytest
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip, with a reason, where a package is not installed."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    reason = f"{', '.join(absent)}: not installed (an extra of that name; `make test` tries to)"
+    reason = f"{', '.join(absent)}: not installed"
     return pytest.mark.skipif(bool(absent), reason=reason)
