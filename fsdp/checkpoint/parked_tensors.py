@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -23,13 +23,122 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.checkpoint.safetensors import KINDS, SUFFIX, Entry, Part, SafetensorsFiles, plan, write_at
 from fsdp.distributed.communicator import own_rank
-from fsdp.distributed.devices import HOST, has_streams
+from fsdp.distributed.devices import HOST, has_streams, is_host
 from fsdp.engine.originals import is_ours
+from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.storage import ShardStorage
 from fsdp.state_dict_utils.host_memory import allocate
 
 # A storage with the name and dtype of its elements.
 NamedStorage = tuple[str, torch.dtype, UntypedStorage]
+Named = tuple[str, Any]  # a tensor, or None, and its name in files and errors
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor with memory, or the tensors inside of it: a `DTensor` has one, other subclasses may have more."""
+    if not isinstance(value, Tensor) or isinstance(value, (Placeholder, Guard)):
+        return
+    inner = getattr(value, "__tensor_flatten__", None)
+    for name in inner()[0] if inner is not None else ():
+        yield from plain_tensors(getattr(value, name))
+    if inner is None and not value.is_meta and value.layout is torch.strided:
+        yield value
+        if value._base is not None:  # gradients are often views
+            yield from plain_tensors(value._base)
+
+
+def addresses(named: Iterable[Named]) -> set[int]:
+    """Return the addresses of the storages of tensors."""
+    return {one.untyped_storage().data_ptr() for _, value in named for one in plain_tensors(value)}
+
+
+class ParkedTensors:
+    """Tensors whose storages are freed together, and filled together again.
+
+    In turn: `find`, `copy`, `free`, `fill` and `show`, and the same again, or `end`. Copies between a device and the
+    host are queued on the current stream.
+
+    Args:
+        part: the start of the tensors' names in files and errors.
+        to: ``"host"``, or a folder.
+        message: the error of operations on the parked tensors.
+        is_readable: values may leave the parked tensors.
+    """
+
+    def __init__(self, part: str, to: str | os.PathLike[str], message: str, is_readable: bool) -> None:
+        self._part, self._to, self._message, self._is_readable = part, to, message, is_readable
+        self._copies = HostCopies() if to == "host" else FileCopies(to)
+        self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
+        self._storages: dict[int, NamedStorage] = {}  # by their addresses
+        self._sizes: list[int] = []
+        self._copied: dict[int, UntypedStorage] = {}  # by the addresses of the storages
+        self._guarded: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that are freed."""
+        return sum(self._sizes)
+
+    @property
+    def is_parked(self) -> bool:
+        """Return whether the tensors that were found are parked."""
+        return bool(self._guarded)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of the tensors."""
+        return {storage.device for _, _, storage in self._storages.values()}
+
+    def find(self, named: Iterable[Named], stay: set[int]) -> None:
+        """Take those of these tensors that are to be parked, except storages with the addresses `stay`."""
+        names: set[str] = set()
+        for name, value in named:
+            for tensor in plain_tensors(value):
+                storage, address = tensor.untyped_storage(), tensor.untyped_storage().data_ptr()
+                if not storage.nbytes() or address in stay or (self._to == "host" and is_host(storage.device)):
+                    continue
+                self._tensors.setdefault(id(value), (value, None))
+                self._tensors[id(tensor)] = tensor, address
+                if address not in self._storages:
+                    self._storages[address] = named_storage(f"{self._part}.{name}", tensor.dtype, storage, names)
+        self._sizes = [storage.nbytes() for _, _, storage in self._storages.values()]
+
+    def copy(self) -> None:
+        """Copy all storages; their memory is still there."""
+        if self._storages:
+            copies = self._copies.keep([*self._storages.values()])
+            self._copied = dict(zip(self._storages, copies, strict=True))
+
+    def free(self) -> None:
+        """Free the memory, and make operations on the tensors raise errors."""
+        self.drop()
+        for tensor, address in self._tensors.values():
+            copied = None if address is None else self._copied[address]
+            if guard(tensor, self._message, copied, self._is_readable):
+                self._guarded.append(tensor)
+
+    def fill(self) -> None:
+        """Allocate the memory again, and fill it."""
+        for (_, _, storage), nbytes in zip(self._storages.values(), self._sizes, strict=True):
+            storage.resize_(nbytes)
+        if self._storages:
+            self._copies.restore([*self._storages.values()])
+
+    def drop(self) -> None:
+        """Free the memory, also if it is filled again."""
+        for _, _, storage in self._storages.values():
+            storage.resize_(0)
+
+    def show(self) -> None:
+        """Allow all operations again, and forget the tensors."""
+        for tensor in self._guarded:
+            unguard(tensor)
+        self._tensors, self._storages, self._sizes, self._copied, self._guarded = {}, {}, [], {}, []
+
+    def end(self) -> None:
+        """Allow all operations again, and free the copies."""
+        self.show()
+        self._copies.close()
 
 
 def named_storage(name: str, dtype: torch.dtype, storage: UntypedStorage, names: set[str]) -> NamedStorage:
@@ -51,9 +160,13 @@ class HostCopies:
         self._copies: list[Tensor] = []
 
     def keep(self, named: Sequence[NamedStorage]) -> list[UntypedStorage]:
-        """Copy storages, whose names are unique, and return the copies."""
-        for _, _, storage in named:
-            copied = _elements(allocate(storage.nbytes(), has_streams(storage.device.type), share=False))
+        """Copy storages, whose names are unique, and return the copies. Memory of earlier copies is used again."""
+        before = dict(enumerate(self._copies))
+        self._copies = []
+        for number, (_, _, storage) in enumerate(named):
+            copied = before.get(number)
+            if copied is None or copied.numel() != storage.nbytes():
+                copied = _elements(allocate(storage.nbytes(), has_streams(storage.device.type), share=False))
             self._copies.append(copied.copy_(_elements(storage), non_blocking=True))
         return [copied.untyped_storage() for copied in self._copies]
 
@@ -77,6 +190,7 @@ class FileCopies:
         values = [(name, _elements(storage, dtype)) for name, dtype, storage in named]
         entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values]
         os.makedirs(self._folder, exist_ok=True)
+        before = self._path
         fd, self._path = tempfile.mkstemp(SUFFIX, f"parked-rank-{own_rank()}-", self._folder)
         (file,) = plan(entries, "parked")
         try:
@@ -91,6 +205,7 @@ class FileCopies:
             raise
         finally:
             os.close(fd)
+        _remove(before)
         spans = [(storage.nbytes(), file.begins[name]) for name, _, storage in named]
         return [
             torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=begin).untyped_storage()
@@ -104,9 +219,13 @@ class FileCopies:
                     file.read(name, _elements(storage, dtype))
 
     def close(self) -> None:
-        if self._path:
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
+        _remove(self._path)
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        if path:
+            os.unlink(path)
 
 
 def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tensor:

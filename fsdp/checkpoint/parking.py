@@ -5,7 +5,8 @@ All tensors stay the same objects, with the same aliases, so optimizers, local s
 Meanwhile an operation on such a tensor would read freed memory. The class of each tensor is therefore replaced by a
 subclass, as torch replaces the class of an `UninitializedParameter`: values can leave the tensor, which reads the copy,
 and all other operations raise an error (`parked_tensors`). The storages of flat parameters and an observer of steps
-raise the same error earlier, before a rank communicates or writes.
+raise the same error earlier, before a rank communicates or writes. An optimizer whose state alone is parked can step
+(`parked_steps`).
 """
 
 from __future__ import annotations
@@ -14,29 +15,18 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import nn
 
-from fsdp.checkpoint.parked_tensors import (
-    FileCopies,
-    Guard,
-    HostCopies,
-    NamedStorage,
-    ParkedStorage,
-    guard,
-    host_values,
-    host_values_in,
-    named_storage,
-    unguard,
-)
+from fsdp.checkpoint.parked_steps import ParkedSteps
+from fsdp.checkpoint.parked_tensors import Named, ParkedStorage, ParkedTensors, addresses, host_values
+from fsdp.checkpoint.unit_states import UnitStates
 from fsdp.distributed.consensus import done_by_all
-from fsdp.distributed.devices import HOST, finish_queued, has_streams, is_host, return_cached_memory
+from fsdp.distributed.devices import HOST, finish_queued, has_streams, return_cached_memory
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.observers import attached
-from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.precision import Buffers
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.unit import Unit, units_in
@@ -44,13 +34,10 @@ from fsdp.layers.offload import DiskStorage
 from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.layers.state_requests import require_shards
 from fsdp.layers.verify import require_sharded
-from fsdp.optim_utils.owned import OwnedOptimizer
-from fsdp.state_dict_utils.stager import tensors_in
 
 PARTS = ("parameters", "gradients", "optimizer")
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-Named = tuple[str, Any]  # a tensor, or None, and its name in files and errors
 
 
 def park(
@@ -66,8 +53,8 @@ def park(
     Unsharded parameters that are kept between passes are freed, and gathered again when they are needed. While the
     parameters are parked, a forward, a backward, an optimizer step, a load and operations on a parked tensor raise a
     RuntimeError that names `unpark`. State dicts, `fsdp.save` and `stream_weights` read the parked values; tensors of
-    these state dicts are on the host. While only the optimizer is parked, the model can be used. Tensors that are
-    parked already are skipped.
+    these state dicts are on the host. While only the optimizer is parked, training goes on: a step brings the state of
+    one unit after the other back, see `ParkedSteps`. Tensors that are parked already are skipped.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
@@ -139,70 +126,45 @@ def parked(
 
 
 class _Parked:
-    """The storages of a part that are parked by a single call.
+    """A part that is parked by a single call.
 
     Args:
         root: the outermost unit.
         part: one of `PARTS`.
-        named: the tensors of the part.
-        stay: the addresses of storages that are not parked.
-        optimizers: the optimizers whose steps use the part.
-        to: see `park`.
         undo: what is done in the end.
     """
 
-    def __init__(
-        self,
-        root: Unit,
-        part: str,
-        named: Iterable[Named],
-        stay: set[int],
-        optimizers: Sequence[torch.optim.Optimizer],
-        to: str | os.PathLike[str],
-        undo: ExitStack,
-    ) -> None:
+    def __init__(self, root: Unit, part: str, undo: ExitStack) -> None:
         self._handles, self._units, self._undo = _handles(root), [unit for _, unit in units_in(root)], undo
-        self.root, self.part, self.optimizers = root, part, optimizers
-        self.copies = HostCopies() if to == "host" else FileCopies(to)
+        self.root, self.part = root, part
         self.message = (
             f"the {part} of {root.name} {'is' if part == 'optimizer' else 'are'} parked: call fsdp.unpark(model) "
             "before, on every rank, or leave `with fsdp.parked(...)`"
         )
-        self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
-        self._copied: dict[int, UntypedStorage] = {}  # by the addresses of the storages
-        found: dict[int, NamedStorage] = {}  # by their addresses
-        names: set[str] = set()
-        for name, value in named:
-            for tensor in _plain_tensors(value):
-                storage, address = tensor.untyped_storage(), tensor.untyped_storage().data_ptr()
-                if not storage.nbytes() or address in stay or (to == "host" and is_host(storage.device)):
-                    continue
-                self._tensors.setdefault(id(value), (value, None))
-                self._tensors[id(tensor)] = tensor, address
-                if address not in found:
-                    found[address] = named_storage(f"{part}.{name}", tensor.dtype, storage, names)
-        self._addresses, self.storages = list(found), list(found.values())
-        self.sizes = [storage.nbytes() for _, _, storage in self.storages]
+        self.tensors: list[ParkedTensors] = []
+        self.stepped: list[tuple[ParkedSteps, FlatParamHandle | None, ParkedTensors]] = []
+
+    def new_tensors(self, to: str | os.PathLike[str]) -> ParkedTensors:
+        """Return tensors that are parked with this part, so far none."""
+        self.tensors.append(ParkedTensors(self.part, to, self.message, is_readable=self.part != "gradients"))
+        return self.tensors[-1]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes that are freed."""
-        return sum(self.sizes)
+        return sum(tensors.nbytes for tensors in self.tensors)
 
     def copy(self) -> None:
         """Copy all storages; their memory is still there."""
-        if self.storages:
-            self._copied = dict(zip(self._addresses, self.copies.keep(self.storages), strict=True))
+        for tensors in self.tensors:
+            tensors.copy()
         self._finish()
 
     def free(self) -> None:
         """Free the memory, and make operations on the tensors raise errors."""
         _records(self.root).append(self)
-        self.drop()
-        for tensor, address in self._tensors.values():
-            copied = None if address is None else self._copied[address]
-            if guard(tensor, self.message, copied, is_readable=self.part != "gradients"):
-                self._undo.callback(unguard, tensor)
+        for tensors in self.tensors:
+            tensors.free()
         if self.part == "parameters" and not any(isinstance(each.storage, ParkedStorage) for each in self._handles):
             for unit in self._units:
                 self._undo.callback(setattr, unit, "buffers", unit.buffers)
@@ -214,34 +176,34 @@ class _Parked:
                 self._undo.callback(setattr, handle, "storage", handle.storage)
                 handle.storage = ParkedStorage(handle.storage, self.message)
             self._note_places()
-        for optimizer in self.optimizers if self.part == "optimizer" else ():
-            self._undo.callback(optimizer.register_state_dict_post_hook(host_values_in).remove)
-        self._undo.enter_context(attached(self, [self.root]))
+        for steps, of_handle, tensors in self.stepped:
+            self._undo.enter_context(steps.with_parked(of_handle, tensors))
+        if self.part != "optimizer":
+            self._undo.enter_context(attached(self, [self.root]))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError for the step of an optimizer that uses the part; see `Observers`."""
-        if self.part != "optimizer" or any(optimizer is one for one in self.optimizers):
-            raise RuntimeError(f"{type(optimizer).__name__}.step(): {self.message}")
+        """Raise RuntimeError for the step of an optimizer of the model; see `Observers`."""
+        raise RuntimeError(f"{type(optimizer).__name__}.step(): {self.message}")
 
     def fill(self) -> None:
         """Allocate the memory again, and fill it."""
-        for (_, _, storage), nbytes in zip(self.storages, self.sizes, strict=True):
-            storage.resize_(nbytes)
-        self.copies.restore(self.storages)
+        for tensors in self.tensors:
+            tensors.fill()
         self._finish()
 
     def drop(self) -> None:
         """Free the memory, also if it is filled again."""
-        for _, _, storage in self.storages:
-            storage.resize_(0)
+        for tensors in self.tensors:
+            tensors.drop()
 
     def end(self) -> None:
         """Allow all operations again, and free the copies."""
         _records(self.root).remove(self)
         self._undo.close()
+        for tensors in self.tensors:
+            tensors.end()
         if self.part == "parameters":
             self._note_places()
-        self.copies.close()
 
     def _note_places(self) -> None:
         """Note the new addresses of shards, or that they have none. All views of them have moved along."""
@@ -251,7 +213,7 @@ class _Parked:
                 handle.orig_params.note_places()
 
     def _finish(self) -> None:
-        for device in {storage.device for _, _, storage in self.storages if has_streams(storage.device.type)}:
+        for device in {device for tensors in self.tensors for device in tensors.devices if has_streams(device.type)}:
             finish_queued(device)
 
 
@@ -283,12 +245,20 @@ def _park(
                 handle.absorb()
             runtime.release()
         stay = _mapped(root)
-        named = {"parameters": _parameters(root), "gradients": _gradients(root), "optimizer": _states(optimizers)}
-        for part, found in named.items():
-            tensors = list(found)
+        for part, named in (("parameters", _parameters), ("gradients", _gradients)):
+            found = list(named(root))
             if part in wanted:
-                ours.append(_Parked(root, part, tensors, stay, optimizers, to, undo[part]))
-            stay = stay | {one.untyped_storage().data_ptr() for _, value in tensors for one in _plain_tensors(value)}
+                ours.append(_Parked(root, part, undo[part]))
+                ours[-1].new_tensors(to).find(found, stay)
+            stay = stay | addresses(found)
+        if "optimizer" in wanted:
+            ours.append(_Parked(root, "optimizer", undo["optimizer"]))
+            for number, each in enumerate(optimizers):
+                steps = _steps_of(root, each, f"{number}." if len(optimizers) > 1 else "")
+                for part_of in steps.states.handles:
+                    tensors = ours[-1].new_tensors(to)
+                    tensors.find(steps.states.named(part_of), stay)
+                    ours[-1].stepped.append((steps, part_of, tensors))
         for one in ours:
             one.copy()
 
@@ -297,7 +267,8 @@ def _park(
     except BaseException:
         undo["parameters"].close()
         for one in ours:
-            one.copies.close()
+            for tensors in one.tensors:
+                tensors.end()
         raise
     ours = [one for one in ours if one.nbytes or one.part not in before]
     for one in ours:
@@ -323,7 +294,7 @@ def _unpark(root: Unit, ours: Sequence[_Parked], *, alone: bool = False) -> None
 
 
 def _return_memory(ours: Iterable[_Parked]) -> None:
-    for device in {HOST, *(storage.device for one in ours for _, _, storage in one.storages)}:
+    for device in {HOST, *(device for one in ours for tensors in one.tensors for device in tensors.devices)}:
         return_cached_memory(device)
 
 
@@ -341,17 +312,19 @@ def _handles(root: Unit) -> list[FlatParamHandle]:
     return [handle for _, unit in units_in(root) for handle in unit.handles]
 
 
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor with memory, or the tensors inside of it: a `DTensor` has one, other subclasses may have more."""
-    if not isinstance(value, Tensor) or isinstance(value, (Placeholder, Guard)):
-        return
-    inner = getattr(value, "__tensor_flatten__", None)
-    for name in inner()[0] if inner is not None else ():
-        yield from _plain_tensors(getattr(value, name))
-    if inner is None and not value.is_meta and value.layout is torch.strided:
-        yield value
-        if value._base is not None:  # gradients are often views
-            yield from _plain_tensors(value._base)
+def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> ParkedSteps:
+    """Return the steps of an optimizer of which something may be parked already."""
+
+    def check(_: torch.optim.Optimizer) -> None:
+        for one in _records(root):
+            if one.part != "optimizer":
+                one.step(optimizer)
+
+    def stay() -> set[int]:
+        return _mapped(root) | addresses(_parameters(root)) | addresses(_gradients(root))
+
+    known = (steps for one in _records(root) for steps, *_ in one.stepped if steps.optimizer is optimizer)
+    return next(known, None) or ParkedSteps(optimizer, UnitStates(root, optimizer, start), root.device, check, stay)
 
 
 def _parameters(root: Unit) -> Iterator[Named]:
@@ -372,22 +345,6 @@ def _gradients(root: Unit) -> Iterator[Named]:
             yield handle.name, tensor
     for name, param in root.module.named_parameters():
         yield clean_name(name), param.grad
-
-
-def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Named]:
-    for number, optimizer in enumerate(optimizers):
-        start = f"{number}." if len(optimizers) > 1 else ""
-        groups = optimizer.stepped_groups if isinstance(optimizer, OwnedOptimizer) else optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
-        if isinstance(optimizer, OwnedOptimizer):  # owners have copies of parameters
-            yield from ((f"{start}{place}.param", param) for place, param in enumerate(params))
-        numbers = {id(param): str(place) for place, param in enumerate(params)}
-        fields = [(numbers.get(id(param), "other"), state) for param, state in optimizer.state.items()]
-        for place, group in enumerate(optimizer.param_groups):
-            fields.append((f"group {place}", {key: value for key, value in group.items() if key != "params"}))
-        for name, held in fields:
-            for key, value in held.items() if isinstance(held, dict) else [("state", held)]:
-                yield from ((f"{start}{name}.{key}", tensor) for tensor in tensors_in(value))
 
 
 def _mapped(root: Unit) -> set[int]:

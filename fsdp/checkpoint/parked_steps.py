@@ -1,0 +1,150 @@
+"""`ParkedSteps`: the steps of an optimizer whose state is parked, a unit at a time.
+
+A step brings the state of a unit into memory, updates the unit's parameters, and parks the state again. Meanwhile the
+state of the next unit is copied: the state of two units is in memory at most. torch calls the hooks of a step once for
+all parameters. Therefore the call of `step` itself finds no groups in the optimizer, and the first hook after it calls
+the step without hooks for each unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdp.checkpoint.parked_tensors import ParkedTensors, host_values_in
+from fsdp.checkpoint.unit_states import UnitStates
+from fsdp.distributed.devices import HOST, Arrival, new_copy_stream, return_cached_memory
+from fsdp.engine.handle import FlatParamHandle
+
+
+class ParkedSteps:
+    """The steps of an optimizer while a part of its state is parked, or all of it.
+
+    Args:
+        optimizer: see `UnitStates` for the optimizers whose state comes and goes by units; of any other, all state is
+            in memory during a step.
+        states: of the optimizer.
+        device: of the parameters.
+        check: raises an error if the optimizer cannot step.
+        stay: returns the addresses of storages that are not parked with the state.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        states: UnitStates,
+        device: torch.device,
+        check: Callable[[torch.optim.Optimizer], None],
+        stay: Callable[[], set[int]],
+    ) -> None:
+        self.optimizer, self.states, self._check, self._stay = optimizer, states, check, stay
+        self._parked: list[tuple[FlatParamHandle | None, ParkedTensors]] = []
+        self._groups: list[dict[str, Any]] | None = None  # of the optimizer, while it finds none
+        self._hooks: list[Any] = []
+        self._device, self._inward, self._outward = device, new_copy_stream(device), new_copy_stream(device)
+
+    @contextmanager
+    def with_parked(self, handle: FlatParamHandle | None, tensors: ParkedTensors) -> Iterator[None]:
+        """Bring tensors back for each step inside the context.
+
+        Args:
+            handle: whose parameters the tensors are the state of; see `UnitStates.handles`.
+            tensors: parked.
+        """
+        if not self._parked:
+            optimizer = self.optimizer
+            after = optimizer.register_step_post_hook(self._after)
+            hooks: Any = after.hooks_dict_ref()
+            hooks.move_to_end(after.id, last=False)  # users' hooks find all parameters again
+            self._hooks = [after, optimizer.register_step_pre_hook(self._before)]
+            self._hooks.append(optimizer.register_state_dict_post_hook(host_values_in))
+        entry = handle, tensors
+        self._parked.append(entry)
+        try:
+            yield
+        finally:
+            self._parked.remove(entry)
+            for hook in () if self._parked else self._hooks:
+                hook.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._check(optimizer)
+        self.states.divide()
+        if not self.states.is_divided:
+            for tensors in [tensors for _, tensors in self._parked]:
+                tensors.fill()
+                tensors.show()
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        # Called after all hooks before the step, and before the optimizer looks at its groups.
+        def then_take_groups() -> Any:
+            loss = None if closure is None else closure()
+            self._groups, optimizer.param_groups = optimizer.param_groups, []
+            return loss
+
+        return args[:1], {**kwargs, "closure": then_take_groups}
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        groups, self._groups = self._groups, None
+        if groups is None:
+            self._park(None, self._stay())
+        else:
+            optimizer.param_groups = groups
+            self._step_by_units(optimizer)
+        for device in {HOST, self._device}:
+            return_cached_memory(device)
+
+    def _step_by_units(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = [group["params"] for group in optimizer.param_groups]
+        step, stay = type(optimizer).step.__wrapped__, self._stay()  # type: ignore[attr-defined]  # without hooks
+        handles = [handle for handle in self.states.handles if handle is None or self._has_gradient(handle)]
+        handles.sort(key=lambda handle: handle is not None)  # the options of the groups come first
+        coming = self._fill(handles[0])
+        try:
+            for handle, following in zip(handles, [*handles[1:], None], strict=True):
+                arrival, coming = coming, coming if following is None else self._fill(following)
+                arrival.wait()
+                for tensors in self._of(handle):
+                    tensors.show()
+                _set_params(optimizer, self.states.params(handle))
+                try:
+                    step(optimizer)
+                finally:
+                    if handle is not None:
+                        self._park(handle, stay)
+        finally:
+            _set_params(optimizer, groups)
+            for _, tensors in self._parked:
+                tensors.drop()  # that were on their way when a step has failed
+            self._park(None, stay)
+
+    def _of(self, handle: FlatParamHandle | None) -> list[ParkedTensors]:
+        return [tensors for other, tensors in self._parked if other is handle]
+
+    def _has_gradient(self, handle: FlatParamHandle) -> bool:
+        return any(param.grad is not None for params in self.states.params(handle) for param in params)
+
+    def _fill(self, handle: FlatParamHandle | None) -> Arrival:
+        with self._inward.fork():
+            for tensors in self._of(handle):
+                tensors.fill()
+        return self._inward.arrival()
+
+    def _park(self, handle: FlatParamHandle | None, stay: set[int]) -> None:
+        for tensors in self._of(handle):
+            if tensors.is_parked:  # by the inner one of two calls, if the step of a subclass calls that of its base
+                continue
+            with self._outward.fork():
+                tensors.find(self.states.named(handle), stay)
+                tensors.copy()
+            self._outward.arrival().synchronize()
+            tensors.free()
+
+
+def _set_params(optimizer: torch.optim.Optimizer, groups: Iterable[list[Any]]) -> None:
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = params

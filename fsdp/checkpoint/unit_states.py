@@ -1,0 +1,97 @@
+"""`UnitStates`: the state of an optimizer, divided by the units whose parameters it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fsdp.checkpoint.parked_tensors import Named, addresses
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit, units_in
+from fsdp.optim_utils.owned import OwnedOptimizer
+from fsdp.state_dict_utils.stager import tensors_in
+
+# The optimizers of torch that update each parameter from its own gradient, state and options: stepping the parameters
+# in several calls gives the same bits. Others may use norms over all parameters, or count calls.
+BY_PARAMETER = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD", "SparseAdam"),
+    )
+    if hasattr(torch.optim, name)
+)
+
+
+class UnitStates:
+    """The state of an optimizer by flat parameters. State of other parameters, and the groups' options, are apart.
+
+    An optimizer with other rules than those of `BY_PARAMETER`, or with tensors that share memory between units, has a
+    single part, which is apart.
+
+    Args:
+        root: the outermost unit of the model.
+        optimizer: steps parameters of the model, and may step others.
+        start: of the names of its tensors.
+
+    Attributes:
+        handles: one for each part: a handle whose parameters the optimizer steps, or None for all that is apart.
+    """
+
+    def __init__(self, root: Unit, optimizer: torch.optim.Optimizer, start: str) -> None:
+        self._root, self._optimizer, self._start = root, optimizer, start
+        self.is_divided = type(optimizer) in BY_PARAMETER
+        self.divide()
+        if self.is_divided:
+            found = [addresses(self.named(handle)) for handle in self.handles]
+            self.is_divided = sum(map(len, found)) == len(set().union(*found))
+            if not self.is_divided:
+                self.divide()
+
+    def divide(self) -> None:
+        """Look again for the parameters that the optimizer has."""
+        groups = self._groups
+        owners: dict[int, FlatParamHandle] = {}
+        for _, unit in units_in(self._root) if self.is_divided else ():
+            owners.update((id(param), handle) for handle in unit.handles for param in handle.listed_params)
+        self._params: dict[FlatParamHandle | None, list[list[Any]]] = {}
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                empty: list[list[Any]] = [[] for _ in groups]
+                self._params.setdefault(owners.get(id(param)), empty)[number].append(param)
+        self._params.setdefault(None, [[] for _ in groups])
+        self._numbers = {id(param): str(place) for place, param in enumerate(self._listed)}
+
+    @property
+    def handles(self) -> list[FlatParamHandle | None]:
+        return list(self._params)
+
+    @property
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        found = self._optimizer
+        return found.stepped_groups if isinstance(found, OwnedOptimizer) else found.param_groups
+
+    @property
+    def _listed(self) -> list[Any]:
+        return [param for group in self._groups for param in group["params"]]
+
+    def params(self, handle: FlatParamHandle | None) -> list[list[Any]]:
+        """Return the parameters of a part, for each group of the optimizer."""
+        return self._params[handle]
+
+    def named(self, handle: FlatParamHandle | None) -> Iterator[Named]:
+        """Yield the tensors of a part."""
+        state = self._optimizer.state
+        own = [param for params in self._params.get(handle, ()) for param in params]
+        fields = [(self._numbers[id(param)], state[param]) for param in own if param in state]
+        if handle is None:
+            if isinstance(self._optimizer, OwnedOptimizer):  # owners have copies of parameters
+                yield from ((f"{self._start}{place}.param", param) for place, param in enumerate(self._listed))
+            fields += [("other", held) for param, held in state.items() if id(param) not in self._numbers]
+            for place, group in enumerate(self._optimizer.param_groups):
+                fields.append((f"group {place}", {key: value for key, value in group.items() if key != "params"}))
+        for name, held in fields:
+            for key, value in held.items() if isinstance(held, dict) else [("state", held)]:
+                yield from ((f"{self._start}{name}.{key}", tensor) for tensor in tensors_in(value))

@@ -1,0 +1,224 @@
+"""Steps of an optimizer that is parked: its state is in memory for a unit at a time, and the bits are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.checkpoint.parked_tensors import Guard
+from tests.checkpoint.test_parking import KINDS, local, nbytes_of
+from tests.helpers.equality import assert_same, assert_same_state
+from tests.helpers.forms import full_state
+from tests.helpers.models import Wrap
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.owned import backward, talk
+from tests.helpers.parity import adamw
+
+flat = FullyShardedDataParallel
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Counting(torch.optim.AdamW):
+    """Counts its steps in an option, and takes the norm of all gradients: its state does not come and go by units."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        self.norm = torch.nn.utils.get_total_norm(grads)
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda model: adamw(model.parameters()),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "groups": lambda model: torch.optim.RMSprop(
+        [{"params": [param], "lr": 0.01 * (1 + number)} for number, param in enumerate(model.parameters())]
+    ),
+    "counting": lambda model: Counting(model.parameters()),
+}
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [local(each) for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+
+
+def train(wrap: Wrap, make_optimizer: MakeOptimizer, folder: Path | None, *, by_closure: bool = False) -> Any:
+    torch.set_default_dtype(torch.float64)
+    model = talk(wrap)
+    optimizer = make_optimizer(model)
+    if folder is not None:
+        fsdp.park(model, optimizer, to=folder, parts=["optimizer"])  # before there is any state
+    for step in range(3):
+        optimizer.zero_grad()
+        if by_closure:
+            optimizer.step(partial(backward, model, step))  # type: ignore[arg-type]
+        else:
+            backward(model, step)
+            optimizer.step()
+        if folder is not None:
+            assert nbytes_of(tensors_of(optimizer)) == 0
+    state = optimizer.state_dict()["state"]
+    fsdp.unpark(model)
+    assert not any(isinstance(each, Guard) for each in tensors_of(optimizer))
+    return full_state(model), state, optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@on_ranks(2)
+def test_steps_of_a_parked_optimizer_have_the_bits_of_other_steps_in_every_form(kind: str, tmp_path: Path) -> None:
+    (weights, parked, after), (expected, *_, state) = train(*KINDS[kind], tmp_path), train(*KINDS[kind], None)
+    assert_same_state(weights, expected)
+    assert_same(after, state)
+    assert_same(parked, state)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@on_ranks(2)
+def test_steps_of_a_parked_optimizer_have_the_bits_of_other_steps_for_every_optimizer(
+    kind: str, by_closure: bool, tmp_path: Path
+) -> None:
+    wrap = partial(flat, use_orig_params=True)
+    found = train(wrap, OPTIMIZERS[kind], tmp_path, by_closure=by_closure)
+    expected = train(wrap, OPTIMIZERS[kind], None, by_closure=by_closure)
+    assert_same_state(found[0], expected[0])
+    assert_same(found[2], expected[2])
+
+
+@contextmanager
+def steps_seen(seen: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What is seen whenever torch's step has updated some parameters."""
+    found: list[Any] = []
+    wrapped: Any = torch.optim.AdamW.step
+    original = wrapped.__wrapped__
+
+    def step(optimizer: Any, closure: Any = None) -> Any:
+        loss = original(optimizer, closure)
+        found.append(seen())
+        return loss
+
+    wrapped.__wrapped__ = step
+    try:
+        yield found
+    finally:
+        wrapped.__wrapped__ = original
+
+
+@on_ranks(2)
+def test_the_state_of_two_units_at_most_is_in_memory(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    by_unit = [nbytes_of(state.values()) for state in optimizer.state.values()]
+    backward(model, 1)
+    with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
+        with steps_seen(lambda: nbytes_of(tensors_of(optimizer))) as seen:
+            optimizer.step()
+        assert len(seen) == 1 + len(by_unit) == 4
+        assert 0 < max(seen) <= sum(sorted(by_unit)[-2:]) < sum(by_unit)
+        assert nbytes_of(tensors_of(optimizer)) == 0
+
+
+@on_ranks(2)
+def test_hooks_of_users_are_called_once_with_all_parameters(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    backward(model, 0)
+    seen: list[Any] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda optimizer, args, kwargs: seen.append((name, len(optimizer.param_groups[0]["params"])))
+
+    optimizer.register_step_pre_hook(note("before"))
+    optimizer.register_step_post_hook(note("after"))
+    with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
+        optimizer.register_step_pre_hook(note("before, registered later"))
+        optimizer.register_step_post_hook(note("after, registered later"))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.step()
+        scheduler.step()
+    assert [name for name, _ in seen if name.startswith("before")] == ["before", "before, registered later"]
+    assert [name for name, _ in seen if name.startswith("after")] == ["after", "after, registered later"]
+    assert {count for _, count in seen} == {4}
+    assert optimizer.param_groups[0]["lr"] == 0.005
+
+
+@on_ranks(2)
+def test_units_without_gradients_stay_parked(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    backward(model, 1)
+    left_out = next(iter(optimizer.param_groups[0]["params"]))
+    left_out.grad = None
+    with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
+        with steps_seen(lambda: None) as seen:
+            optimizer.step()
+        assert len(seen) == 3
+        assert int(optimizer.state[left_out]["step"].item()) == 1
+    assert int(optimizer.state[left_out]["step"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "counting"])
+@on_ranks(2)
+def test_after_a_step_that_fails_nothing_is_lost_and_training_goes_on(kind: str, tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = OPTIMIZERS[kind](model)
+    backward(model, 0)
+    optimizer.step()
+    backward(model, 1)
+    listed = [*optimizer.param_groups[0]["params"]]
+    fsdp.park(model, optimizer, to=tmp_path, parts=["optimizer"])
+    optimizer.param_groups[0]["betas"] = (0.9,)
+    with pytest.raises((ValueError, IndexError)):
+        optimizer.step()
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, listed)]
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    optimizer.step()
+    assert nbytes_of(tensors_of(optimizer)) == 0
+    fsdp.unpark(model)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+    assert not [*tmp_path.glob(f"parked-rank-{dist.get_rank()}-*")]
+
+
+@on_ranks(2)
+def test_state_that_is_parked_by_two_calls_is_stepped_and_each_context_brings_back_its_own(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
+        with fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer"]):
+            backward(model, 0)
+            optimizer.step()
+        backward(model, 1)
+        optimizer.step()
+        assert nbytes_of(tensors_of(optimizer)) == 0
+    backward(model, 2)
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+
+@on_ranks(2)
+def test_a_step_while_gradients_are_parked_is_an_error_that_names_them(tmp_path: Path) -> None:
+    model = talk(flat)
+    optimizer = adamw(model.parameters())
+    backward(model, 0)
+    with (
+        fsdp.parked(model, optimizer, to=tmp_path, parts=["optimizer", "gradients"]),
+        pytest.raises(RuntimeError, match=r"AdamW.step\(\): the gradients of .* are parked: call fsdp.unpark"),
+    ):
+        optimizer.step()
+    optimizer.step()
