@@ -13,7 +13,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, SameBits, checkpoint_wrapper
+from fsdp import FullyShardedDataParallel, SameBits, ShardingStrategy, checkpoint_wrapper
 from fsdp.engine.runtime import runtimes
 from fsdp.layers import optimizer_hooks, same_bits
 from tests.helpers.compile_backends import (
@@ -214,6 +214,69 @@ def test_what_same_bits_asks_of_a_compiled_step_is_not_compiled() -> None:
     with mock.patch.object(same_bits, "is_host", seen_host), pytest.raises(NotImplementedError, match="fused"):
         torch.compile(optimizer.step, backend="eager")()
     assert compiled == [False]
+
+
+# What docs/compiling.md answers
+
+
+PLACED = [None, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM]
+
+
+@pytest.mark.parametrize("strategy", PLACED)
+@on_ranks(2)
+def test_a_single_graph_of_all_units_is_an_error_that_names_the_hook(strategy: ShardingStrategy | None) -> None:
+    model = stack(fully_sharded(sharding_strategy=strategy))
+    backend = Counter()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ForwardHooks\.before"):
+        torch.compile(model, backend=backend, fullgraph=True)(batch(0, 0).float())
+    assert backend.sizes == []
+    score(model(batch(0, 0).float())).backward()  # the model can still be used
+
+
+@torchs_own_deprecations
+@pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
+@pytest.mark.parametrize("strategy", PLACED)
+@on_ranks(2)
+def test_compiled_autograd_raises_and_training_continues(strategy: ShardingStrategy | None) -> None:
+    model, backend = stack(fully_sharded(sharding_strategy=strategy)), Counter("eager")
+    plain = stack(keep)
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises((RuntimeError, AssertionError)):
+        torch.compile(lambda inputs: score(model(inputs)).backward(), backend=backend)(batch(0, 0).float())
+    model.zero_grad()
+    for trained in (model, plain):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        score(trained(batch(0, 0).float())).backward()
+        optimizer.step()
+    torch.testing.assert_close(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
+@on_ranks(2)
+def test_weights_and_gradients_keep_their_addresses_without_sharding() -> None:
+    """CUDA graphs read both by address."""
+    found = _addresses(ShardingStrategy.NO_SHARD)
+    assert len(set(map(tuple, found))) == 1
+    assert 0 not in found[0]
+
+
+@pytest.mark.parametrize("strategy", [strategy for strategy in ShardingStrategy if strategy.name != "NO_SHARD"])
+@on_ranks(2)
+def test_weights_that_are_sharded_between_steps_have_no_address(strategy: ShardingStrategy) -> None:
+    assert 0 in _addresses(strategy)[0]
+
+
+def _addresses(strategy: ShardingStrategy) -> list[list[int]]:
+    """Collective. Train, and return the addresses of a block's weights and of all gradients after each step."""
+    model = stack(fully_sharded(sharding_strategy=strategy))
+    optimizer, found, leaves = sgd_with_momentum(model.parameters()), [], []
+    block = user_module(user_module(model).blocks[0])
+    block.register_forward_pre_hook(lambda module, _: leaves.append(module.widen.weight))
+    for step in range(3):
+        score(model(batch(step, dist.get_rank()).float())).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        grads = [param.grad.data_ptr() for param in model.parameters() if param.grad is not None]
+        found.append([leaves[-1].untyped_storage().data_ptr(), *grads])
+    return found
 
 
 # Pain point 29: nothing is dropped in silence
