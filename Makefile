@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 # Every rank imports the tests: without cached bytecode, each rank would compile them again.
 test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help train test lint bench gpu docs clean
+.PHONY: help train test lint bench gpu docs release clean
 
 help:
 	@echo "make train   sharded training of a small GPT, then checks (DATA=path for your own text)"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench   step time, memory and overhead against the peers"
 	@echo "make gpu     tests and benchmarks on this machine's GPUs, with a report (VENV=path: an environment with CUDA)"
 	@echo "make docs    the documentation site, in build/site"
+	@echo "make release all steps of a release up to the upload: checks, distributions in dist/, a trial in a new environment"
 	@echo "make clean   remove the output of training and the tools' caches; keeps $(VENV)"
 
 train: $(VENV)/.fsdp-train
@@ -59,6 +60,10 @@ gpu:
 docs: $(VENV)/.fsdp-docs
 	$(py) -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/site
 	@echo "built: build/site/index.html"
+
+# Uploads nothing: the last line that it prints is the command for the upload.
+release: $(VENV)/.fsdp-test
+	$(py) .ci/release.py
 
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

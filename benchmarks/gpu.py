@@ -7,7 +7,7 @@
 
 Requires torch and pytest, and no network. The report, `runs/gpu/report.md` and `report.json`, is written after each
 part. Every part runs in a process group of its own, which is killed at its limit. Exits with 1 if a chosen part has
-failed or was stopped, and with 2 if nothing can be run. `docs/gpu.md` explains the report and how to send it.
+failed or was stopped, and with 2 if nothing can be run. `docs/support.md` explains the report and how to send it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"\nThe report is {options.out / 'report.md'}, with report.json; docs/gpu.md explains how to send it.")
+    print(f"\nThe report is {options.out / 'report.md'}, with report.json; docs/support.md explains how to send it.")
     results = [report.results[part.name] for part in chosen if part.name in report.results]
     return 0 if all(result.is_good for result in results) else 1
 

@@ -43,7 +43,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     folder = tmp_path_factory.mktemp("built")
     # Elsewhere, since setuptools leaves folders of its own beside setup.py.
     shutil.copytree(ROOT, folder / "checkout", ignore=LEFT_BEHIND)
-    shutil.copytree(ROOT / ".ci", folder / "checkout" / ".ci")
+    for name in (".ci", ".github"):
+        shutil.copytree(ROOT / name, folder / "checkout" / name)
     archive = build("sdist", folder / "checkout", folder)
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
