@@ -4,7 +4,7 @@
     python -m benchmarks.quantised_losses --steps 100 --seeds 0 --ranks 2
     python -m benchmarks.quantised_losses --errors
 
-The model, the data and the schedule are those of `examples.gpt`. docs/quantised_collectives.md contains the results.
+The model, the data and the schedule are those of `examples.gpt`. docs/communication.md contains the results.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class FullyShardedDataParallel(nn.Module):
         return [param for handle in self._unit.owned_handles for param in handle.listed_params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Share a parameter that another wrapper has taken and that this one's module uses too (docs/wrapping.md).
+        """Share a parameter that another wrapper has taken and that this one's module uses too (docs/usage.md).
 
         For modules that were tied and then wrapped one by one, each with ``flatten_parameters=False``. Call it on every
         wrapper but the first, before the first use, with the parameter as the first one's module or `params` show it.
@@ -391,7 +391,7 @@ class FullyShardedDataParallel(nn.Module):
         For the outermost wrapper, between steps, once; the hook then serves all units. Backward calls the hook once for
         each flat parameter that is trained, as ``hook(state, gradient, shard)``. The hook must write the average over
         ranks to ``shard`` ``[n]``: of elements ``rank * n`` to ``(rank + 1) * n`` of ``gradient`` ``[world_size * n]``,
-        which it may overwrite. Hooks of torch's FSDP1 for sharded strategies work. See docs/comm_hooks.md.
+        which it may overwrite. Hooks of torch's FSDP1 for sharded strategies work. See docs/communication.md.
 
         Raises:
             TypeError: if `hook` cannot be called.
@@ -416,7 +416,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module.module.compile(*args, **kwargs)
 
     def report(self) -> on_demand.Report:
-        """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/tracing.md.
+        """Return what the last `fsdp.trace` of this model has shown of each unit, on any rank; see docs/performance.md.
 
         Raises:
             RuntimeError: if nothing of it was traced. Outside of traces nothing is counted, so that it costs nothing.
@@ -574,7 +574,7 @@ class FullyShardedDataParallel(nn.Module):
         return on_demand.load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
 
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return this rank's shards, and buffers, under FairScale's names (docs/legacy_formats.md). Not collective.
+        """Return this rank's shards, and buffers, under FairScale's names (docs/checkpoints.md). Not collective.
 
         The tensors are the model's own, detached: save or copy them before the next step.
 
@@ -600,7 +600,7 @@ class FullyShardedDataParallel(nn.Module):
             return on_demand.LocalLoad(self, on_demand.members_in(self), state_dict, strict).run()
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/legacy_formats.md).
+        """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/checkpoints.md).
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.

@@ -161,5 +161,5 @@ def _refuse(args: Any) -> None:
     if wanted:
         raise ValueError(
             f"{', '.join(wanted)}: the model is sharded already, and the Trainer must not wrap it once more. Leave it "
-            "out; compile blocks before they are wrapped (docs/compiling.md)"
+            "out; compile blocks before they are wrapped (docs/performance.md)"
         )

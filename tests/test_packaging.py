@@ -100,7 +100,7 @@ def test_extras_are_named_where_people_look_for_them(built: Distributions) -> No
 def test_the_description_has_no_link_that_leads_nowhere(built: Distributions) -> None:
     description = built.metadata().get_payload()
     assert isinstance(description, str)
-    assert "The user guide links to a page" in description
+    assert "The user guide: wrapping" in description
     links = re.findall(r"\]\(([^)]*)\)", description)
     assert all(link.startswith("https://") for link in links), links
 

@@ -401,7 +401,7 @@ INSTEAD = {
         ("pipe Pipe PipeRPCWrapper", "pipelines are not part of this library; torch.distributed.pipelining has them"),
         (
             "model_parallel",
-            "use DTensors (torch.distributed.tensor.parallel) and wrap them, see docs/tensor_parallel.md",
+            "use DTensors (torch.distributed.tensor.parallel) and wrap them, see docs/sharding.md",
         ),
         ("moe MOELayer Top2Gate", "write the layer yourself and give its wrapper a process_group of its own"),
         (
@@ -430,7 +430,7 @@ def install(force: bool = False) -> None:
     """Make ``import fairscale...`` find this library from now on. Repeated calls have no effect.
 
     The effect is limited to this process. Call it at the top of the program, in every process that imports `fairscale`
-    or unpickles its classes. `docs/fairscale.md` has a table of the supported names. All other names below `fairscale`
+    or unpickles its classes. `docs/migration.md` has a table of the supported names. All other names below `fairscale`
     raise an error that names the replacement.
 
     Args:
@@ -522,5 +522,5 @@ _FINDER = _Finder()
 def _missing(fullname: str) -> str:
     instead = next((INSTEAD[part] for part in fullname.split(".") if part in INSTEAD), None)
     return f"fsdp.compat.fairscale has no {fullname}: " + (
-        instead or "it covers FullyShardedDataParallel and what belongs to it; docs/fairscale.md lists all names"
+        instead or "it covers FullyShardedDataParallel and what belongs to it; docs/migration.md lists all names"
     )

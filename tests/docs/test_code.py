@@ -30,7 +30,7 @@ from tests.helpers.ranks import RankPool
 PRELOAD = [*MODULES, "peft", "fsdp.lightning"]
 MAX_NOT_RUN = 8
 # Pages with programs that tests of their own run, in whole or in part.
-ELSEWHERE = {"getting_started.md", "fsdp1.md", "leaving.md"}  # test_getting_started, test_migration, test_leaving
+ELSEWHERE = {"getting_started.md", "leaving.md"}  # test_getting_started, test_leaving
 PAGES = [
     path
     for path in [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]

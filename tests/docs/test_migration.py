@@ -45,13 +45,13 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_every_argument_of_fsdp1_is_in_its_table() -> None:
-    rows = table("fsdp1.md", "Arguments")
+    rows = table("migration.md", "Arguments")
     assert [names(row[0]) for row in rows] == [[name] for name in parameters(torchs.FullyShardedDataParallel.__init__)]
 
 
 def test_arguments_are_said_to_be_here_if_they_are() -> None:
     ours = parameters(FullyShardedDataParallel.__init__)
-    for argument, here, _ in table("fsdp1.md", "Arguments"):
+    for argument, here, _ in table("migration.md", "Arguments"):
         (name,) = names(argument)
         assert set(names(here)) <= {*ours}, name
         assert (name in names(here)) == (name not in KEYWORDS), name
@@ -64,11 +64,11 @@ def test_every_argument_of_ddp_is_in_its_table() -> None:
 
 def test_every_method_of_fsdp1_is_in_its_table() -> None:
     public = {name for name in vars(torchs.FullyShardedDataParallel) if not name.startswith("_")}
-    assert {name for row in table("fsdp1.md", "Methods") for name in names(row[0])} == public
+    assert {name for row in table("migration.md", "Methods") for name in names(row[0])} == public
 
 
 def test_methods_are_said_to_be_here_if_they_are() -> None:
-    for theirs, here, _ in table("fsdp1.md", "Methods"):
+    for theirs, here, _ in table("migration.md", "Methods"):
         assert all(hasattr(FullyShardedDataParallel, name) for name in names(here)), theirs
         for function, arguments in re.findall(r"`fsdp\.([\w.]+)(?:\(([^)]*)\))?`", here):
             signature = parameters(_found(function))
@@ -76,18 +76,18 @@ def test_methods_are_said_to_be_here_if_they_are() -> None:
 
 
 def test_every_state_dict_type_of_fsdp1_is_in_its_table() -> None:
-    first = " ".join(row[0] for row in table("fsdp1.md", "State dicts"))
+    first = " ".join(row[0] for row in table("migration.md", "State dicts"))
     assert all(f"`{kind.name}`" in first for kind in torchs.StateDictType)
 
 
 def test_policies_of_torch_have_counterparts() -> None:
-    for theirs, ours in table("fsdp1.md", "Policies"):
+    for theirs, ours in table("migration.md", "Policies"):
         assert all(hasattr(torchs.wrap, name) for name in re.findall(r"`(\w+)[`(]", theirs))
         assert all(hasattr(fsdp, name) for name in re.findall(r"`(\w+)[`(]", ours) if name != "wrapper_config")
 
 
 def test_every_name_of_the_flat_parameter_of_fsdp1_is_in_its_table() -> None:
-    first = " ".join(row[0] for row in table("fsdp1.md", "Flat parameters and handles"))
+    first = " ".join(row[0] for row in table("migration.md", "Flat parameters and handles"))
     assert set(_flat_param.__all__) <= set(re.findall(r"\w+", first))
     source = inspect.getsource(_flat_param)
     assert all(re.search(rf"\b{name}\b", source) for name in re.findall(r"`(_?\w+)[`(]", first))
@@ -98,7 +98,7 @@ def test_counterparts_of_the_flat_parameter_of_fsdp1_exist(use_orig_params: bool
     model = FullyShardedDataParallel(nn.Linear(4, 3), Alone(), use_orig_params=use_orig_params)
     (handle,) = fsdp.flat_param_handles(model)
     roots = {"handle": handle, "flat": handle.flat_param, "layout": handle.layout, "model": model, "fsdp": fsdp}
-    for theirs, here, _ in table("fsdp1.md", "Flat parameters and handles"):
+    for theirs, here, _ in table("migration.md", "Flat parameters and handles"):
         for root, path in re.findall(r"\b(handle|flat|layout|model|fsdp)\.([\w.]+)", here):
             found: Any = roots[root]
             for part in path.split("."):
@@ -110,12 +110,12 @@ def test_counterparts_of_the_flat_parameter_of_fsdp1_exist(use_orig_params: bool
 
 def test_attributes_of_fsdp1_in_its_table_are_here_or_errors() -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 3), Alone())
-    rows = table("fsdp1.md", "Attributes")
+    rows = table("migration.md", "Attributes")
     assert all(name in ATTRIBUTES or hasattr(model, name) for row in rows for name in names(row[0]))
 
 
 def test_the_environment_variables_of_fsdp1_are_in_their_table() -> None:
-    rows = table("fsdp1.md", "Environment variables")
+    rows = table("migration.md", "Environment variables")
     assert {name for row in rows for name in names(row[0])} == set(VARIABLES)
 
 
@@ -148,7 +148,7 @@ def programs(text: str) -> list[str]:
 @on_ranks(2)
 def test_what_fsdp1_becomes_trains_alike() -> None:
     losses = []
-    for program in programs((DOCS / "fsdp1.md").read_text(encoding="utf-8")):
+    for program in programs(section("migration.md", "From FSDP1")):
         torch.manual_seed(0)
         known = {"torch": torch, "Block": Block, "device": torch.device("cpu")}
         known["model"] = nn.Sequential(Block(4, 6), nn.ReLU(), Block(6, 3))

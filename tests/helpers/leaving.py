@@ -164,7 +164,7 @@ def _fsdp1(seed: int) -> Side:
 def _fsdp1_orig(seed: int) -> Side:
     how: dict[str, Any] = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "use_orig_params": True}
     model = tiny_transformer(lambda module: TorchFSDP1(module, device_id=torch.device("cpu"), **how), seed=seed)
-    return Side(model, model, adamw(model), is_full=False)  # the mistake is in docs/legacy_formats.md
+    return Side(model, model, adamw(model), is_full=False)  # the mistake is in docs/checkpoints.md
 
 
 def _fsdp2(seed: int) -> Side:

@@ -1,4 +1,4 @@
-"""Run the programs of `tests/helpers/silent_failures.py` with each library, as a table for docs/silent_failures.md.
+"""Run the programs of `tests/helpers/silent_failures.py` with each library, as a table for docs/faults.md.
 
     python -m tests.tools.silent_failures            # print the table
     python -m tests.tools.silent_failures --write    # put it in the page
@@ -17,7 +17,7 @@ import torch
 from tests.helpers.ranks import RankPool
 from tests.helpers.silent_failures import CASES, LIBRARIES, OURS, PEERS, RIGHT, WARNED, WRONG, Case, outcome
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "silent_failures.md"
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "faults.md"
 BEGIN, END = "<!-- begin: python -m tests.tools.silent_failures --write -->", "<!-- end -->"
 VERSION = torch.__version__.partition("+")[0]
 LENGTH = 64  # characters of a peer's message
@@ -62,7 +62,7 @@ def table(pool: RankPool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table in docs/silent_failures.md")
+    parser.add_argument("--write", action="store_true", help="put the table in docs/faults.md")
     write = parser.parse_args().write
     with tempfile.TemporaryDirectory() as folder:
         pool = RankPool(Path(folder))

@@ -216,7 +216,7 @@ def test_what_same_bits_asks_of_a_compiled_step_is_not_compiled() -> None:
     assert compiled == [False]
 
 
-# What docs/compiling.md answers
+# What docs/performance.md answers
 
 
 PLACED = [None, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM]
