@@ -234,7 +234,6 @@ def test_a_single_graph_of_all_units_is_an_error_that_names_the_hook(strategy: S
 
 
 @torchs_own_deprecations
-@pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
 @pytest.mark.parametrize("strategy", PLACED)
 @on_ranks(2)
 def test_compiled_autograd_raises_and_training_continues(strategy: ShardingStrategy | None) -> None:
