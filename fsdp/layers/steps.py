@@ -130,7 +130,8 @@ class Steps:
         self._of_replicas: dict[Any, Journal] = {}  # by the group of ranks
         for handle in self.handles if peers_answer(self.root.everyone) else ():
             ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
-            tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
+            # Tags are of a group, and a model before this one may have had a group of the same ranks.
+            tags = [f"{getattr(comm.group, 'group_name', '')}:{tag}" for comm, tag in ways if comm.world_size > 1]
             name = " ".join(tags)
             if tags and self._journal is None and self.root.comm in (handle.comm, handle.replicas):
                 self._journal = Journal(f"steps {name}", self.root.ranks, _STEPS_DIFFER, _CHANGES_DIFFER)

@@ -196,6 +196,16 @@ def same_everywhere() -> list[dict[int, list[str]]]:
 
 
 @on_ranks(2)
+def test_models_over_different_groups_of_the_same_ranks_are_not_compared_with_each_other() -> None:
+    before, models = {each.name for each in list(journals)}, []
+    for _ in range(2):
+        model: Any = FullyShardedDataParallel(nn.Linear(4, 4), process_group=dist.new_group([0, 1]))
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        models.append(model)  # or the first one would be freed, on some ranks later than on others
+    assert len({each.name for each in list(journals)} - before) == 2
+
+
+@on_ranks(2)
 def test_what_ranks_may_do_differently_makes_no_difference() -> None:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
