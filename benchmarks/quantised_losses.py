@@ -1,10 +1,11 @@
-"""The validation loss of a small GPT with exact and with quantised communication, for several seeds.
+"""The validation loss of a small GPT with exact, with quantised and with rare communication, for several seeds.
 
     python -m benchmarks.quantised_losses
     python -m benchmarks.quantised_losses --steps 100 --seeds 0 --ranks 2
     python -m benchmarks.quantised_losses --errors
 
-The model, the data and the schedule are those of `examples.gpt`. docs/communication.md contains the results.
+The model, the data and the schedule are those of `examples.gpt`. docs/communication.md contains the results. With an
+outer optimizer there are two replicas, each sharded over half of the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,7 +29,7 @@ from benchmarks._ranks import run_ranks
 from examples.gpt.model import GPT, Block, GPTConfig, next_byte_loss
 from examples.gpt.text import Corpus, load_corpus, training_batches, validation_batches
 from examples.gpt.train import Place, learning_rate, validation_loss
-from fsdp import QuantizedGather, QuantizedReduce
+from fsdp import OuterOptimizer, QuantizedGather, QuantizedReduce
 
 CONFIG = GPTConfig(num_layers=2, num_heads=4, width=64, context=64)
 BATCH, HIGHEST_RATE, VALIDATION_BATCHES = 4, 3e-3, 64
@@ -52,20 +54,23 @@ WAYS: dict[str, Compress] = {
     ),
     "4-bit gather": lambda model: fsdp.compress(model, gather=QuantizedGather(4)),
 }
+REPLICAS = 2
+OUTER = {f"outer optimizer, every {every} steps": every for every in (10, 50)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    ways = [*WAYS, *OUTER]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised_losses", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--only", nargs="+", choices=ways, default=ways, metavar="WAY", help=", ".join(ways))
     parser.add_argument("--errors", action="store_true", help="only the relative errors of gradients")
     options = parser.parse_args(arguments)
     numel = sum(param.numel() for param in GPT(CONFIG).parameters())
     print(f"{numel:,} parameters, {options.ranks} ranks, {options.steps} steps of {BATCH} sequences on each rank")
     if options.errors:
-        run_ranks(_print_errors, options.ranks, options.only)
+        run_ranks(_print_errors, options.ranks, [way for way in options.only if way in WAYS])
         return 0
     run_ranks(_train_all, options.ranks, options.only, options.steps, options.seeds)
     return 0
@@ -116,9 +121,14 @@ def _train(way: str, steps: int, seed: int, corpus: Corpus) -> float:
     """Collective. Return the validation loss after so many steps."""
     place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     torch.manual_seed(seed)
-    model = fsdp.shard(GPT(CONFIG), units={Block})
-    WAYS[way](model)
+    if way in OUTER:
+        mesh = init_device_mesh("cpu", (REPLICAS, place.world_size // REPLICAS), mesh_dim_names=("replica", "rank"))
+        model = fsdp.shard(GPT(CONFIG), units={Block}, process_group=mesh["rank"].get_group())
+    else:
+        model = fsdp.shard(GPT(CONFIG), units={Block})
+        WAYS[way](model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    outer = OuterOptimizer(optimizer, mesh["replica"], every=OUTER[way]) if way in OUTER else None
     order = seed * place.world_size + place.rank
     batches = training_batches(corpus.train, batch=BATCH, context=CONFIG.context, seed=order)
     for step in range(steps):
@@ -128,6 +138,8 @@ def _train(way: str, steps: int, seed: int, corpus: Corpus) -> float:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if outer is not None:
+            outer.step()
     limits = {"batch": BATCH, "context": CONFIG.context, "max_batches": VALIDATION_BATCHES}
     held_out = validation_batches(corpus.validation, **limits)
     return validation_loss(model, held_out, place)

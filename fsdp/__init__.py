@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fsdp.optim_utils.ema import EMA
     from fsdp.optim_utils.fingerprint import fingerprint
     from fsdp.optim_utils.grad_scaler import ShardedGradScaler
+    from fsdp.optim_utils.outer import OuterOptimizer
     from fsdp.optim_utils.owned import OwnedOptimizer
     from fsdp.optim_utils.recording import record_fingerprints
     from fsdp.state_dict_utils.stager import StateDictStager
@@ -106,6 +107,7 @@ _LAYERS = {
     "fsdp.optim_utils.ema": "EMA",
     "fsdp.optim_utils.fingerprint": "fingerprint",
     "fsdp.optim_utils.grad_scaler": "ShardedGradScaler",
+    "fsdp.optim_utils.outer": "OuterOptimizer",
     "fsdp.optim_utils.owned": "OwnedOptimizer",
     "fsdp.optim_utils.recording": "record_fingerprints",
     "fsdp.state_dict_utils.stager": "StateDictStager",
@@ -140,6 +142,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OtherRankError",
+    "OuterOptimizer",
     "OwnedOptimizer",
     "Placed",
     "Placement",

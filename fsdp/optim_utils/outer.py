@@ -1,0 +1,266 @@
+"""`OuterOptimizer`: replicas train apart for some steps, and then average what they have learned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import default_group, during, ranks_of, served_device, summed
+from fsdp.distributed.consensus import agree_on, done_by_all
+from fsdp.distributed.dtensor import local_part
+from fsdp.engine.runtime import runtimes
+from fsdp.layers.fingerprints import fingerprint
+from fsdp.optim_utils.owned import OwnedOptimizer
+
+_ANCHOR, _MOMENTUM, _STEP = "outer_anchor", "outer_momentum", "outer_step"  # of an optimizer's state
+
+
+class OuterOptimizer:
+    """Replicas of a model train apart, and average what they have learned every few steps: for slow networks. ::
+
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("site", "rank"))
+        model = fsdp.shard(Model(), units={Block}, process_group=mesh["rank"].get_group())
+        optimizer = torch.optim.AdamW(model.parameters())
+        outer = fsdp.OuterOptimizer(optimizer, mesh["site"], every=50)
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+
+    Each replica is sharded over its own ranks and trained with its own data. After `every` steps, the ranks that hold
+    the same shard compute the mean of ``old weights - new weights``, and use it as the gradient of an outer SGD with
+    Nesterov momentum; afterwards all replicas have the same weights. By default weights are averaged (local SGD: Stich,
+    "Local SGD Converges Fast and Communicates Little", 2018). DiLoCo (Douillard et al., "DiLoCo: Distributed
+    Low-Communication Training of Language Models", 2023) has ``lr=0.7, momentum=0.9``. Per exchange, a rank
+    sends 2 (n - 1) / n of its shard in at least float32, for n replicas.
+
+    The result differs from that of training with the mean of all gradients in each step. All ranks construct the
+    object at the same time, with replicas of equal weights.
+
+    Args:
+        optimizer: the inner optimizer of this rank's replica, of the wrapper's or of `fully_shard`'s parameters.
+        group: the ranks that hold the same shard, one of each replica: a process group, or a mesh of one dimension.
+        every: the number of steps between two exchanges of a parameter.
+        lr: the learning rate of the outer optimizer.
+        momentum: of the outer optimizer; at least 0 and less than 1.
+        fragments: so many parts of the parameters are exchanged at different steps, so that an exchange is shorter.
+            Parameters are divided in the order of the optimizer. Then replicas have never all weights in common
+            between two exchanges; see `synchronize`.
+
+    Attributes:
+        every, fragments: the arguments.
+        lr, momentum: the arguments; they may be changed on all ranks.
+        steps: the number of steps.
+
+    Raises:
+        TypeError: for other objects, and for `OwnedOptimizer`.
+        ValueError: for numbers out of range; if the model is sharded or replicated over ranks of `group` already.
+        RuntimeError: on every rank, if replicas differ in weights, shards or arguments.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Any,
+        *,
+        every: int,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        fragments: int = 1,
+    ) -> None:
+        with during("fsdp.OuterOptimizer()"):
+            if isinstance(group, DeviceMesh):
+                group = group.get_group()
+            group = default_group(group)
+            params = _params(optimizer)
+            self._device = served_device(group)
+            self._comm = communicator(group, self._device)
+            done_by_all(
+                [(self._comm,)],
+                "construct an OuterOptimizer",
+                lambda: _require_possible(optimizer, group, every, lr, momentum, fragments),
+            )
+            described = [f"every={every}, lr={lr}, momentum={momentum}, fragments={fragments}"]
+            described += [f"{tuple(local_part(param).shape)} of {param.dtype}" for param in params]
+            agree_on((self._comm,), "arguments and shards of an OuterOptimizer", "; ".join(described))
+            values = [fingerprint(local_part(param)) for param in params]
+            agree_on(
+                (self._comm,),
+                "weights in their replicas at the construction of an OuterOptimizer, which needs equal seeds or a "
+                "common checkpoint",
+                str(values),
+                "other weights",
+            )
+        self.every, self.lr, self.momentum, self.fragments, self.steps = every, lr, momentum, fragments, 0
+        self._optimizer = optimizer
+        size, more = divmod(len(params), fragments)
+        ends = [number * size + min(number, more) for number in range(fragments + 1)]
+        self._fragments = [params[begin:end] for begin, end in itertools.pairwise(ends)]
+        wide = {param.dtype: torch.promote_types(param.dtype, torch.float32) for param in params}
+        self._anchors = {id(param): _values(param).to(wide[param.dtype], copy=True) for param in params}
+        self._momenta = {id(param): torch.zeros_like(self._anchors[id(param)]) for param in params}
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Count a step of the inner optimizer, and exchange the parameters whose turn it is.
+
+        Collective over `group` in steps with an exchange. Call it after each step of the inner optimizer, also after
+        one that a gradient scaler has skipped.
+
+        Returns:
+            Whether parameters were exchanged.
+        """
+        self.steps += 1
+        due = [
+            number
+            for number in range(self.fragments)
+            if (self.steps + number * self.every // self.fragments) % self.every == 0
+        ]
+        for number in due:
+            self._exchange(number)
+        return bool(due)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Collective over `group`. Exchange all parameters now: before an evaluation or at the end of the training."""
+        for number in range(self.fragments):
+            self._exchange(number)
+
+    def _exchange(self, number: int) -> None:
+        params = self._fragments[number]
+        if not any(_values(param).numel() for param in params):
+            return
+        anchors, momenta = ([held[id(param)] for param in params] for held in (self._anchors, self._momenta))
+        change = torch.cat([anchor - _values(param) for param, anchor in zip(params, anchors, strict=True)])
+        what = f"outer exchange {number} after step {self.steps}"
+        total = _run(summed(self._comm, change.to(self._device), change.dtype, what, ("outer", number)))
+        mean = total.to(change.device) / self._comm.world_size
+        parts = mean.split([anchor.numel() for anchor in anchors])
+        for param, anchor, momentum, part in zip(params, anchors, momenta, parts, strict=True):
+            momentum.mul_(self.momentum).add_(part)
+            anchor.sub_(part + self.momentum * momentum, alpha=self.lr)
+            local = local_part(param)
+            local.copy_(anchor.view(local.shape))
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stored_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Add the state of the outer optimizer to the inner optimizer's state, inside the context. Not collective. ::
+
+            with outer.stored_in(optimizer):
+                fsdp.save("checkpoint", model, optimizer)
+
+        The state is the weights after the last exchange and the momentum, two tensors like each parameter of at least
+        float32, and the number of steps. All functions that save and reshard optimizer state include it, for any number
+        of ranks. The state of the inner optimizer differs between replicas: save each replica in a folder of its own.
+
+        Raises:
+            ValueError: for another optimizer than that of the constructor.
+        """
+        self._require_own(optimizer)
+        stored = []
+        for param in self._listed():
+            if optimizer.state.get(param) or isinstance(optimizer, torch.optim.SGD):
+                stored.append(param)
+                for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
+                    state = torch.zeros_like(param, dtype=held[id(param)].dtype, requires_grad=False)
+                    local = local_part(state)
+                    local.copy_(held[id(param)].view(local.shape))
+                    optimizer.state[param][key] = state
+                optimizer.state[param][_STEP] = torch.tensor(float(self.steps))
+        try:
+            yield
+        finally:
+            for param in stored:
+                for key in (_ANCHOR, _MOMENTUM, _STEP):
+                    optimizer.state[param].pop(key, None)
+
+    def load_from(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the state of the outer optimizer out of a loaded optimizer state. Call it on every rank. Not collective.
+
+        Where the state has none, the parameter's present value is taken, without momentum.
+
+        Raises:
+            ValueError: for another optimizer than that of the constructor.
+        """
+        self._require_own(optimizer)
+        for param in self._listed():
+            state = optimizer.state.get(param, {})
+            anchor, momentum, steps = (state.pop(key, None) for key in (_ANCHOR, _MOMENTUM, _STEP))
+            self._anchors[id(param)].copy_(_values(param if anchor is None else anchor))
+            self._momenta[id(param)].zero_()
+            if momentum is not None:
+                self._momenta[id(param)].copy_(_values(momentum))
+            self.steps = self.steps if steps is None else int(steps)
+
+    def _listed(self) -> list[Any]:
+        return [param for params in self._fragments for param in params]
+
+    def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self._optimizer:
+            raise ValueError(
+                f"this OuterOptimizer has another inner optimizer than this {type(optimizer).__name__}: pass the "
+                "optimizer that it was constructed with"
+            )
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters that an optimizer may step."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    return [param for group in groups for param in group["params"] if param.is_floating_point()]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the elements of this rank ``[n]``."""
+    return local_part(tensor).detach().reshape(-1)
+
+
+def _run(stages: Generator[None, None, Tensor]) -> Tensor:
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+
+
+def _require_possible(optimizer: Any, group: Any, every: int, lr: float, momentum: float, fragments: int) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OwnedOptimizer):
+        raise TypeError(
+            f"fsdp.OuterOptimizer needs a torch optimizer of shards, got {type(optimizer).__name__}. (OwnedOptimizer "
+            "keeps whole parameters on single ranks.)"
+        )
+    if every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
+    if not lr > 0:
+        raise ValueError(f"lr must be above 0, got {lr}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be at least 0 and less than 1, got {momentum}")
+    if not 1 <= fragments <= every:
+        raise ValueError(f"fragments must be from 1 to every={every}, got {fragments}")
+    ranks, ours = set(ranks_of(group)), {id(param) for param in _params(optimizer)}
+    for runtime in runtimes():
+        for unit in runtime.units:
+            for handle in unit.handles:
+                if ours.isdisjoint(map(id, handle.listed_params)):
+                    continue
+                shared = [comm for comm in (handle.comm, handle.replicas) if len(ranks & set(_ranks(comm))) > 1]
+                if shared:
+                    raise ValueError(
+                        f"{handle.name} is sharded or replicated over ranks {sorted(_ranks(shared[0]))} already, which "
+                        f"exchange gradients in each step, and ranks {sorted(ranks)} are to exchange weights. Shard "
+                        "each replica over its own ranks, with process_group or mesh"
+                    )
+
+
+def _ranks(comm: Communicator) -> list[int]:
+    return list(comm.ranks)

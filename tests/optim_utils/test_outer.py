@@ -1,0 +1,299 @@
+"""Replicas that average their changes every few steps train like unsharded models that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+from fsdp import FullyShardedDataParallel, OuterOptimizer, OwnedOptimizer, fully_shard
+from tests.helpers.equality import assert_same
+from tests.helpers.forms import full_state
+from tests.helpers.models import keep, nested_mlp
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.traffic import Counting, Traffic
+
+Make = Callable[[Any], torch.optim.Optimizer]
+ADAM: Make = partial(torch.optim.AdamW, lr=0.01)
+FORMS = ("flat", "orig", "rows")
+SITES = {1: 1, 2: 2, 3: 3, 4: 2}  # the number of replicas by world size
+
+
+def mesh_of(world_size: int) -> Any:
+    shape = (SITES[world_size], world_size // SITES[world_size])
+    return init_device_mesh("cpu", shape, mesh_dim_names=("site", "rank"))
+
+
+def sharded(form: str, mesh: Any) -> Any:
+    torch.manual_seed(0)
+    if form == "rows":
+
+        def wrap(module: nn.Module) -> nn.Module:
+            fully_shard(module, mesh=mesh["rank"])
+            return module
+
+        return nested_mlp(wrap)
+    group = mesh["rank"].get_group()
+    return nested_mlp(partial(FullyShardedDataParallel, process_group=group, use_orig_params=form == "orig"))
+
+
+def batch_of(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch_of(step, rank)).square().mean().backward()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, outer: OuterOptimizer, steps: range) -> list[bool]:
+    exchanged = []
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step, dist.get_rank())
+        optimizer.step()
+        exchanged.append(outer.step())
+    return exchanged
+
+
+class Unsharded:
+    """Replicas of an unsharded model, and torch's own SGD as the outer optimizer of each parameter."""
+
+    def __init__(self, world_size: int, make: Make, every: int, lr: float, momentum: float, fragments: int = 1) -> None:
+        self.world_size, self.every, self.fragments = world_size, every, fragments
+        torch.manual_seed(0)
+        self.replicas = [nested_mlp(keep) for _ in range(SITES[world_size])]
+        for replica in self.replicas:
+            replica.load_state_dict(self.replicas[0].state_dict())
+        self.inner = [make(replica.parameters()) for replica in self.replicas]
+        self.anchors = [nn.Parameter(param.detach().clone()) for param in self.replicas[0].parameters()]
+        nesterov = momentum > 0
+        self.outer = [torch.optim.SGD([each], lr=lr, momentum=momentum, nesterov=nesterov) for each in self.anchors]
+
+    def train(self, steps: range) -> None:
+        own = self.world_size // len(self.replicas)
+        for step in steps:
+            for site, (replica, optimizer) in enumerate(zip(self.replicas, self.inner, strict=True)):
+                optimizer.zero_grad()
+                for rank in range(site * own, site * own + own):
+                    (replica(batch_of(step, rank)).square().mean() / own).backward()
+                optimizer.step()
+            for number in range(len(self.anchors)):
+                fragment = self.fragment_of(number)
+                if (step + 1 + fragment * self.every // self.fragments) % self.every == 0:
+                    self.exchange(number)
+
+    def fragment_of(self, number: int) -> int:
+        size, more = divmod(len(self.anchors), self.fragments)
+        ends = [(fragment + 1) * size + min(fragment + 1, more) for fragment in range(self.fragments)]
+        return next(fragment for fragment, end in enumerate(ends) if number < end)
+
+    @torch.no_grad()
+    def exchange(self, number: int) -> None:
+        anchor = self.anchors[number]
+        params = [list(replica.parameters())[number] for replica in self.replicas]
+        anchor.grad = torch.stack([anchor - param for param in params]).mean(0)
+        self.outer[number].step()
+        for param in params:
+            param.copy_(anchor)
+
+
+def assert_equal(model: Any, expected: nn.Module) -> None:
+    for name, value in full_state(model).items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1, 2, 3, 4)
+def test_replicas_train_as_unsharded_ones_with_torchs_own_nesterov_sgd(form: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = mesh_of(dist.get_world_size())
+    model = sharded(form, mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=3, lr=0.7, momentum=0.9)
+    expected = Unsharded(dist.get_world_size(), ADAM, 3, 0.7, 0.9)
+    assert train(model, optimizer, outer, range(7)) == [False, False, True, False, False, True, False]
+    expected.train(range(7))
+    assert_equal(model, expected.replicas[mesh.get_local_rank("site")])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2, 4)
+def test_an_exchange_in_every_step_that_averages_weights_is_training_with_all_gradients(form: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = mesh_of(dist.get_world_size())
+    model = sharded(form, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = OuterOptimizer(optimizer, mesh["site"].get_group(), every=1)
+    torch.manual_seed(0)
+    plain = nested_mlp(keep)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        train(model, optimizer, outer, range(step, step + 1))
+        reference.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (plain(batch_of(step, rank)).square().mean() / dist.get_world_size()).backward()
+        reference.step()
+    assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("form", ["orig", "rows"])
+@on_ranks(4)
+def test_fragments_are_exchanged_at_different_steps(form: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = mesh_of(4)
+    model = sharded(form, mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=4, lr=0.7, momentum=0.9, fragments=3)
+    expected = Unsharded(4, ADAM, 4, 0.7, 0.9, fragments=3)
+    assert train(model, optimizer, outer, range(8)) == [False, True, True, True] * 2
+    expected.train(range(8))
+    assert_equal(model, expected.replicas[mesh.get_local_rank("site")])
+    outer.synchronize()
+    fingerprints: list[Any] = [None] * 4
+    dist.all_gather_object(fingerprints, fsdp.fingerprint(model))
+    assert len(set(fingerprints)) == 1
+
+
+@on_ranks(4)
+def test_a_rank_receives_a_shard_per_exchange_and_nothing_between_two() -> None:
+    mesh = mesh_of(4)
+    model = sharded("flat", mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=2)
+    nbytes = sum(4 * param.numel() for param in model.parameters())
+    received = []
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step, dist.get_rank())
+        optimizer.step()
+        with Counting(traffic := Traffic()):
+            outer.step()
+        received.append(traffic.values)
+    assert received[0] == received[2] == 0
+    assert nbytes <= received[1] == received[3] <= nbytes + 8
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(4)
+def test_training_goes_on_from_a_checkpoint_of_each_replica_also_with_other_numbers_of_ranks(
+    form: str, tmp_path: Path
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    pairs, singles = mesh_of(4), init_device_mesh("cpu", (4, 1), mesh_dim_names=("site", "rank"))
+    own = tmp_path / f"replica {pairs.get_local_rank('site')}"
+
+    def new(mesh: Any) -> tuple[Any, torch.optim.Optimizer, OuterOptimizer]:
+        model = sharded(form, mesh)
+        optimizer = ADAM(model.parameters())
+        return model, optimizer, OuterOptimizer(optimizer, mesh["site"], every=2, lr=0.7, momentum=0.9)
+
+    model, optimizer, outer = new(pairs)
+    train(model, optimizer, outer, range(5))
+    keys = {key for state in optimizer.state.values() for key in state}
+    with outer.stored_in(optimizer):
+        fsdp.save(own, model, optimizer)
+    assert {key for state in optimizer.state.values() for key in state} == keys
+    train(model, optimizer, outer, range(5, 8))
+    for mesh in (pairs, singles):
+        again, optimizer, outer = new(mesh)
+        fsdp.load(own, again, optimizer)
+        outer.load_from(optimizer)
+        assert {key for state in optimizer.state.values() for key in state} == keys
+        assert outer.steps == 5
+        for step in range(5, 8):
+            optimizer.zero_grad()
+            if mesh is pairs:
+                backward(again, step, dist.get_rank())
+            else:  # the same gradients, of the two ranks that a replica had before
+                for rank in (dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1):
+                    (again(batch_of(step, rank)).square().mean() / 2).backward()
+            optimizer.step()
+            outer.step()
+        for name, value in full_state(again).items():
+            torch.testing.assert_close(value, full_state(model)[name], rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_parameters_without_gradients_and_buffers_need_nothing() -> None:
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    model: Any = FullyShardedDataParallel(
+        nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}),
+        process_group=mesh["rank"].get_group(),
+        use_orig_params=True,
+    )
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=1)
+    before = model.module["unused"].weight.detach().clone()
+    used = [*model.module["used"].parameters()]
+    for param in used:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    outer.step()
+    assert_same(model.module["unused"].weight.detach(), before)
+    with outer.stored_in(optimizer):
+        assert "outer_anchor" in optimizer.state[used[0]]
+        assert not optimizer.state.get(model.module["unused"].weight)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "every": ({"every": 0}, ValueError, "every must be at least 1, got 0"),
+    "lr": ({"lr": 0.0}, ValueError, "lr must be above 0"),
+    "momentum": ({"momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1"),
+    "fragments": ({"fragments": 5}, ValueError, "fragments must be from 1 to every=4"),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+@on_ranks(2)
+def test_wrong_arguments_are_errors_that_name_them(case: str) -> None:
+    mesh = mesh_of(2)
+    options, error, text = WRONG[case]
+    optimizer = ADAM(sharded("flat", mesh).parameters())
+    with pytest.raises(error, match=text):
+        OuterOptimizer(optimizer, mesh["site"], **{"every": 4, **options})
+
+
+@on_ranks(2)
+def test_differences_between_replicas_are_errors_on_every_rank() -> None:
+    mesh = mesh_of(2)
+    model = sharded("flat", mesh)
+    optimizer = ADAM(model.parameters())
+    with pytest.raises(RuntimeError, match="different arguments and shards of an OuterOptimizer: rank 0 has every=2"):
+        OuterOptimizer(optimizer, mesh["site"], every=2 + dist.get_rank())
+    with torch.no_grad():
+        next(iter(model.parameters())).add_(dist.get_rank())
+    with pytest.raises(RuntimeError, match="different weights in their replicas at the construction"):
+        OuterOptimizer(optimizer, mesh["site"], every=2)
+
+
+@on_ranks(2)
+def test_ranks_that_exchange_gradients_already_are_an_error() -> None:
+    model: Any = nested_mlp(FullyShardedDataParallel)
+    optimizer = ADAM(model.parameters())
+    backward(model, 0, dist.get_rank())
+    with pytest.raises(ValueError, match=r"sharded or replicated over ranks \[0, 1\] already"):
+        OuterOptimizer(optimizer, dist.group.WORLD, every=2)
+    with pytest.raises(TypeError, match="needs a torch optimizer of shards, got OwnedOptimizer"):
+        OuterOptimizer(OwnedOptimizer(model, [{"optimizer": torch.optim.AdamW}]), dist.group.WORLD, every=2)
+
+
+@on_ranks(2)
+def test_the_state_of_another_optimizer_is_an_error() -> None:
+    mesh = mesh_of(2)
+    model = sharded("flat", mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=2)
+    other = ADAM(model.parameters())
+    with pytest.raises(ValueError, match="another inner optimizer"), outer.stored_in(other):
+        pass
+    with pytest.raises(ValueError, match="another inner optimizer"):
+        outer.load_from(other)
