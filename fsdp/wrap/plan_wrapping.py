@@ -91,9 +91,9 @@ class _NamedPolicy:
 class PlannedWrapping:
     """The units that `plan_wrapping` has chosen, and an auto-wrap policy that picks them.
 
-    As a policy it picks the modules of these names in any model that has them, such as the real one where a copy on the
-    meta device was planned, each with its `reshard_after_forward`. It raises ValueError for a model that lacks one, and
-    where the budget is not met.
+    As a policy it picks the modules of these names in any model that has them, each with its `reshard_after_forward`: a
+    copy on the meta device may be planned, and the real model wrapped. It raises ValueError for a model that lacks one,
+    and where the budget is not met.
 
     Attributes:
         units: for the name of each unit, without the outermost one, whether it is resharded after forward; in the order
