@@ -20,12 +20,23 @@ BEFORE, AFTER = _METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def inner_of(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors of a subclass if all have its shape and dtype; otherwise an empty list."""
+    """Return the plain tensors of a subclass if all have its shape and dtype; otherwise an empty list.
+
+    A tensor without dimensions beside them is no value: torchao keeps the scale of the next all-gather there.
+    """
     if type(tensor) in PLAIN or is_dtensor(tensor) or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     found = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    # torchao's float8 weights contain the parameter that they were made of.
+    found = [each.detach() if type(each) is nn.Parameter else each for each in found if each.dim() or not tensor.dim()]
     are_alike = all((type(each), each.shape, each.dtype) == (Tensor, tensor.shape, tensor.dtype) for each in found)
     return found if are_alike else []
+
+
+def is_of_values(tensor: Any) -> bool:
+    """Return whether `inner_of` returns all tensors of a subclass, so that a new tensor around them is the same."""
+    inner = inner_of(tensor)
+    return bool(inner) and len(inner) == len(tensor.__tensor_flatten__()[0])
 
 
 def holds_extended(param: Tensor, *, if_trained: bool = True) -> bool:
@@ -83,14 +94,14 @@ def around(like: Tensor, inner: Sequence[Tensor]) -> Tensor:
 
 def check_extension(name: str, param: Tensor) -> None:
     """Raise TypeError for a parameter whose class, or the class of its local part, cannot be sharded."""
-    local = local_part(param)
+    local: Any = local_part(param)
     kind = type(local).__name__
     found = [method for method in _METHODS if hasattr(type(local), method)]
     if len(found) == 1:
         (other,) = set(_METHODS) - set(found)
         raise TypeError(f"{name} is a {kind}, which has no {other}: define it beside its counterpart")
     inner = inner_of(local)
-    if not inner:
+    if not is_of_values(local):
         raise TypeError(
             f"{name} is a {kind}, whose values are not plain tensors of its shape and dtype that its "
             "__tensor_flatten__ names: a trained parameter must be, and fsdp_pre_all_gather may quantise it. Or freeze "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import held_part, local_part, memory_of
-from fsdp.distributed.gather_extension import AFTER, BEFORE, PLAIN, around, inner_of
+from fsdp.distributed.gather_extension import AFTER, BEFORE, PLAIN, around, inner_of, is_of_values
 from fsdp.engine.autograd import accumulator_of
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
@@ -104,7 +104,7 @@ class Gathered:
         given, self._metadata = before(*self._arguments[:taken])
         given = [given] if isinstance(given, Tensor) else list(given)
         for one in given:
-            if type(one) not in PLAIN and not inner_of(one):
+            if type(one) not in PLAIN and not is_of_values(one):
                 raise TypeError(
                     f"{BEFORE} of {self.title} returned a {type(one).__name__}: return plain tensors, or tensors of "
                     "classes whose __tensor_flatten__ names plain tensors of their shape and dtype"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
-from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of
+from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
@@ -80,7 +80,7 @@ def is_packed(param: Tensor, in_rows: bool = False) -> bool:
         in_rows: `fully_shard` divides the rows of plain tensors of any dtype, and of classes with torch's all-gather
             extension.
     """
-    if in_rows and (type(param) is nn.Parameter or (holds_extended(param, if_trained=False) and inner_of(param))):
+    if in_rows and (type(param) is nn.Parameter or (holds_extended(param, if_trained=False) and is_of_values(param))):
         return False
     if param.requires_grad or param.layout is not torch.strided or param.is_quantized or is_dtensor(param):
         return False

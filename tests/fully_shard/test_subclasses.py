@@ -493,6 +493,45 @@ def test_models_of_the_meta_device() -> None:
     _assert_same_gradients(model, source)
 
 
+class Scaling(InHalf):
+    """Around the parameter that it was made of, and a number for the next all-gather, as torchao's float8 weights."""
+
+    factor: Tensor | None = None
+    used: list[Any] = []  # noqa: RUF012
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values"] if self.factor is None else ["values", "factor"], self.settings
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values, *args[0].settings)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        self.used.append(None if self.factor is None else self.factor.item())
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+def _around_parameter(values: Tensor) -> Tensor:
+    return Scaling(nn.Parameter(values))
+
+
+@on_ranks(2)
+def test_a_number_that_is_set_between_steps_is_there_in_the_next_all_gather() -> None:
+    plain, model = (extended(fsdp.fully_shard, kind=kind) for kind in (InHalf, _around_parameter))
+    optimizers = [sgd_with_momentum(each.parameters()) for each in (plain, model)]
+    for factor in (None, 1.0, 2.0):
+        if factor is not None:
+            for layer in model.inner:  # type: ignore[union-attr]
+                layer[0].weight._local_tensor.factor = torch.tensor(factor)  # type: ignore[index]
+        Scaling.used.clear()
+        _steps(model, optimizers[1], 1)
+        assert set(Scaling.used) == {factor}
+        _steps(plain, optimizers[0], 1)
+        _assert_values(_values(model), _values(plain))
+
+
 # What is refused
 
 
