@@ -138,7 +138,8 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before sharding. Frozen tensors of classes with "
-            "__tensor_flatten__ are sharded as bytes: freeze it (requires_grad_(False))."
+            "__tensor_flatten__ are sharded as bytes: freeze it (requires_grad_(False)). To train it, use fully_shard, "
+            "which shards classes of plain tensors."
         )
     if taken_over(param) is None and (param._backward_hooks or param._post_accumulate_grad_hooks):
         raise ValueError(

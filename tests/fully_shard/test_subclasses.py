@@ -571,7 +571,7 @@ def test_classes_that_cannot_be_sharded(kind: Any, message: str) -> None:
 
 
 def test_the_wrapper_refuses_the_class(ranks: RankPool) -> None:
-    with pytest.raises(TypeError, match=r"inner.0.0.weight is a InHalf parameter"):
+    with pytest.raises(TypeError, match=r"inner.0.0.weight is a InHalf parameter.* To train it, use fully_shard"):
         FullyShardedDataParallel(HALF(), Alone())
     ranks(1).run(_refuse_dtensors)
 
