@@ -90,7 +90,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
             no other group. ``sharded`` is True if the optimizer is elementwise and steps the shards in place. ``cost``
             is a function that returns the cost of a parameter's step from its shape, in any unit, to assign owners (by
             default the cost to orthogonalize a matrix; use `math.prod` for optimizers that are linear in the number of
-            elements). All other keys are options of the optimizer.
+            elements). All other keys are options of the optimizer. If ``optimizer`` is None, another optimizer steps
+            the parameters of the group, for example `DTensor`s that this class does not support.
 
     Attributes:
         plan: the owner of each parameter; ``print(optimizer.plan)`` shows a table with costs, elements and bytes.
@@ -99,7 +100,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: for a model that is not sharded, and for functions that do not return an optimizer.
         ValueError: for parameters in two groups, in none, or of another model; if a group divides a flat parameter.
-        NotImplementedError: for tensor-parallel parameters, for shards on disk, and for optimizers that need a closure.
+        NotImplementedError: for tensor-parallel parameters and shards on disk in a group with an optimizer, and for
+            optimizers that need a closure.
         RuntimeError: inside a forward, backward or `summon_full_params`; on every rank, if ranks have other groups.
     """
 
@@ -113,11 +115,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
             require_shards((unit for _, unit in units_in(root)), _MAKE)
             given = _checked_groups(groups)
             places = _places_of_groups(Parameters(model, root), given)
+            kept = [number for number, group in enumerate(given) if group["optimizer"] is not None]
+            given, places = [given[number] for number in kept], [places[number] for number in kept]
             for place in (place for members in places for place in members):
                 _refuse_unsupported(*place)
-            self.plan, owners = _plan(given, places)
+            self.plan, owners = _plan(kept, given, places)
             self._members = [[_Member(*place, owners.get(place)) for place in members] for members in places]
-            self.optimizers = [_made(number, *one) for number, one in enumerate(zip(given, self._members, strict=True))]
+            self.optimizers = [_made(*one) for one in zip(kept, given, self._members, strict=True)]
             self._is_sharded = [bool(group.get("sharded")) for group in given]
 
         done_by_all([root.everyone], _MAKE, read)
@@ -620,11 +624,14 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
             f"{groups!r:.100}"
         )
     for number, group in enumerate(given):
-        make = group.get("optimizer")
+        make = group.get("optimizer", group)
+        if make is None and group.keys() == {"params", "optimizer"}:
+            continue  # for another optimizer
         if not callable(make):
             raise TypeError(
                 f"group {number} needs under 'optimizer' a class of optimizers, or a function that creates an "
-                f"optimizer from a list of parameters; got {make!r}"
+                "optimizer from a list of parameters (or None, with nothing but 'params', for parameters that another "
+                f"optimizer steps); got {group.get('optimizer')!r}"
             )
         if _needs_closure(make):
             raise NotImplementedError(
@@ -633,6 +640,8 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
             )
         if reason := impossible(getattr(make, "__name__", "")):
             raise NotImplementedError(f"{make.__name__} {reason}. Use it on an unsharded model.")
+    if all(group["optimizer"] is None for group in given):
+        raise ValueError("no group has an optimizer: an OwnedOptimizer would step no parameter")
     if sum("params" not in group for group in given) > 1:
         raise ValueError("only one group may omit 'params' (it gets all parameters of no other group), but several do")
     return [dict(group) for group in given]
@@ -707,7 +716,8 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
     if original.part is not None or (handle is None and is_dtensor(one.param)):
         raise NotImplementedError(
             f"{original.name} is a DTensor already (tensor parallelism): an OwnedOptimizer steps whole parameters that "
-            "are sharded over data-parallel ranks only. Use an optimizer that takes DTensors for this model."
+            "are sharded over data-parallel ranks only. Step it with an optimizer of DTensors, and pass "
+            "{'params': ..., 'optimizer': None} for it here."
         )
     if one.param.is_meta:
         raise RuntimeError(
@@ -726,11 +736,13 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
         )
 
 
-def _plan(given: Sequence[Mapping[str, Any]], places: Sequence[Sequence[Place]]) -> tuple[Ownership, dict[Place, int]]:
-    """Return the plan, and the owner of each owned parameter."""
+def _plan(
+    numbers: Sequence[int], given: Sequence[Mapping[str, Any]], places: Sequence[Sequence[Place]]
+) -> tuple[Ownership, dict[Place, int]]:
+    """Return the plan, and the owner of each owned parameter, of groups with these numbers."""
     by_comm: dict[Communicator, list[tuple[Place, OwnedItem]]] = {}
     sharded: list[str] = []
-    for number, (group, members) in enumerate(zip(given, places, strict=True)):
+    for number, group, members in zip(numbers, given, places, strict=True):
         cost: Cost = group.get("cost") or matrix_cost
         for one, original in members:
             if group.get("sharded"):

@@ -88,7 +88,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
         named = model.named_parameters()
         return {n: None if p.grad is None else _full(p.grad).clone() for n, p in named}
     with model.summon_full_params(volatile=True, with_grads=True):
-        return {_plain(n): None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        return {plain_name(n): None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -96,14 +96,14 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, FullyShardedDataParallel):
         return {name: _full(param.detach()).clone() for name, param in model.named_parameters()}
     with model.summon_full_params(volatile=True, with_grads=True):
-        return {_plain(name): param.detach().clone() for name, param in model.named_parameters()}
+        return {plain_name(name): param.detach().clone() for name, param in model.named_parameters()}
 
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("module.", "")
 
 

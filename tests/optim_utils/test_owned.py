@@ -27,6 +27,7 @@ from tests.helpers.owned import (
     is_matrix_key,
     muon_and_adamw,
     owned,
+    plain_name,
     talk,
     train_both,
     under_fully_shard,
@@ -85,6 +86,35 @@ def _on_two_dimensions(module: Any, mesh: Any) -> nn.Module:
     """Without the scalar, which has no rows to shard."""
     ignored = {module.scale.requires_grad_(False)} if hasattr(module, "scale") else None
     return under_fully_shard(module, mesh=mesh, ignored_params=ignored)
+
+
+@pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
+@on_ranks(2)
+def test_parameters_are_left_to_another_optimizer(form: str, tmp_path: Path) -> None:
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizers = _muon_and_another(model)
+    for step in range(4):
+        if step == 2:
+            fsdp.save(tmp_path / "run", model, optimizers)
+            model = talk(FORMS[form], seed=1)
+            optimizers = _muon_and_another(model)
+            fsdp.load(tmp_path / "run", model, optimizers)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, step)
+        gradients = gradients_of(model)
+        for optimizer in optimizers:
+            optimizer.step()
+        twin.step(gradients)
+        twin.assert_has(values_of(model), f"step {step}:")
+
+
+def _muon_and_another(model: nn.Module) -> list[torch.optim.Optimizer]:
+    muon, adamw = muon_and_adamw()
+    matrices = [name for name, param in talk().named_parameters() if is_matrix(name, param.shape)]
+    others = [param for name, param in model.named_parameters() if plain_name(name) not in matrices]
+    left = {"params": lambda name, shape: name not in matrices, "optimizer": None}
+    return [owned(model, [left, muon]), torch.optim.AdamW(others, lr=adamw["lr"])]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -349,6 +379,8 @@ def test_mistakes_in_groups(tmp_path: Path) -> None:
     )
     refuse(ValueError, "the cost of scale", {"optimizer": adamw, "cost": lambda shape: math.nan})
     refuse(TypeError, "group 0 needs under 'optimizer'", {"params": is_matrix})
+    refuse(TypeError, "None, with nothing but 'params'", {"params": is_matrix, "optimizer": None, "lr": 0.1})
+    refuse(ValueError, "no group has an optimizer", {"params": list(PARAMETERS), "optimizer": None})
     refuse(TypeError, "has made object", {"optimizer": lambda params: object()})
     refuse(TypeError, "a list of dictionaries")
     refuse(TypeError, "outermost FullyShardedDataParallel", {"optimizer": adamw}, of=talk())
@@ -420,6 +452,10 @@ def test_tensor_parallel_parameters_are_refused() -> None:
     model = FullyShardedDataParallel(module, use_orig_params=True, process_group=mesh_of(1, 2)["replicate"].get_group())
     with pytest.raises(NotImplementedError, match="weight is a DTensor already"):
         owned(model, [{"optimizer": torch.optim.AdamW}])
+    left = {"params": ["weight"], "optimizer": None}
+    assert [len(group["params"]) for group in owned(model, [left, {"optimizer": torch.optim.AdamW}]).param_groups] == [
+        1
+    ]
 
 
 @on_ranks(2)
