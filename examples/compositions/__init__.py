@@ -1,0 +1,1 @@
+"""Recipes for composing fsdp with other techniques, see docs/compositions.md."""
