@@ -398,31 +398,9 @@ def _is_offloaded(policy: Any) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class FSDPState:
-    """The state of a sharded module, see ``fully_shard.state``; with what torch's pipelines ask of theirs."""
-
-    unit: Unit
-
-    @property
-    def _state_ctx(self) -> FSDPState:
-        return self
-
-    @property
-    def all_states(self) -> list[FSDPState]:
-        """The states of the module and of those inside."""
-        return [FSDPState(unit) for _, unit in units_in(self.unit)]
-
-    _fsdp_param_groups = ()  # torch's pipelines reduce the gradients of each, and then call this one:
-    _fsdp_param_group = None  # the same in torch 2.11
-
-    def _root_post_backward_final_callback(self) -> None:
-        runtime_of(self.unit).reduce_accumulated()
-
-
-def _state(module: nn.Module) -> FSDPState | None:
+def _state(module: nn.Module) -> on_demand.FSDPState | None:
     unit = unit_of(module) if isinstance(module, FSDPModule) else None
-    return None if unit is None else FSDPState(unit)
+    return None if unit is None else on_demand.FSDPState(unit)
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
@@ -576,7 +554,13 @@ class FSDPModule(_Base):
         """Do nothing: all-gathers here are asynchronous always. The name is torch's."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing: each backward leaves complete gradients. The name is torch's."""
+        """Set whether the next backward is the last backward of a step; each backward leaves complete gradients.
+
+        After False, while gradients accumulate without a reduction, `parameters()` lists the unsharded parameters of
+        all modules, also of resharded modules. torch's pipelines compute the gradients of these parameters.
+        """
+        for unit in _units(self, recurse=True):
+            unit.policy.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks, replicas included, by this number, instead of the number of ranks.
@@ -694,8 +678,8 @@ class FSDPModule(_Base):
         if _of(self).runtime is not None:
             runtime_of_root(_of(self), "reset_iter_state", "module under fully_shard").reset_iteration()
 
-    def _get_fsdp_state(self) -> FSDPState:
-        return FSDPState(_of(self))
+    def _get_fsdp_state(self) -> on_demand.FSDPState:
+        return on_demand.FSDPState(_of(self))
 
     @torch.inference_mode(False)  # in which no `DTensor` can be detached
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -779,10 +763,11 @@ def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
     """Return the unsharded parameters that stand, between passes, for those that modules list."""
     found: dict[nn.Parameter, nn.Parameter] = {}
     for unit in _units(module, recurse=True):
+        is_idle, is_pending = unit.state is TrainingState.IDLE, unit.policy.awaits_backwards
         for handle in unit.visible_handles:
-            if handle.phase is Phase.UNSHARDED and handle.orig_params is not None:
+            if (handle.phase is Phase.UNSHARDED or is_pending) and handle.orig_params is not None:
                 for slot, param in enumerate(handle.orig_params.params):
-                    if unit.state is TrainingState.IDLE and param.grad is None and not unit.is_spare:
+                    if is_idle and (is_pending or (param.grad is None and not unit.is_spare)):
                         found[param] = leaf = handle.unsharded.leaves[slot]
                         # Optimizers are to refuse it.
                         note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")

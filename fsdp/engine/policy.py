@@ -25,6 +25,7 @@ class Policy:
         unshard_in_backward: whether its backward needs its parameters.
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         sync: how far the gradients of the next backwards go.
+        is_last_backward: whether the next backward is the last backward of a step, as far as a user says.
         fills_unused: whether a parameter that no rank used gets a gradient of zeros.
         comm_hook: the user's own reduce-scatter; None for ours.
         all_reduce_hook: a user's function that a reduction ends with.
@@ -41,10 +42,16 @@ class Policy:
     forward_prefetch: Sequence[Any] | None = None
     backward_prefetch: Sequence[Any] | None = None
     sync: GradientSync = GradientSync.FULL
+    is_last_backward: bool = True
     fills_unused: bool = False
     comm_hook: CommHook | None = None
     all_reduce_hook: AllReduceHook | None = None
     reductions_in_flight: int = 1
+
+    @property
+    def awaits_backwards(self) -> bool:
+        """True if more backwards of this step follow, before the gradients are reduced."""
+        return not self.is_last_backward and self.sync is GradientSync.NONE
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Follow what a user says, also of the outermost unit."""

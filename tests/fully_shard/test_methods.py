@@ -286,6 +286,18 @@ def test_set_is_last_backward_changes_no_gradient() -> None:
         assert_same(local(other.get_parameter(name).grad), local(param.grad), name)
 
 
+@on_ranks(2)
+def test_parameters_whose_backwards_are_not_over_are_listed_unsharded() -> None:
+    model: Any = uneven(ours())
+    for syncs, is_last, is_listed in [(False, False, True), (True, False, False), (False, True, False)]:
+        model.set_requires_gradient_sync(syncs)
+        model.set_is_last_backward(is_last)
+        once(model, INPUTS)  # also with gradients, for which parameters are listed as shards otherwise
+        assert not is_whole(model.trunk)
+        assert all(isinstance(param, DTensor) is not is_listed for param in model.parameters())
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
 # Other methods that compute
 
 

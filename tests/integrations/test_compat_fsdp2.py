@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, local, whole
+from tests.helpers.equality import assert_close
 from tests.helpers.fsdp2_clients import Decoder, installed
 from tests.helpers.hugging_face import PATIENCE, TOKENS, made
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import sgd_with_momentum
 from tests.helpers.traffic import Counting, Traffic
 
 
@@ -248,46 +250,61 @@ def _log_probability(model: Any, text: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        torch.manual_seed(number)
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(inputs)))
+        return self.second(self.norm(torch.tanh(self.first(inputs))))
 
 
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
+# For each schedule, the numbers of the stages that each of two ranks has. The last three compute gradients of weights
+# separately, and the last also mixes these with usual backwards of the same stage.
+SCHEDULES = {
+    "Schedule1F1B": [[0], [1]],
+    "ScheduleGPipe": [[0], [1]],
+    "ScheduleInterleavedZeroBubble": [[0, 2], [1, 3]],
+    "ScheduleZBVZeroBubble": [[0, 3], [1, 2]],
+    "ScheduleDualPipeV": [[0, 3], [1, 2]],
+}
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(4)
-def test_stages_of_a_pipeline_are_sharded(schedule: str) -> None:
+def test_stages_of_a_pipeline_are_sharded(schedule: str, reshard_after_forward: bool) -> None:
     from torch.distributed import pipelining
 
+    torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    where, rows = mesh["pp"].get_local_rank(), 4
+    numbers, total = SCHEDULES[schedule][mesh["pp"].get_local_rank()], sum(map(len, SCHEDULES[schedule]))
     generator = torch.Generator().manual_seed(5)
-    data, targets = torch.randn(2, 2 * rows, 4, generator=generator).unbind(0)
-    own = slice(mesh["dp"].get_local_rank() * rows, (mesh["dp"].get_local_rank() + 1) * rows)
-    stages = []
-    for number in range(2):
-        torch.manual_seed(number)
-        stages.append(Stage())
+    data, targets = torch.randn(2, 8, 4, generator=generator).unbind(0)
+    own = slice(mesh["dp"].get_local_rank() * 4, (mesh["dp"].get_local_rank() + 1) * 4)
+    plain = nn.Sequential(*map(Stage, range(total)))
+    modules: list[Any] = [Stage(number) for number in numbers]
     with installed() as names:
-        torch.manual_seed(where)
-        module: Any = Stage()
-        for layer in (module.first, module.second):
-            names.fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
-        names.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
-        stage = pipelining.PipelineStage(module, where, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-        run = getattr(pipelining, schedule)(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        stages = []
+        for number, module in zip(numbers, modules, strict=True):
+            for each in (module.first, module.norm, module.second, module):
+                names.fully_shard(each, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+            device, group = torch.device("cpu"), mesh["pp"].get_group()
+            stages.append(pipelining.PipelineStage(module, number, total, device, group=group))
+        make, given = getattr(pipelining.schedules, schedule), stages if len(stages) > 1 else stages[0]
+        run = make(given, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        optimizers = [sgd_with_momentum(each.parameters()) for each in (nn.ModuleList(modules), plain)]
         for _ in range(2):
-            module.zero_grad()
-            if where == 0:
-                run.step(data[own])
-            else:
-                run.step(target=targets[own])
-        found = {name: whole(param.grad) for name, param in module.named_parameters()}
-    nn.functional.mse_loss(stages[1](stages[0](data)), targets).backward()
-    for name, param in stages[where].named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            inputs = [data[own]] if 0 in numbers else []
+            run.step(*inputs, **({"target": targets[own]} if total - 1 in numbers else {}))
+            nn.functional.mse_loss(plain(data), targets).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for number, module in zip(numbers, modules, strict=True):
+        found = {name: whole(param.detach()) for name, param in module.named_parameters()}
+        assert_close(found, {name: param.detach() for name, param in plain[number].named_parameters()})
+        assert_at_rest(module)
 
 
 # accelerate

@@ -57,7 +57,8 @@ DIFFERENCES = {
     "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
     "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
     "FSDPModule.reset_iter_state": "also done by the next forward, without it",
-    "FSDPModule.set_is_last_backward": "does nothing: each backward leaves complete gradients",
+    "FSDPModule.set_is_last_backward": "each backward leaves complete gradients; False makes `parameters()` list "
+    "unsharded parameters while gradients accumulate",
     "FSDPModule.set_force_sum_reduction_for_comms": "does nothing: all collectives sum",
     "FSDPModule.set_all_reduce_hook": "the gradient is the average in every dtype; modules in one bucket are called in "
     "their order in the model",
