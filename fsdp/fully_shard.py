@@ -432,6 +432,7 @@ class FSDPModule(_Base):
         Between passes a `DTensor` that has a gradient is listed in any case, for clipping, zeroing or stepping it. A
         tensor that a user has assigned to a parameter is stored in its shard first.
         """
+        on_demand.refuse_separate_backwards(_of(self))
         units = _units(self, recurse=True)
         with suppress(RuntimeError):  # which the next forward raises
             tie_assigned(units)

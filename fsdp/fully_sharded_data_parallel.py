@@ -234,8 +234,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def no_broadcast_optim_state(self) -> bool:
         """True if its optimizer state is left out of the gathered one: so asked, or known whole to the first rank."""
-        runtime = self._unit.runtime
-        return on_demand.is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
+        return on_demand.is_uncollected(self._unit, getattr(self._unit.runtime, "root", self._unit))
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
@@ -318,6 +317,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield as `nn.Module.named_parameters`, with plain names in `summon_full_params` and where there are any."""
+        on_demand.refuse_separate_backwards(self._unit)
         has_own_names = not self._options.flatten_parameters or self._options.use_orig_params
         plain = has_own_names or self.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, param in super().named_parameters(*args, **kwargs):

@@ -97,6 +97,7 @@ CONCERNS = {
         "engine/placeholder engine/errors layers/changed_dtype training/kinds_frozen fully_shard/errors "
         "fully_sharded_data_parallel/api"
     ),
+    "layers/pipelines": "integrations/compat_fsdp2 fully_shard/methods",
     "layers/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
     "layers/sharding_strategy": "layers/sharding_strategy engine/hybrid",
     "layers/deferred_init": "layers/state_dict/meta* layers/state_dict/materialize* fully_shard/starts",

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from fsdp.layers.deferred_init import require_values as require_values
     from fsdp.layers.deferred_init import require_values_everywhere as require_values_everywhere
     from fsdp.layers.forwarding import Forwarding as Forwarding
-    from fsdp.layers.fsdp_state import FSDPState as FSDPState
     from fsdp.layers.grad_clipping import clip_by_norm as clip_by_norm
     from fsdp.layers.grad_clipping import clip_by_value as clip_by_value
+    from fsdp.layers.pipelines import FSDPState as FSDPState
+    from fsdp.layers.pipelines import refuse_separate_backwards as refuse_separate_backwards
     from fsdp.layers.report import Report as Report
     from fsdp.layers.report import last_report as last_report
     from fsdp.layers.sharded_methods import explain_methods as explain_methods
@@ -66,8 +67,8 @@ _HOMES = {
     "fsdp.layers.copying": "",
     "fsdp.layers.deferred_init": "require_values require_values_everywhere",
     "fsdp.layers.forwarding": "Forwarding",
-    "fsdp.layers.fsdp_state": "FSDPState",
     "fsdp.layers.grad_clipping": "clip_by_norm clip_by_value",
+    "fsdp.layers.pipelines": "FSDPState refuse_separate_backwards",
     "fsdp.layers.report": "Report last_report",
     "fsdp.layers.sharded_methods": "explain_methods",
     "fsdp.layers.state_dict.full": "Loading ensure_agreed ensure_same_values explain load_full save_full "

@@ -264,6 +264,7 @@ class Stage(nn.Module):
 SCHEDULES = {
     "Schedule1F1B": [[0], [1]],
     "ScheduleGPipe": [[0], [1]],
+    "ScheduleInterleaved1F1B": [[0, 2], [1, 3]],
     "ScheduleInterleavedZeroBubble": [[0, 2], [1, 3]],
     "ScheduleZBVZeroBubble": [[0, 3], [1, 2]],
     "ScheduleDualPipeV": [[0, 3], [1, 2]],
@@ -305,6 +306,22 @@ def test_stages_of_a_pipeline_are_sharded(schedule: str, reshard_after_forward: 
         found = {name: whole(param.detach()) for name, param in module.named_parameters()}
         assert_close(found, {name: param.detach() for name, param in plain[number].named_parameters()})
         assert_at_rest(module)
+
+
+@pytest.mark.parametrize("front_door", ["wrapper", "fully_shard"])
+@on_ranks(1)
+def test_a_pipeline_that_lists_shards_for_separate_backwards_is_an_error(front_door: str) -> None:
+    from torch.distributed import pipelining
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    shard = fsdp.fully_shard if front_door == "fully_shard" else fsdp.FullyShardedDataParallel
+    given = {"mesh": mesh["dp"]} if front_door == "fully_shard" else {"process_group": mesh["dp"].get_group()}
+    device, group = torch.device("cpu"), mesh["pp"].get_group()
+    modules = [shard(Stage(number), **given) for number in range(2)]
+    stages = [pipelining.PipelineStage(each, place, 2, device, group=group) for place, each in enumerate(modules)]
+    run = pipelining.ScheduleInterleavedZeroBubble(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"root \(.*\): the schedule of a pipeline .* fsdp.compat.fsdp2.install\(\)"):
+        run.step(torch.ones(2, 4), target=torch.ones(2, 4))
 
 
 # accelerate

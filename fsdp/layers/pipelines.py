@@ -1,9 +1,11 @@
-"""`FSDPState`: what torch's pipelines ask of the state of a module under `fully_shard`."""
+"""The parts of torch's pipelines that concern sharded modules: `FSDPState`, and schedules that need it."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.runtime import runtime_of
 from fsdp.engine.unit import Unit, units_in
 
@@ -46,3 +48,24 @@ def _take_assigned(unit: Unit) -> None:
             if leaf.grad is not None:
                 handle.take_gradient(slot, leaf, unit.predivide)
         handle.mark_unreduced()
+
+
+@uncompiled
+def refuse_separate_backwards(unit: Unit) -> None:
+    """Raise an error if a pipeline lists the parameters of a stage to compute their gradients separately.
+
+    `named_parameters` calls this function, at the request of `parameters`.
+
+    Raises:
+        RuntimeError: if the pipeline does not know that the module is sharded, and would find no gradients of shards.
+    """
+    caller = sys._getframe(1).f_back
+    pipeline = caller and caller.f_back
+    if pipeline is None or pipeline.f_globals.get("__name__") != "torch.distributed.pipelining._backward":
+        return
+    if not unit.policy.awaits_backwards:
+        raise RuntimeError(
+            f"{unit.name}: the schedule of a pipeline computes gradients of inputs and of parameters separately, and "
+            "does not know that the parameters are sharded. Call fsdp.compat.fsdp2.install(), and shard the module of "
+            "the stage by fully_shard; or use a schedule with whole backwards, such as Schedule1F1B."
+        )
