@@ -25,12 +25,12 @@ _ANCHOR, _MOMENTUM, _STEP = "outer_anchor", "outer_momentum", "outer_step"  # of
 class OuterOptimizer:
     """Replicas of a model train apart, and average what they have learned every few steps: for slow networks. ::
 
-        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("site", "rank"))
+        # `mesh` is a DeviceMesh of two dimensions: the replicas ("site"), and the ranks of each ("rank").
         model = fsdp.shard(Model(), units={Block}, process_group=mesh["rank"].get_group())
         optimizer = torch.optim.AdamW(model.parameters())
         outer = fsdp.OuterOptimizer(optimizer, mesh["site"], every=50)
         for batch in batches:
-            loss_of(model, batch).backward()
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             outer.step()
@@ -157,7 +157,7 @@ class OuterOptimizer:
         """Add the state of the outer optimizer to the inner optimizer's state, inside the context. Not collective. ::
 
             with outer.stored_in(optimizer):
-                fsdp.save("checkpoint", model, optimizer)
+                fsdp.save(f"replica-{mesh.get_local_rank('site')}", model, optimizer)
 
         The state is the weights after the last exchange and the momentum, two tensors like each parameter of at least
         float32, and the number of steps. All functions that save and reshard optimizer state include it, for any number

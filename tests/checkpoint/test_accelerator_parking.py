@@ -73,8 +73,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, betwee
         optimizer.step()
 
 
-@pytest.mark.parametrize("to", ["host", "folder"])
-@pytest.mark.parametrize("wrap", [*WRAPS, "owned"])
+PLACES = "host", "folder"
+PAIRS = [(wrap, PLACES[number % 2]) for number, wrap in enumerate([*WRAPS, "owned"])]
+
+
+@pytest.mark.parametrize(("wrap", "to"), [*PAIRS, ("flat", "folder")])
 @on_accelerators(2)
 def test_nothing_of_a_parked_model_is_on_the_accelerator_and_training_goes_on_with_the_same_bits(
     wrap: str, to: str, tmp_path: Path

@@ -174,6 +174,8 @@ DOCSTRINGS = {
 
 # What the examples of docstrings take for granted.
 GIVEN = {
+    "outer.py": "from torch.distributed.device_mesh import init_device_mesh\n"
+    "mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('site', 'rank'))\ntorch.manual_seed(0)",
     "same_bits.py": "first, last = 0, 1\ndef batch(step, number):\n    return batches[number % 2]",
     "plan_wrapping.py": "model, tokens, policy = Model(), batches[0][0], MixedPrecision(param_dtype=torch.bfloat16)",
 }

@@ -1,4 +1,4 @@
-"""Many families of `transformers` train sharded as they do unsharded: here each class in one of three forms.
+"""Many families of `transformers` train sharded as they do unsharded: here a class of each in one of three forms.
 
 `python -m tests.zoo` trains all classes in all forms.
 """
@@ -10,11 +10,11 @@ import pytest
 from tests.helpers.hugging_face import MODULES, PATIENCE
 from tests.helpers.needs import needs
 from tests.helpers.ranks import RankPool
-from tests.helpers.zoo import FAMILIES, FORMS, names
+from tests.helpers.zoo import FAMILIES, FORMS, heads, names
 
 pytestmark = needs("transformers")
 PRELOAD = MODULES
-RUNS = 18  # in each as many classes, since a run costs some time
+RUNS = 9  # in each as many classes, since a run costs some time
 
 
 def test_the_zoo_has_many_families() -> None:
@@ -25,8 +25,9 @@ def test_the_zoo_has_many_families() -> None:
 @pytest.mark.parametrize("number", range(RUNS), ids=lambda number: f"{FORMS[number % 3]}-{number // 3}")
 def test_classes_train_as_unsharded(ranks: RankPool, number: int) -> None:
     # One run of each form is on three ranks.
-    world_size = 3 if number % 7 == 3 else 2
-    ranks(world_size, timeout=PATIENCE).run(train, names()[number::RUNS], FORMS[number % 3], thorough=False)
+    world_size = 3 if number % 4 == 0 else 2
+    chosen = [name for name in names() if name not in heads()]
+    ranks(world_size, timeout=PATIENCE).run(train, chosen[number::RUNS], FORMS[number % 3], thorough=False)
 
 
 def train(classes: list[str], form: str, *, thorough: bool = True) -> None:
