@@ -133,7 +133,8 @@ def try_out(root: Path, wheel: Path, version: str) -> str:
         work.mkdir()
         (work / "train.py").write_text(program, encoding="utf-8")
         programs = _environment(Path(folder, "env"))
-        run(programs / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=work)
+        install = ("pip", "--python", programs / "python", "install", "--quiet", "--no-deps", "--no-index", wheel)
+        run(sys.executable, "-m", *install, cwd=work)
         place = run(programs / "python", "-c", "import fsdp; print(fsdp.__file__)", cwd=work, PYTHONPATH="").strip()
         if not place.startswith(folder):
             raise ReleaseError(f"The new environment imports fsdp from {place}, and not from the wheel.")
@@ -147,7 +148,7 @@ def try_out(root: Path, wheel: Path, version: str) -> str:
 
 def _environment(place: Path) -> Path:
     """Create an environment that also finds the packages of this one, and return the folder of its programs."""
-    venv.create(place, with_pip=True, symlinks=True)
+    venv.create(place, symlinks=True)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(run(place / "bin" / "python", "-c", purelib, cwd=place).strip())
     # As a line of a .pth file, whose own .pth files are not read: an editable installation is not found.

@@ -1,6 +1,6 @@
-"""Many families of `transformers` train sharded as they do unsharded: here a class of each in one of three forms.
+"""Many families of `transformers` train sharded as they do unsharded: here a class of every second family.
 
-`python -m tests.zoo` trains all classes in all forms.
+Each is trained in one of three forms. `python -m tests.zoo` trains all classes in all forms.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ RUNS = 9  # in each as many classes, since a run costs some time
 
 
 def test_the_zoo_has_many_families() -> None:
-    assert len(FAMILIES) >= 70
-    assert len(set(names())) == len(names()) >= 100
+    assert len(FAMILIES) >= 140
+    assert len(set(names())) == len(names()) >= 170
 
 
 @pytest.mark.parametrize("number", range(RUNS), ids=lambda number: f"{FORMS[number % 3]}-{number // 3}")
 def test_classes_train_as_unsharded(ranks: RankPool, number: int) -> None:
     # One run of each form is on three ranks.
     world_size = 3 if number % 4 == 0 else 2
-    chosen = [name for name in names() if name not in heads()]
+    chosen = [name for name in names() if name not in heads()][::2]
     ranks(world_size, timeout=PATIENCE).run(train, chosen[number::RUNS], FORMS[number % 3], thorough=False)
 
 

@@ -269,7 +269,7 @@ def test_errors_stay_below_a_fraction_of_the_largest_gradient(bits: int) -> None
 
 
 @every_form
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_training_with_both_comes_down_as_without(form: str) -> None:
     losses, first = [], 0.0
     for quantised in (True, False):
