@@ -2,8 +2,9 @@
 
 [Note: two buckets] While a sink consumes bucket n, bucket n + 1 arrives, and a rank holds at most these two buckets. If
 all parts are contiguous in the bucket, each run is sent from the shard. The receiving rank has memory for two buckets,
-and receives the run at its position, without further copies. Otherwise parts are packed: the parts that arrive take
-the memory of a bucket, and are copied to the memory of bucket n after the sink has returned.
+and receives the run at its position, without further copies. In host memory, the exchange of bucket n + 1 then begins
+before bucket n has arrived. Otherwise parts are packed: the parts that arrive take the memory of a bucket, and are
+copied to the memory of bucket n after the sink has returned.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator, Pending
+from fsdp.distributed.devices import is_host
 from fsdp.weights.plan import ALIGN, Holding, Run, WeightPlan
 
 
@@ -106,6 +108,8 @@ class Assembly:
         self._outgoing = [(self._only(self._part, numbers), targets) for numbers, targets in outgoing.items()]
         numbers = range(len(self._plan.buckets))
         self._is_direct = all(self._plan.is_direct(number, part) for number in numbers for part in self._plan.parts)
+        # A copy of an offloaded shard, and a send that reads it, are queued on different streams of an accelerator.
+        self._starts_early = self._is_direct and is_host(shards.device)
         sizes = [0 if self._is_direct else sum(self._sizes(number)) for number in numbers]
         self._staging = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=shards.device)
         most = max(self._plan.bucket_nbytes, default=0) if self._consumes else 0
@@ -133,14 +137,19 @@ class Assembly:
         """Collective. Assemble all buckets and call a function with each, on the ranks that receive them."""
         arriving, received = self._start(0)
         for number, nbytes in enumerate(self._plan.bucket_nbytes):
+            # Bucket n + 1 takes the memory of bucket n - 1, or, if it is packed, that of the parts of bucket n.
+            following = self._start(number + 1) if self._starts_early else None
             arriving.wait()
             for source, packed in received.items():
                 self._plan.unpack(self._runs(number, self._incoming[source]), packed, self._bucket(number))
-            self._comm.settle()  # before the memory of sent parts is used again
-            arriving, received = self._start(number + 1)
+            if following is None:
+                self._comm.settle()  # before the memory of sent parts is used again
+                following = self._start(number + 1)
+            arriving, received = following
             if self._consumes:
                 self._shards.copy_to(self._bucket(number), self._runs(number, self._own))
                 consume(number, self._bucket(number)[:nbytes])
+        self._comm.settle()  # before shards are written again
 
     def _bucket(self, number: int) -> Tensor:
         return self._memory[number % len(self._memory)]
