@@ -50,7 +50,7 @@ def step(mesh: DeviceMesh, run: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     number, stages = mesh.get_local_rank("pp"), mesh["pp"].size()
     losses: list[Tensor] = []
     run.step(
-        *([inputs] if number == 0 else []),
+        *([inputs.contiguous()] if number == 0 else []),
         **({"target": targets, "losses": losses} if number == stages - 1 else {}),
     )
     return torch.stack(losses).mean() * stages if losses else torch.zeros(()).double()

@@ -142,6 +142,7 @@ def test_an_export_refuses_what_is_no_floating_dtype(wrong: Any) -> None:
         alone(nn.Linear(5, 3)).state_dict(dtype=wrong)
 
 
+@pytest.mark.filterwarnings("ignore:weight of the state dict of Linear was written in place")
 def test_an_export_has_tensors_of_its_own() -> None:
     model = alone(nn.Linear(5, 3))
     with pytest.raises(ValueError, match="keep_vars=True"):

@@ -83,6 +83,8 @@ def test_a_recipe_trains_as_the_unsharded_model(tmp_path: Path, name: str, axes:
     ],
 )
 def test_tensors_are_divided_as_well(tmp_path: Path, name: str, ranks: int, axes: list[dict[str, int]]) -> None:
+    if name == "all_four" and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13, stages refuse views of padded rows: here 19 words on two ranks")
     recipe = importlib.import_module(f"examples.compositions.{name}")
     losses, *others = World(ranks).run(train_and_resume, recipe, tmp_path / "run", *axes)
     assert_as_plain(losses, tmp_path / "run")

@@ -271,12 +271,19 @@ SCHEDULES = {
 }
 
 
+def skip_where_torch_sends_to_itself() -> None:
+    if torch.__version__ < "2.13":
+        pytest.skip("gloo cannot send from a rank to itself, as torch before 2.13 does between two stages of a rank")
+
+
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(4)
 def test_stages_of_a_pipeline_are_sharded(schedule: str, reshard_after_forward: bool) -> None:
     from torch.distributed import pipelining
 
+    if [1, 2] in SCHEDULES[schedule]:
+        skip_where_torch_sends_to_itself()
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     numbers, total = SCHEDULES[schedule][mesh["pp"].get_local_rank()], sum(map(len, SCHEDULES[schedule]))
@@ -313,6 +320,7 @@ def test_stages_of_a_pipeline_are_sharded(schedule: str, reshard_after_forward: 
 def test_a_pipeline_that_lists_shards_for_separate_backwards_is_an_error(front_door: str) -> None:
     from torch.distributed import pipelining
 
+    skip_where_torch_sends_to_itself()
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
     shard = fsdp.fully_shard if front_door == "fully_shard" else fsdp.FullyShardedDataParallel
     given = {"mesh": mesh["dp"]} if front_door == "fully_shard" else {"process_group": mesh["dp"].get_group()}
