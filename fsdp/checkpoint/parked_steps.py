@@ -37,7 +37,7 @@ class ParkedSteps:
         optimizer: torch.optim.Optimizer,
         states: UnitStates,
         device: torch.device,
-        check: Callable[[torch.optim.Optimizer], None],
+        check: Callable[[], None],
         stay: Callable[[], set[int]],
     ) -> None:
         self.optimizer, self.states, self._check, self._stay = optimizer, states, check, stay
@@ -71,10 +71,10 @@ class ParkedSteps:
                 hook.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._check(optimizer)
+        self._check()
         self.states.divide()
         if not self.states.is_divided:
-            for tensors in [tensors for _, tensors in self._parked]:
+            for _, tensors in self._parked:
                 tensors.fill()
                 tensors.show()
             return None

@@ -48,8 +48,9 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def addresses(named: Iterable[Named]) -> set[int]:
-    """Return the addresses of the storages of tensors."""
-    return {one.untyped_storage().data_ptr() for _, value in named for one in plain_tensors(value)}
+    """Return the addresses of the storages of tensors, of those with bytes: the others have the same address."""
+    storages = (one.untyped_storage() for _, value in named for one in plain_tensors(value))
+    return {storage.data_ptr() for storage in storages if storage.nbytes()}
 
 
 class ParkedTensors:

@@ -12,7 +12,7 @@ raise the same error earlier, before a rank communicates or writes. An optimizer
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
@@ -244,21 +244,8 @@ def _park(
             for handle in runtime.handles:
                 handle.absorb()
             runtime.release()
-        stay = _mapped(root)
-        for part, named in (("parameters", _parameters), ("gradients", _gradients)):
-            found = list(named(root))
-            if part in wanted:
-                ours.append(_Parked(root, part, undo[part]))
-                ours[-1].new_tensors(to).find(found, stay)
-            stay = stay | addresses(found)
-        if "optimizer" in wanted:
-            ours.append(_Parked(root, "optimizer", undo["optimizer"]))
-            for number, each in enumerate(optimizers):
-                steps = _steps_of(root, each, f"{number}." if len(optimizers) > 1 else "")
-                for part_of in steps.states.handles:
-                    tensors = ours[-1].new_tensors(to)
-                    tensors.find(steps.states.named(part_of), stay)
-                    ours[-1].stepped.append((steps, part_of, tensors))
+        ours.extend(_Parked(root, part, undo[part]) for part in PARTS if part in wanted)
+        _find({one.part: one for one in ours}, root, optimizers, to)
         for one in ours:
             one.copy()
 
@@ -275,6 +262,24 @@ def _park(
         one.free()
     _return_memory(ours)
     return ours
+
+
+def _find(
+    parked: Mapping[str, _Parked], root: Unit, optimizers: Sequence[torch.optim.Optimizer], to: str | os.PathLike[str]
+) -> None:
+    """Find the tensors of the parts that are to be parked. Memory that several parts share belongs to the first."""
+    stay = _mapped(root)
+    for part, named in (("parameters", _parameters), ("gradients", _gradients)):
+        found = list(named(root))
+        if part in parked:
+            parked[part].new_tensors(to).find(found, stay)
+        stay |= addresses(found)
+    for number, optimizer in enumerate(optimizers if "optimizer" in parked else ()):
+        steps, one = _steps_of(root, optimizer, f"{number}." if len(optimizers) > 1 else ""), parked["optimizer"]
+        for handle in steps.states.handles:
+            tensors = one.new_tensors(to)
+            tensors.find(steps.states.named(handle), stay)
+            one.stepped.append((steps, handle, tensors))
 
 
 def _unpark(root: Unit, ours: Sequence[_Parked], *, alone: bool = False) -> None:
@@ -315,7 +320,7 @@ def _handles(root: Unit) -> list[FlatParamHandle]:
 def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> ParkedSteps:
     """Return the steps of an optimizer of which something may be parked already."""
 
-    def check(_: torch.optim.Optimizer) -> None:
+    def check() -> None:
         for one in _records(root):
             if one.part != "optimizer":
                 one.step(optimizer)
@@ -323,8 +328,12 @@ def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> Parke
     def stay() -> set[int]:
         return _mapped(root) | addresses(_parameters(root)) | addresses(_gradients(root))
 
-    known = (steps for one in _records(root) for steps, *_ in one.stepped if steps.optimizer is optimizer)
-    return next(known, None) or ParkedSteps(optimizer, UnitStates(root, optimizer, start), root.device, check, stay)
+    for one in _records(root):
+        for steps, *_ in one.stepped:
+            if steps.optimizer is optimizer:
+                steps.states.divide()
+                return steps
+    return ParkedSteps(optimizer, UnitStates(root, optimizer, start), root.device, check, stay)
 
 
 def _parameters(root: Unit) -> Iterator[Named]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import default_group, during, ranks_of, served_device, summed
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import local_part
@@ -62,6 +62,7 @@ class OuterOptimizer:
 
     Raises:
         TypeError: for other objects, and for `OwnedOptimizer`.
+        NotImplementedError: for complex parameters.
         ValueError: for numbers out of range; if the model is sharded or replicated over ranks of `group` already.
         RuntimeError: on every rank, if replicas differ in weights, shards or arguments.
     """
@@ -117,7 +118,15 @@ class OuterOptimizer:
 
         Returns:
             Whether parameters were exchanged.
+
+        Raises:
+            RuntimeError: if the inner optimizer has got other parameters since, which would not be exchanged.
         """
+        if {*map(id, _params(self._optimizer))} != self._anchors.keys():
+            raise RuntimeError(
+                f"the {type(self._optimizer).__name__} has other parameters than at the construction of this "
+                "OuterOptimizer, which would leave them out: construct another OuterOptimizer, on all ranks"
+            )
         self.steps += 1
         due = [
             number
@@ -247,20 +256,18 @@ def _require_possible(optimizer: Any, group: Any, every: int, lr: float, momentu
         raise ValueError(f"momentum must be at least 0 and less than 1, got {momentum}")
     if not 1 <= fragments <= every:
         raise ValueError(f"fragments must be from 1 to every={every}, got {fragments}")
+    if any(param.is_complex() for each in optimizer.param_groups for param in each["params"]):
+        raise NotImplementedError("fsdp.OuterOptimizer does not support complex parameters: hold them as two real ones")
     ranks, ours = set(ranks_of(group)), {id(param) for param in _params(optimizer)}
     for runtime in runtimes():
         for unit in runtime.units:
             for handle in unit.handles:
                 if ours.isdisjoint(map(id, handle.listed_params)):
                     continue
-                shared = [comm for comm in (handle.comm, handle.replicas) if len(ranks & set(_ranks(comm))) > 1]
+                shared = [comm for comm in (handle.comm, handle.replicas) if len(ranks.intersection(comm.ranks)) > 1]
                 if shared:
                     raise ValueError(
-                        f"{handle.name} is sharded or replicated over ranks {sorted(_ranks(shared[0]))} already, which "
+                        f"{handle.name} is sharded or replicated over ranks {sorted(shared[0].ranks)} already, which "
                         f"exchange gradients in each step, and ranks {sorted(ranks)} are to exchange weights. Shard "
                         "each replica over its own ranks, with process_group or mesh"
                     )
-
-
-def _ranks(comm: Communicator) -> list[int]:
-    return list(comm.ranks)

@@ -133,6 +133,20 @@ def test_the_state_of_two_units_at_most_is_in_memory(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_units_are_stepped_one_by_one_also_if_this_rank_has_no_rows_of_some(tmp_path: Path) -> None:
+    model: Any = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(nn.Linear(4, 1)), fsdp.fully_shard(nn.Linear(1, 1))))
+    optimizer = adamw(model.parameters())
+    for step in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        if step == 1:
+            fsdp.park(model, optimizer, to=tmp_path, parts=["optimizer"])  # with empty tensors in the state of rank 1
+        with steps_seen(lambda: None) as seen:
+            optimizer.step()
+    assert len(seen) == 3
+    fsdp.unpark(model)
+
+
+@on_ranks(2)
 def test_hooks_of_users_are_called_once_with_all_parameters(tmp_path: Path) -> None:
     model = talk(flat)
     optimizer = adamw(model.parameters())

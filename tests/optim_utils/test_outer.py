@@ -297,3 +297,16 @@ def test_the_state_of_another_optimizer_is_an_error() -> None:
         pass
     with pytest.raises(ValueError, match="another inner optimizer"):
         outer.load_from(other)
+
+
+@on_ranks(2)
+def test_parameters_that_would_not_be_exchanged_are_errors() -> None:
+    mesh = mesh_of(2)
+    model = sharded("flat", mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError, match="the AdamW has other parameters than at the construction"):
+        outer.step()
+    with pytest.raises(NotImplementedError, match="does not support complex parameters"):
+        OuterOptimizer(ADAM([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), mesh["site"], every=2)
