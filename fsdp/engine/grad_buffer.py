@@ -68,6 +68,7 @@ class GradientBuffer:
         self._device = device
         self.sync = GradientSync.FULL  # of the backward that runs
         self.is_reduced = True  # by the backward that runs
+        self.was_scattered = False  # the backward before has left nothing on any rank that is not reduce-scattered
         self._flat: Tensor | None = None
         self._divisor = 1.0  # what it is divided by when it is taken
         self._spare: Taken | None = None  # one that has come back, without its memory
@@ -99,6 +100,7 @@ class GradientBuffer:
         if expected != self._expects:
             self.expect(expected)
         self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
+        self.was_scattered = self.sync is GradientSync.SHARDS
         self.sync, self.is_reduced = sync, sync is not GradientSync.NONE
         self._fills_unused = fills_unused and self.is_reduced
         self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
@@ -224,6 +226,11 @@ class GradientBuffer:
         if flat.dtype is self.dtype:
             return Taken(flat, self._divisor, every)
         return Taken(divided(flat, self._divisor).to(self.dtype), 1.0, [])
+
+    def skip(self) -> None:
+        """Count as taken what has no gradient; the buffer is empty afterwards."""
+        self._empty()
+        self.times_taken += 1
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
         """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.

@@ -42,6 +42,7 @@ class Bucket:
     """
 
     divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
+    brings_nothing: bool = False  # no rank has a gradient that is new since the last backward
     is_abandoned: bool = False  # nobody wants what will arrive
 
     def reduce(self) -> Stages:
@@ -51,7 +52,9 @@ class Bucket:
         name = first.unit_name if last is first else f"{first.name} to {last.name}"
         if is_logged := _log.isEnabledFor(logging.DEBUG):
             _note(handles, "reduction started")
-        if len(handles) == 1 or first.policy.comm_hook is not None:
+        if self.brings_nothing and all(handle.gradients.was_scattered for handle in handles):
+            each = [_scattered_before(handles)]
+        elif len(handles) == 1 or first.policy.comm_hook is not None:
             each = [handle.reduce() for handle in handles]
         else:
             each = [_reduce_together(handles, name)]
@@ -102,6 +105,16 @@ def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
     return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
+def _scattered_before(handles: Sequence[FlatParamHandle]) -> Pending:
+    """Return the sum over the ranks of shards of gradients that are held already: nothing is to be added to these."""
+    first = handles[0]
+    numel = sum(handle.gradients.layout.padded_numel for handle in handles) // first.reduce_comm.world_size
+    for handle in handles:
+        handle.gradients.skip()
+    zeros = torch.zeros(numel, dtype=first.reduced_dtype, device=first.storage.device)
+    return Pending("", (), lambda: zeros)
+
+
 def _shown(what: str, name: str, stages: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
     """Run stages one by one, each of which a profiler shows, as it does what is `labelled`."""
     while True:
@@ -143,14 +156,17 @@ class Reductions:
         self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
         self._waiting: dict[int, Bucket] = {}  # by the number of the first companion
         self._most_in_flight = 1
+        self._brings_nothing = False
 
-    def begin(self, handles: Iterable[FlatParamHandle], in_flight: int) -> None:
+    def begin(self, handles: Iterable[FlatParamHandle], in_flight: int, *, brings_nothing: bool) -> None:
         """A backward starts, which may bring gradients of these handles, in about this order.
 
         Args:
             handles: those to reduce.
             in_flight: so many reductions may go on while another one is started.
+            brings_nothing: on all ranks, it only reduces what earlier backwards have accumulated.
         """
+        self._brings_nothing = brings_nothing
         self._most_in_flight = in_flight
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
@@ -178,10 +194,10 @@ class Reductions:
         """
         companions = self._companions.get(handle)
         if companions is None:
-            self._start(Bucket({handle: divisor}), keep)
+            self._start(Bucket({handle: divisor}, self._brings_nothing), keep)
             return
         first = companions[0].number
-        bucket = self._waiting.setdefault(first, Bucket())
+        bucket = self._waiting.setdefault(first, Bucket(brings_nothing=self._brings_nothing))
         bucket.divisors[handle] = divisor
         if len(bucket.divisors) == len(companions):
             self._start(self._waiting.pop(first), keep)

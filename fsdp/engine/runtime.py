@@ -422,7 +422,7 @@ class Runtime:
         for handle in unit.handles:
             handle.list_shards()
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, *, brings_nothing: bool = False) -> None:
         self._backward_order.begin()
         for unit in self.units:
             unit.begin_backward()
@@ -430,7 +430,8 @@ class Runtime:
         self._record_backward(self._outermost, reduced)
         if self.participation is not None:
             self.participation.begin_backward()
-        self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
+        in_flight = max(unit.policy.reductions_in_flight for unit in self.units)
+        self._reductions.begin(reduced, in_flight, brings_nothing=brings_nothing)
         ages = {one: unit.backward.oldest for unit in self.units for one in unit.handles if one.is_reduced}
         self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
 
@@ -557,10 +558,10 @@ class Runtime:
 
     # --- backwards of other ranks -------------------------------------------------------------------------------
 
-    def follow_backward(self) -> None:
-        """Begin a backward that brings no gradients here: other ranks run it, or it reduces what has accumulated."""
+    def follow_backward(self, *, brings_nothing: bool = False) -> None:
+        """Begin a backward that brings no gradients here: other ranks run it, or it `brings_nothing` on any rank."""
         self._backward = FollowedPass()
-        self._begin_backward()
+        self._begin_backward(brings_nothing=brings_nothing)
 
     def serve_reduction(self, handle: FlatParamHandle) -> None:
         """Take part in the reduction of a handle of which others have a gradient."""
@@ -592,7 +593,7 @@ class Runtime:
     def reduce_accumulated(self) -> None:
         """Collective. Reduce what has accumulated, as a backward that brings nothing more."""
         self.ensure_idle("reduce gradients")
-        self.follow_backward()
+        self.follow_backward(brings_nothing=True)
         self.finish_backward()
 
     def reduce_deferred(self) -> None:
