@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fsdp.engine.ignored import Ignored
 from fsdp.engine.originals import lender_of, note_stale, take_over
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import under_way
-from fsdp.engine.placements import Placements, ShardingStrategy
+from fsdp.engine.placements import Placements, ShardingStrategy, check_reshard
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
@@ -121,7 +121,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 class _Arguments(TypedDict, total=False):
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
+    reshard_after_forward: bool | int | Literal["host"] | None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     mp_policy: Any
     offload_policy: Any
@@ -138,7 +138,7 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["host"] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
@@ -167,7 +167,8 @@ def fully_shard(
         reshard_after_forward: reshard parameters after forward, and all-gather them again for backward. None does so
             but for the outermost module, which needs its own at once; True for that as well. False keeps all. A number
             shards them between forward and backward over that many neighbouring ranks, of a machine for instance, from
-            which backward all-gathers: more memory. Making their groups is collective over the mesh.
+            which backward all-gathers: more memory. Making their groups is collective over the mesh. "host" copies
+            them to host memory, from where backward takes them, see `Placements`.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``; or
             torch's ``ShardPlacementResult`` with a mesh besides: modules inside that have parameters on another mesh
             are sharded over that one first.
@@ -333,11 +334,8 @@ def _kind_of(name: str, param: nn.Parameter) -> Hashable:
 
 def _placements(given: Placements | None, reshard_after_forward: Any, spread: DataParallelSpread) -> Placements:
     """Return where the parameters are to be; the mesh decides whether they are sharded at all."""
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-        raise TypeError(
-            f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard_after_forward!r}"
-        )
     reshards = True if reshard_after_forward is None else reshard_after_forward
+    check_reshard(reshards)
     if given is None:
         strategy = ShardingStrategy.FULL_SHARD if spread.is_sharded else ShardingStrategy.NO_SHARD
         return Placements.from_strategy(strategy).resharded(reshards)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class FullyShardedDataParallel(nn.Module):
             sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
         ignored_parameters: the same for single parameters.
         reshard_after_forward: False keeps parameters unsharded until backward is done: more memory, and a third less
-            communication. A number shards them until then over that many neighbouring ranks.
+            communication. A number shards them until then over that many neighbouring ranks. "host": see `Placements`.
         sharding_strategy: a `ShardingStrategy`, or torch's of the same name. None means what `process_group` and
             `reshard_after_forward` say. Making groups is collective over `process_group`.
         placements: `fsdp.Placements`, instead of `sharding_strategy` and `reshard_after_forward`.
@@ -97,7 +97,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         process_group: Any = None,
         process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
-        reshard_after_forward: bool | int = True,
+        reshard_after_forward: bool | int | Literal["host"] = True,
         disable_reshard_on_root: bool = True,
         mixed_precision: bool | MixedPrecision = False,
         fp32_reduce_scatter: bool = False,

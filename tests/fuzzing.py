@@ -261,7 +261,7 @@ class Case:
 
 def _wrapper_options(rng: random.Random, world_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "reshard_after_forward": rng.random() < 0.6,
+        "reshard_after_forward": _reshards(rng.random()),
         "disable_reshard_on_root": rng.random() < 0.6,
         "bucket_cap_mb": rng.choice((25, 25, 0, 1e-3)),
         "gradient_predivide_factor": rng.choice((None, None, 1.0, float(world_size))),
@@ -282,8 +282,12 @@ def _wrapper_options(rng: random.Random, world_size: int) -> dict[str, Any]:
     return options
 
 
+def _reshards(drawn: float) -> bool | str:
+    return "host" if drawn < 0.1 else drawn < 0.6
+
+
 def _shard_options(rng: random.Random, world_size: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"reshard_after_forward": rng.random() < 0.6}
+    options: dict[str, Any] = {"reshard_after_forward": _reshards(rng.random())}
     if world_size == 4 and rng.random() < 0.3:
         options["sharding"] = "hybrid"
     if rng.random() < 0.15:

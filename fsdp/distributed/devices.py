@@ -76,6 +76,10 @@ class CopyStream:
         """Return the arrival of all work queued in forks until now."""
         return Arrival()
 
+    def copied_to_host(self, source: Tensor) -> tuple[Tensor, Arrival]:
+        """Return a copy of `source` on the host, and the copy's arrival."""
+        return source.to(HOST, copy=True), Arrival()
+
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
         """Call `use` with `source` on the host, at the latest in `settle`."""
         use(source.cpu())
@@ -128,15 +132,19 @@ class SideStream(CopyStream):
     def arrival(self) -> Arrival:
         return QueuedArrival(self._inward)
 
+    def copied_to_host(self, source: Tensor) -> tuple[Tensor, Arrival]:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        with self._beside(self._outward):
+            host.copy_(source, non_blocking=True)
+        return host, QueuedArrival(self._outward)
+
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
         # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
         # now, and the compute stream first waits for its copy, which by now is done or nearly so.
         if self._leaving:
             self._leaving[-1][0].wait()
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        with self._beside(self._outward):
-            host.copy_(source, non_blocking=True)
-        self._leaving.append((QueuedArrival(self._outward), host, use))
+        host, copied = self.copied_to_host(source)
+        self._leaving.append((copied, host, use))
         self._last_source = source
 
     def settle(self) -> None:

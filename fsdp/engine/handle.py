@@ -317,8 +317,7 @@ class FlatParamHandle:
     def _new_unsharded(self) -> UnshardedParameters:
         shard, numel = self.flat_param, self.layout.unsharded_numel
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
-        if self.kept_shard is not None:
-            numel = self.kept_shard.padded(numel)
+        numel = numel if self.kept_shard is None else self.kept_shard.padded(numel)
         return self.new_unsharded(
             shard,
             self.layout,
@@ -407,8 +406,7 @@ class FlatParamHandle:
         if not self.kept_shard.has(state):
             numel = self.kept_shard.padded(self.layout.unsharded_numel) // self.kept_shard.comm.world_size
             shard = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
-            over = self.replica_axis, self.replica_tag
-            self.kept_shard.fill(shard, state, partial(self._gather_into, over=over))
+            self.kept_shard.fill(shard, state, partial(self._gather_into, over=(self.replica_axis, self.replica_tag)))
 
     def _gather_into(
         self, full: Tensor, outgoing: Tensor | None = None, over: tuple[Communicator, int] | None = None
@@ -440,6 +438,8 @@ class FlatParamHandle:
             if not self.unsharded.is_shard:
                 labelled("all_gather_wait", self.unit_name, self._pending.wait)
                 self.unsharded.end_gather()
+                if self.kept_shard is not None:
+                    self.kept_shard.arrived(self.unsharded.full, (self.dtype, self._gathered))
                 if not self.storage.is_resident:
                     self.storage.release()
             if replaced := self.presentation.show():

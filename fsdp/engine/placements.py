@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Axis(Enum):
@@ -183,6 +183,8 @@ class Placements:
         optimizer: of the shard that the optimizer steps, and of its state.
         reshard_after_forward: True frees parameters that are sharded between uses after forward as well; False keeps
             them unsharded until backward. A number shards them until backward over that many neighbouring ranks.
+            "host" copies them to host memory, from where backward takes them: each rank holds all of the model's
+            parameters there, in the dtype of the computation.
         block_numel: no rank's shard of a parameter begins or ends inside of a block of this number of its elements, in
             row-major order. `FullyShardedDataParallel` pads shards for it, and `fully_shard` raises an error for
             rows that do not fit. Quantised parameters and 8-bit optimizer states have a scale for each block.
@@ -195,16 +197,13 @@ class Placements:
     parameters: Placed
     gradients: Placed
     optimizer: Placed
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | Literal["host"] = True
     block_numel: int = 1
 
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
-        if not isinstance(self.reshard_after_forward, int):
-            raise TypeError(
-                f"reshard_after_forward must be True, False or a number of ranks, got {self.reshard_after_forward!r}"
-            )
+        check_reshard(self.reshard_after_forward)
         if type(self.block_numel) is not int or self.block_numel < 1:
             raise ValueError(f"block_numel must be a positive number of elements, got {self.block_numel!r}")
         for axis in Axis:
@@ -224,14 +223,16 @@ class Placements:
                 "parameters are SHARDED along the replica axis and REPLICATED along the shard axis: gather them along "
                 "the replica axis first, parameters=(SHARDED, REPLICATED), which HYBRID_SHARD_OPTIM is"
             )
-        if self.keeps_parameters and type(self.reshard_after_forward) is int:
+        if self.keeps_parameters and type(self.reshard_after_forward) is not bool:
             raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward} is for parameters that are as sharded as the "
+                f"reshard_after_forward={self.reshard_after_forward!r} is for parameters that are as sharded as the "
                 "optimizer state: these placements keep them less sharded between steps already, leave it out"
             )
 
     @classmethod
-    def from_strategy(cls, strategy: Any = None, reshard_after_forward: bool | int = True) -> Placements:
+    def from_strategy(
+        cls, strategy: Any = None, reshard_after_forward: bool | int | Literal["host"] = True
+    ) -> Placements:
         """Return the placements that a `ShardingStrategy` names, by default those of FULL_SHARD.
 
         Raises:
@@ -249,14 +250,14 @@ class Placements:
             )
         return value.resharded(reshard_after_forward)
 
-    def resharded(self, after_forward: bool | int) -> Placements:
+    def resharded(self, after_forward: bool | int | Literal["host"]) -> Placements:
         """Return these placements with another `reshard_after_forward`."""
         if self.reshard_after_forward is after_forward:
             return self
         return replace(self, reshard_after_forward=after_forward)
 
     @classmethod
-    def resolve(cls, placements: Any, strategy: Any, reshard_after_forward: bool | int) -> Placements:
+    def resolve(cls, placements: Any, strategy: Any, reshard_after_forward: bool | int | Literal["host"]) -> Placements:
         """Return the placements that the arguments of a front door mean.
 
         Raises:
@@ -265,8 +266,9 @@ class Placements:
         """
         if placements is None:
             # 0 and 1 stand for False and True: a flag of a command line is often such a number.
-            is_number = type(reshard_after_forward) is int and reshard_after_forward > 1
-            return cls.from_strategy(strategy, reshard_after_forward if is_number else bool(reshard_after_forward))
+            check_reshard(reshard_after_forward)
+            is_flag = reshard_after_forward in (0, 1)
+            return cls.from_strategy(strategy, bool(reshard_after_forward) if is_flag else reshard_after_forward)
         if not isinstance(placements, cls):
             raise TypeError(f"placements must be a fsdp.Placements or None, got {placements!r}")
         if strategy is not None or reshard_after_forward is not True:
@@ -362,6 +364,12 @@ class Placements:
         parts = (self.parameters, self.gradients, self.optimizer)
         ours = [Placed(each.shard, PARTIAL if each.shard is PARTIAL else REPLICATED) for each in parts]
         return self if ours == [*parts] else replace(self, parameters=ours[0], gradients=ours[1], optimizer=ours[2])
+
+
+def check_reshard(given: Any) -> None:
+    """Raise TypeError unless this is a value of `reshard_after_forward`."""
+    if not isinstance(given, int) and given != "host":
+        raise TypeError(f'reshard_after_forward must be True, False, a number of ranks or "host", got {given!r}')
 
 
 def _pair(name: str, given: Any) -> Placed:

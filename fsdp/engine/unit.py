@@ -136,7 +136,6 @@ class Unit:
         comm: the ranks that share the parameters.
         replicas: the ranks that hold the same shards as this one, and sum gradients with it.
         axes: the ranks along the shard axis and the replica axis.
-        near: the ranks that keep its parameters from forward to backward; None if all ranks do, or none.
         ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
         precision: the dtypes that it computes in.
         device: where it computes.
@@ -158,7 +157,6 @@ class Unit:
         comm: Communicator,
         replicas: Communicator,
         axes: tuple[Communicator, Communicator],
-        near: Communicator | None,
         ranks: frozenset[int],
         precision: Precision,
         device: torch.device,
@@ -172,7 +170,7 @@ class Unit:
         new_runtime: Callable[[Unit], UnitRuntime],
     ) -> None:
         self.module = module
-        self.placements, self.axes, self.near = placements, axes, near
+        self.placements, self.axes = placements, axes
         self.comm, self.replicas, self.ranks = comm, replicas, ranks
         self.device = device
         self.ignored = ignored
@@ -219,7 +217,7 @@ class Unit:
         is_kept, reshards = placements.keeps_unsharded, placements.reshard_after_forward
         deferred = GradientSync.SHARDS if placements.reduce else GradientSync.NONE
         return Policy(
-            reshard_after_forward=not is_kept and (reshards is True or reshards > 1),
+            reshard_after_forward=not is_kept and (reshards is True or reshards == "host" or reshards > 1),
             keeps_as_root=keeps_as_root,
             keeps_without_backward=keeps_without_backward or is_kept,
             reshard_after_backward=not is_kept,
@@ -344,27 +342,19 @@ class Unit:
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
-    def add_handle(self, shard: Shard, reduce_comm: Communicator) -> None:
+    def add_handle(self, shard: Shard, reduce_comm: Communicator, kept_shard: KeptShard | None) -> None:
         """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
         precision = self.precision_at(shard.places[0])
         if shard.is_replicated:
             handle = FlatParamHandle(shard, LONE_RANK, LONE_RANK, self.comm, precision, self.policy, self.comm)
         else:
             comms = self.comm, reduce_comm, self.replicas
-            kept = self._new_kept_shard() if shard.is_kept else None
             along_replicas = self.axes[1], self.placements.collective_along(Axis.REPLICA)
-            handle = FlatParamHandle(shard, *comms, precision, self.policy, *along_replicas, kept)
+            handle = FlatParamHandle(shard, *comms, precision, self.policy, *along_replicas, kept_shard)
         self.attach(handle)
         self.handles.append(handle)
         self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
-
-    def _new_kept_shard(self) -> KeptShard | None:
-        from fsdp.engine.kept_shard import KeptShard  # which few placements use
-
-        if self.placements.gather and self.placements.unshard:
-            return KeptShard(self.axes[0], lasts=True)
-        return None if self.near is None else KeptShard(self.near, lasts=False)
 
     def attach(self, handle: FlatParamHandle) -> None:
         """Give a handle what it needs of the unit that runs it."""

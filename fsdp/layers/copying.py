@@ -109,5 +109,4 @@ def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:
     for handle in unit.handles:
         handle.connect(unit.comm, communicator(reduce_group, unit.device), unit.replicas, unit.axes[1])
         if handle.kept_shard is not None:
-            near = groups.near(unit.device)
-            handle.kept_shard.comm = unit.axes[0] if handle.kept_shard.lasts or near is None else near
+            handle.kept_shard = groups.new_kept_shard(unit.device)

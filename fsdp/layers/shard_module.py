@@ -90,7 +90,7 @@ def shard_module(
     # The original parameters are gone by now: handles take more memory.
     reduce_comm = communicator(reduce_group, unit.device)
     for shard in shards:
-        unit.add_handle(shard, reduce_comm)
+        unit.add_handle(shard, reduce_comm, groups.new_kept_shard(unit.device) if shard.is_kept else None)
     unit.rename(type(module).__name__)
     restore_order(unit)
     guard(unit, lists_parts=form.lists_parts, names_shards=form.names_shards)
@@ -216,7 +216,6 @@ def _make_unit(
         groups.placements,
         *groups.communicators(device),
         groups.axes(device),
-        groups.near(device),
         groups.ranks,
         options.precision,
         device,

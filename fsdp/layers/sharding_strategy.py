@@ -35,6 +35,8 @@ from fsdp.engine.placements import UNSHARDED, Placements, ShardingStrategy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp.engine.kept_shard import KeptShard
+
 
 class ProcessGroupName(str, Enum):
     """Names that stand for process groups in the constructor."""
@@ -104,15 +106,23 @@ class Groups:
 
         return nested(shard, replicas, all_ranks, ranks), LONE_RANK
 
-    def near(self, device: torch.device) -> Communicator | None:
-        """Collective the first time. Return the ranks that keep parameters together from forward to backward, if any.
+    def new_kept_shard(self, device: torch.device) -> KeptShard | None:
+        """Collective the first time. Return what keeps a handle's parameters between uses, if fewer ranks or none do.
 
         Raises:
             ValueError: if their number does not divide that of the shard axis.
         """
-        size = self.placements.reshard_after_forward
-        group = None if isinstance(size, bool) else _post_forward_group(self.shard, size)
-        return None if group is None else communicator(group, device)
+        size, lasts = self.placements.reshard_after_forward, bool(self.placements.gather and self.placements.unshard)
+        if size == "host":
+            from fsdp.layers.host_copy import HostCopy  # as below: for few placements
+
+            return HostCopy()
+        group = self.shard if lasts else None if isinstance(size, bool) else _post_forward_group(self.shard, size)
+        if group is None:
+            return None
+        from fsdp.engine.kept_shard import KeptShard
+
+        return KeptShard(communicator(group, device), lasts)
 
     @classmethod
     def resolve(cls, given: Any, placements: Placements, strategy: ShardingStrategy | None = None) -> Groups:

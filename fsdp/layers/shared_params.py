@@ -170,7 +170,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     places = [handle.places[slot] for slot in slots]
     shard = Shard(flat_param, places, (), new_orig_params, new_unsharded=handle.new_unsharded)
     comms = handle.comm, handle.reduce_comm, handle.replicas
-    alike = None if kept is None else type(kept)(kept.comm, kept.lasts)
+    alike = None if kept is None else kept.alike()
     along_replicas = handle.replica_axis, handle.sums_replicas_by
     made = FlatParamHandle(shard, *comms, handle.precision, owner.policy, *along_replicas, alike)
     owner.attach(made)

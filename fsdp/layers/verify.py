@@ -149,7 +149,7 @@ def describe_handle(handle: FlatParamHandle) -> str:
     if handle.is_replicated:
         ranks += f" and {handle.replicas.world_size} replicas by {type(handle.replicas).__name__}"
     if handle.kept_shard is not None:
-        ranks += f", kept among {handle.kept_shard.comm.world_size} of them"
+        ranks += f", {handle.kept_shard}"
     return f"{kind} {ranks}: {slots}"
 
 

@@ -22,7 +22,7 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
 from fsdp.distributed import devices
-from fsdp.distributed.devices import CopyStream
+from fsdp.distributed.devices import Arrival, CopyStream
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
 from fsdp.engine.autograd import differentiable_tensors
 from fsdp.engine.flat_param import FlatParameter
@@ -232,7 +232,7 @@ def _check(module: nn.Module, world_size: int, replicas: int, rank: int, options
             raise ValueError(f"plan() does not model {name}: {_NOT_MODELLED[name]}")
     placements = options.get("placements")
     reshards = options.get("reshard_after_forward", True) if placements is None else placements.reshard_after_forward
-    if not isinstance(reshards, bool):
+    if type(reshards) is int:
         raise ValueError(f"plan() does not model reshard_after_forward={reshards}: plan True, which takes less memory")
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise ValueError(f"replicas must divide world_size, got replicas={replicas} and world_size={world_size}")
@@ -273,9 +273,13 @@ class _HostCopies(CopyStream):
         self._leaving: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         self._last_source: Tensor | None = None
 
-    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+    def copied_to_host(self, source: Tensor) -> tuple[Tensor, Arrival]:
         with self._live.allocating(ON_HOST):
-            self._leaving.append((source.clone(), use))
+            return source.clone(), Arrival()
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        host, _ = self.copied_to_host(source)
+        self._leaving.append((host, use))
         self._last_source = source
 
     def settle(self) -> None:
@@ -576,7 +580,7 @@ class _Training:
 
 def _tag(handle: FlatParamHandle) -> int:
     """Return the tag of a handle's all-gathers along the shard axis."""
-    return handle.tag if handle.kept_shard is None else handle.kept_shard.tag
+    return handle.kept_shard.tag if handle.kept_shard is not None and handle.kept_shard.lasts else handle.tag
 
 
 def _number(message: Message) -> Any:

@@ -151,7 +151,7 @@ def test_numbers_that_are_flags() -> None:
 
 
 def test_what_is_no_number_of_ranks() -> None:
-    with pytest.raises(TypeError, match=r"reshard_after_forward must be True, False or a number of ranks, got 1\.5"):
+    with pytest.raises(TypeError, match=r'must be True, False, a number of ranks or "host", got 1\.5'):
         Placements.from_strategy(reshard_after_forward=1.5)  # type: ignore[arg-type]
 
 

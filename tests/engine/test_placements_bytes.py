@@ -24,6 +24,7 @@ VALUES = {
     name: Placements.from_strategy(ShardingStrategy[name])
     for name in ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "SHARD_OPTIM_GRADS", "HYBRID_SHARD_OPTIM")
 } | {
+    "kept on the host": Placements.from_strategy(reshard_after_forward="host"),
     "deferred": Placements(parameters=SHARDED, gradients=UNREDUCED, optimizer=SHARDED),
     "deferred along the replica axis": Placements(
         parameters=SHARDED, gradients=Placed(Placement.SHARDED, Placement.PARTIAL), optimizer=ON_BOTH
@@ -75,7 +76,7 @@ def expected_bytes(value: str, shape: tuple[int, int], turns: int) -> int:
         return sum(stage.numel_sent(LAYER, sizes) for stage in found)
 
     # In forward each layer is unsharded, and in backward again but for the last, which backward begins with.
-    uses = 2 * LAYERS - 1 if placements.reshard_after_forward else LAYERS
+    uses = 2 * LAYERS - 1 if placements.reshard_after_forward is True else LAYERS
     once = LAYERS * (sent(placements.gather) + sent(placements.settle))
     return ITEM * (once + turns * (uses * sent(placements.unshard) + LAYERS * sent(placements.reduce)))
 
@@ -83,7 +84,7 @@ def expected_bytes(value: str, shape: tuple[int, int], turns: int) -> int:
 SHAPES = [(1, 2), (1, 3), (2, 2), (1, 4)]
 
 
-@parametrize_pairs(at_most=14, value=[*VALUES], form=["flat", "orig"], shape=SHAPES, turns=[1, 3])
+@parametrize_pairs(at_most=16, value=[*VALUES], form=["flat", "orig"], shape=SHAPES, turns=[1, 3])
 def test_bytes_on_the_wire(ranks: RankPool, value: str, form: str, shape: tuple[int, int], turns: int) -> None:
     ranks(shape[0] * shape[1]).run(_count, value, form, shape, turns)
 

@@ -35,6 +35,7 @@ UNSHARDED = Placed(Placement.REPLICATED, Placement.REPLICATED)
 
 # Values without a name: gradients accumulate though parameters are sharded, or nothing is.
 OTHERS = {
+    "parameters on the host until backward": Placements.from_strategy(reshard_after_forward="host"),
     "sharded parameters, deferred gradients": Placements(parameters=SHARDED, gradients=UNREDUCED, optimizer=SHARDED),
     "replicas, deferred gradients": Placements(parameters=UNSHARDED, gradients=UNREDUCED, optimizer=UNSHARDED),
 }

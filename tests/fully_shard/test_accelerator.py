@@ -58,6 +58,10 @@ def test_whole_parameters_may_be_kept_among_neighbours(accelerator_ranks: Accele
     accelerator_ranks(4).run(_train_and_compare, {"reshard_after_forward": 2})
 
 
+def test_whole_parameters_may_be_kept_on_the_host(accelerator_ranks: AcceleratorRanks) -> None:
+    accelerator_ranks(2).run(_train_and_compare, {"reshard_after_forward": "host"})
+
+
 def test_shards_may_live_on_the_host(accelerator_ranks: AcceleratorRanks) -> None:
     accelerator_ranks(2).run(_train_and_compare, {"offload_policy": CPUOffloadPolicy()})
 

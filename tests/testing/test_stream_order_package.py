@@ -44,6 +44,7 @@ OPTIONS: dict[str, Wrap] = {
     "grads_on_host": partial(flat, use_orig_params=False, **GRADS),
     "rows_on_host": partial(rows, offload_policy=fsdp.CPUOffloadPolicy()),
     "not_resharded": partial(rows, reshard_after_forward=False),
+    "kept_on_host": partial(flat, reshard_after_forward="host"),
     "gradients_alone": partial(flat, sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP),
     "replicated": partial(flat, sharding_strategy=fsdp.ShardingStrategy.NO_SHARD),
     "half": partial(flat, mixed_precision=True, compute_dtype=torch.bfloat16),
@@ -97,7 +98,7 @@ def assert_equal_to_plain(model: Any, **how: int) -> None:
         torch.testing.assert_close(whole.float().cpu(), value, rtol=1e-4, atol=1e-5)
 
 
-@each_way(" ".join(OPTIONS), "original both_on_host rows_on_host half_on_host")
+@each_way(" ".join(OPTIONS), "original both_on_host rows_on_host half_on_host kept_on_host")
 def test_training_is_in_order(ranks: RankPool, way: str, options: str) -> None:
     ranks(2).run(checked, _train, way, options)
 
