@@ -93,8 +93,8 @@ class Machine:
 
 
 def on_cable() -> dict[str, str]:
-    """The environment in which torch's communication takes the cable."""
-    return {"GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
+    """The environment in which communication takes the cable: both machines are this one, and could share memory."""
+    return {"GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE, "FSDP_SHARED_MEMORY": "0"}
 
 
 _serial = 0

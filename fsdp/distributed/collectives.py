@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,9 @@ from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, checked, give_up, wire_tag
+
+if TYPE_CHECKING:
+    from fsdp.distributed.shared_memory import SharedMemory
 
 if dist.is_available():
     # Its functions take the default group of when it is imported for their default. torch imports it lazily: that group
@@ -154,6 +158,7 @@ class DirectExchange(TorchCollectives):
     """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
 
     sends_pieces = True
+    shares_from = 1 << 19  # bytes of a message, above which shared memory is faster than sockets
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
@@ -163,6 +168,33 @@ class DirectExchange(TorchCollectives):
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sent: deque[Sending] = deque()
         self._answered: Sending | None = None
+        self._shared: SharedMemory | None = None  # after `share_memory`
+        self._was_asked = False  # whether ranks share memory
+
+    def share_memory(self, nbytes: int) -> None:
+        # Messages with checksums go through the group.
+        if self._was_asked or nbytes < self.shares_from or not isinstance(self.group, dist.ProcessGroup):
+            return
+        from fsdp.distributed.shared_memory import SharedMemory  # which small models never need
+
+        self._was_asked = True
+        self._shared = SharedMemory.among(self.group, self.all_gather_bytes, self.shares_from)
+        if self._shared is not None:
+            self._way += " through shared memory"
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found, shared = None, self._shared
+        if shared is not None and is_host(device) and numel * dtype.itemsize >= self.shares_from * self.world_size:
+            found = shared.empty(numel, dtype)
+        return super().empty(numel, dtype, device) if found is None else found
+
+    def is_read_in_place(self, tensor: Tensor) -> bool:
+        return self._shared is not None and self._shared.holds(tensor)
+
+    def restart_tags(self) -> None:
+        super().restart_tags()
+        if self._shared is not None:
+            self._shared.forget()
 
     def for_device(self, device: torch.device) -> Communicator:
         return communicator(self._known, device)
@@ -177,22 +209,29 @@ class DirectExchange(TorchCollectives):
         return Pending(what, received, lambda: self._answer(sending, full))
 
     def _post(
-        self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages
+        self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages, *, is_lent: bool = False
     ) -> tuple[list[Any], list[Any]]:
         asked: list[Any] = []
         works: list[Any] = []
+        receive: Callable[[Tensor, int, int], Any] = partial(Receiving, self.group)
+        send: Callable[[Tensor, int, int], Any] = self._send
+        if (shared := self._shared) is not None:
+            receive, send = shared.lend if is_lent else shared.receive, shared.sender(outgoing)
         try:
             for peer, tensors in incoming.items():
                 for each in tensors:
                     number = wire_tag(self._way, kind, tag, each.numel(), each.dtype)
-                    asked.append(Receiving(self.group, each, peer, number))
+                    asked.append(receive(each, peer, number))
             for peer, tensors in outgoing.items():
                 for each in tensors:
                     number = wire_tag(self._way, kind, tag, each.numel(), each.dtype)
-                    works.append(self.group.send([each], peer, number))
+                    works.append(send(each, peer, number))
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
         return asked, works
+
+    def _send(self, tensor: Tensor, peer: int, number: int) -> Any:
+        return self.group.send([tensor], peer, number)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         asked, works = self._post(what, "exchange", tag, incoming, outgoing)
@@ -211,7 +250,24 @@ class DirectExchange(TorchCollectives):
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         kind, pieces = dtype or full.dtype, list(full.view(self.world_size, -1))
-        return self.swap(pieces, what, tag, lambda received: self._sum_in_rank_order(received, kind))
+        if self._shared is None or pieces[0].nbytes < self.shares_from:
+            return self.swap(pieces, what, tag, lambda received: self._sum_in_rank_order(received, kind))
+        others = {peer: [pieces[peer]] for peer in self._peers}
+        lent, sent = self._post(what, "reduction", tag, others, others, is_lent=True)
+        self._sent.append(Sending(sent, what))
+
+        def total() -> Tensor:
+            for peer, each in zip(self._peers, lent, strict=True):
+                pieces[peer] = each.value
+            first, second, *others = pieces
+            found = torch.add(first.to(torch.promote_types(first.dtype, kind)), second)
+            for other in others:
+                found.add_(other)
+            for each in lent:
+                each.give_back()
+            return found.to(kind)
+
+        return Pending(what, lent, total)
 
     def swap(self, outgoing: Sequence[Tensor], what: str, tag: Tag, then: Callable[[list[Tensor]], Tensor]) -> Pending:
         works, received = self._swap(what, "reduction", tag, outgoing)

@@ -163,6 +163,8 @@ def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtyp
     comm = call.comm if group is None else communicator(default_group(group), tensor.device)
     if tensor.dim() != 1 or tensor.numel() % comm.world_size:
         raise ValueError(f"a tensor of shape {list(tensor.shape)} cannot be cut into {comm.world_size} equal parts")
+    if comm.is_read_in_place(tensor):
+        tensor = tensor.clone()  # the hook may write it when this returns
     return comm.reduce_scatter(tensor, f"reduce-scatter for {call.name}", call.tag, dtype).wait()
 
 

@@ -128,6 +128,17 @@ class Communicator(ABC):
         """Return a separate communicator of the same ranks for CPU tensors, for a thread; collective the first time."""
         return self
 
+    def share_memory(self, nbytes: int) -> None:  # noqa: B027 (of most backends nothing)
+        """Collective. Messages will have up to so many bytes: send them through shared memory, if ranks have it."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory ``[numel]`` for a tensor that will be reduced."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def is_read_in_place(self, tensor: Tensor) -> bool:
+        """Return whether other ranks read a reduced tensor itself, maybe after its reduction has returned here."""
+        return False
+
     def give_up(self) -> None:  # noqa: B027 (a device that waits for others can't be told)
         """End current and later waits of this rank with an error, if the host waits: with gloo."""
 
@@ -152,7 +163,8 @@ class Communicator(ABC):
         """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
 
         The tensor is sent in its dtype. The result is of `dtype` (None: the same), in which the library sums if the
-        backend does not. `full` must not be used until `wait` has returned, and may share memory with the result.
+        backend does not. `full` must not be used until `wait` has returned, and may share memory with the result; if
+        it `is_read_in_place`, it must not be written any more.
         """
 
     @abstractmethod

@@ -104,7 +104,7 @@ class _ImaginedExchange(DirectExchange):
         return self
 
     def _post(
-        self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages
+        self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages, *, is_lent: bool = False
     ) -> tuple[list[Any], list[Any]]:
         names = {"gather": "all-gather", "reduction": "reduce-scatter"}
         sent = [each for tensors in outgoing.values() for each in tensors]

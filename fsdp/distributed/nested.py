@@ -57,6 +57,16 @@ class Nested(Communicator):
         shard, replicas, *together = (each.apart() for each in self._parts)
         return nested(shard, replicas, next(iter(together), None), self.ranks)
 
+    def share_memory(self, nbytes: int) -> None:
+        for each in self._parts:
+            each.share_memory(nbytes)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._shard.empty(numel, dtype, device)
+
+    def is_read_in_place(self, tensor: Tensor) -> bool:
+        return self._shard.is_read_in_place(tensor)
+
     def give_up(self) -> None:
         for each in self._parts:
             each.give_up()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp.distributed.communicator import Communicator
 from fsdp.engine.layout import Layout
 
 _SMALL_NUMEL = 1 << 18  # of more elements than this, a copy takes longer than its call
@@ -48,6 +49,7 @@ class GradientBuffer:
         sum_dtype: at least in this one the gradients of several backwards are added up.
         device: where it is.
         expected: for each parameter, whether it gets a gradient at all.
+        comm: the ranks that it is reduced over first.
 
     Attributes:
         missing: the number of the parameters whose gradients have not arrived in this backward.
@@ -60,7 +62,9 @@ class GradientBuffer:
         sum_dtype: torch.dtype,
         device: torch.device,
         expected: Sequence[bool],
+        comm: Communicator,
     ) -> None:
+        self.comm = comm
         self._whole = self.layout = layout
         self._left_out: set[int] = set()  # what has no room in `layout`
         self.dtype = dtype
@@ -138,14 +142,16 @@ class GradientBuffer:
             self._flat, _, self._places = spare
             self._flat.untyped_storage().resize_(self._flat.nbytes)
         else:
-            self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self._device)
+            self._flat = self.comm.empty(self.layout.padded_numel, dtype, self._device)
             self._places = self.layout.places(self._flat)
         return self._flat
 
     def reuse(self, taken: Taken) -> None:
         """Free the memory of what was taken and is copied, and fill it again the next time: views take their time."""
-        taken.flat.untyped_storage().resize_(0)
-        self._spare = taken if taken.places else None
+        storage = taken.flat.untyped_storage()
+        if taken.places and storage.resizable():
+            storage.resize_(0)
+            self._spare = taken
 
     def owe(self, unused: Collection[int] = ()) -> None:
         """Contribute zeros to the next reduction if this rank has no gradient. Leave out the parameters in `unused`."""

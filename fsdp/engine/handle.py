@@ -303,8 +303,8 @@ class FlatParamHandle:
         self._choose_unsharded()
 
     def _new_gradients(self) -> GradientBuffer:
-        own, needs = self.flat_param.dtype, self.requires_grad_each
-        return GradientBuffer(self.layout, self.precision.reduce_dtype(own), own, self.storage.device, needs)
+        own, needs, comm = self.flat_param.dtype, self.requires_grad_each, self.reduce_comm
+        return GradientBuffer(self.layout, self.precision.reduce_dtype(own), own, self.storage.device, needs, comm)
 
     def _choose_unsharded(self) -> None:
         if self.dtype not in self.forms:

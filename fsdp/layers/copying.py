@@ -108,5 +108,6 @@ def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:
     unit.is_agreed = False
     for handle in unit.handles:
         handle.connect(unit.comm, communicator(reduce_group, unit.device), unit.replicas, unit.axes[1])
+        handle.gradients.comm = handle.reduce_comm
         if handle.kept_shard is not None:
             handle.kept_shard = groups.new_kept_shard(unit.device)

@@ -6,10 +6,12 @@ and a `DistributedDataParallel` around the tree.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.distributed.devices import return_freed_memory
+from fsdp.distributed.devices import is_host, return_freed_memory
 from fsdp.engine.checks import Checks
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import Runtime
@@ -37,11 +39,21 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
     settle_shares(root, named_units, all_inside=True)
     refuse_strangers(root.module, [unit for _, unit in named_units])
     agree(root.everyone, named_units, to_run=True)
+    share_memory(unit for _, unit in named_units)
     runtime = Runtime(root, named_units, bucket_bytes=bucket_bytes)
     runtime.steps = Steps(root)
     runtime.checks = TreeChecks(runtime)
     return_freed_memory()
     return runtime
+
+
+def share_memory(units: Iterable[Unit]) -> None:
+    """Collective. Send the large messages of these units through shared memory, between ranks on one host."""
+    for unit in units:
+        for handle in unit.handles if is_host(unit.device) else ():
+            kept = () if handle.kept_shard is None else (handle.kept_shard.comm,)
+            for comm in (handle.comm, handle.reduce_comm, handle.replica_axis, *kept):
+                comm.share_memory(handle.layout.shard_numel * handle.dtype.itemsize)
 
 
 class TreeChecks(Checks):

@@ -35,9 +35,21 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")
+
+
+def shared(group: Any) -> Communicator:
+    """Return a way that sends each message through shared memory, however small."""
+    way = DirectExchange(group)
+    way.shares_from = 1
+    way.share_memory(1)
+    assert way._shared is not None
+    return way
+
+
 WAYS: dict[str, Callable[[Any], Communicator]] = {
     "torch": TorchCollectives,
     "direct": DirectExchange,
+    "shared": shared,
     "staged": StagedExchange,  # on CPU tensors it is the same detour
 }
 
