@@ -76,6 +76,25 @@ NEEDED: dict[str, Callable[[Case], bool]] = {
     "writes to rows are dropped": lambda case: is_rows(case) and "write_rows" in case.operations,
 }
 
+# A seed whose case is short and finds the mistake; if it no longer does, the other seeds follow.
+FIRST = {
+    "gradients are divided twice": 121,
+    "gradients replace accumulated ones": 21,
+    "clipping knows this rank's norm only": 121,
+    "the last rank does not load": 513,
+    "replicas go apart": 675,
+    "the optimizer's state is not loaded": 513,
+    "leaves are built anew when a parameter is frozen": 557,
+    "a forward lists shards": 93,
+    "writes to memory are not seen": 185,
+    "data of rows is dropped": 1561,
+    "data that was kept is overwritten": 329,
+    "writes to rows are dropped": 329,
+    "numbers of another nesting are believed": 1797,
+    "what is not used has a gradient": 21,
+    "stale parameters are computed with": 1921,
+}
+
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(ranks: RankPool, mistake: str) -> None:
@@ -85,4 +104,4 @@ def test_a_planted_mistake_is_found(ranks: RankPool, mistake: str) -> None:
     cases = (Case.of_seed(seed, world_size) for seed in range(world_size - 1, 2000, 4))
     seeds = [case.seed for case in cases if is_able(case) and case.optimizer != "sgd"][:40]
     with pytest.raises(RankError, match=r"CaseError: seed \d+ at operation"):
-        ranks(world_size, grace=1).run(run_seeds_with, mistake, seeds, world_size)
+        ranks(world_size, grace=1).run(run_seeds_with, mistake, [FIRST[mistake], *seeds], world_size)

@@ -90,6 +90,7 @@ def shown(path: Path) -> str:
 # Rooms
 
 
+@cache
 def imports(tree: ast.Module) -> set[Import]:
     """The modules of the package that are imported anywhere in the tree, in functions too."""
     guarded = {
@@ -217,6 +218,7 @@ def test_the_layout_knows_nothing_of_ranks_that_talk(name: str) -> None:
 # Collectives
 
 
+@cache
 def names_from_torch(tree: ast.Module) -> set[str]:
     """Every dotted name of torch that is mentioned, whatever it is called here: `dist.barrier` in full."""
     local: dict[str, str] = {}

@@ -3,7 +3,7 @@
     python -m tests.zoo                            # 180 classes of `transformers`, a quarter of an hour on two cores
     python -m tests.zoo Llama T5 --forms rows      # those whose names begin so, in one form
 
-`tests/helpers/zoo.py` has the table. `make test` trains a class of every second family in one form
+`tests/helpers/zoo.py` has the table. `make test` trains a class of every fifth family in one form
 (`tests/integrations/test_transformers_zoo.py`).
 """
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 
 from tests.helpers.needs import needs
 from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankPool
+
+PRELOAD = ["fsdp.lightning", "fsdp.transformers", "fsdp.accelerate"]
 
 pytestmark = [
     needs("sphinx", "myst_parser", "furo", "sphinx_copybutton"),
@@ -65,23 +69,23 @@ SEARCHES = {
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a new rank builds it, because the imports of the documented modules take seconds."""
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "--fail-on-warning",
-        "--keep-going",
-        "--quiet",
-        "-d",
-        str(folder / "cache"),
-    ]
-    built = subprocess.run(
-        [*command, "docs", str(folder / "html")], cwd=ROOT, text=True, capture_output=True, check=False
-    )
-    assert built.returncode == 0, built.stderr
+    status, said = ranks(1, backend=None, timeout=300).run(_build, folder)[0]
+    assert status == 0, said
     return folder / "html"
+
+
+def _build(folder: Path) -> tuple[int, str]:
+    """Return the exit status of Sphinx, and the text that it prints."""
+    from sphinx.cmd.build import build_main
+
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "--no-color", "-d", str(folder / "cache")]
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore")  # of Sphinx and its extensions
+        return build_main([*options, str(ROOT / "docs"), str(folder / "html")]), printed.getvalue()
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

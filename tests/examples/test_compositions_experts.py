@@ -33,7 +33,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 def assert_trains_as_plain(
     name: str,
     folder: Path,
-    steps: int = 4,
+    steps: int = 2,
     built: Any = None,
     plain_optimizer: Any = None,
     then: Any = None,

@@ -62,19 +62,19 @@ def test_each_has_a_readme_with_its_command_and_is_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*/train.py")), ids=lambda file: file.parent.name)
-def test_the_length_of_a_training_is_an_argument(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@on_ranks(1)  # which have imported peft and Lightning
+def test_the_length_of_a_training_is_an_argument(file: Path) -> None:
     if file.parent.name == "gpt":
         pytest.skip("tests/examples/test_examples.py trains it by its arguments")
-    monkeypatch.setattr(sys, "argv", [str(file), "--help"])
     try:
         example = program(file.parent.name)
     except ImportError as error:
         pytest.skip(f"{error}")
-    with pytest.raises(SystemExit):
-        example.main()
-    assert re.search(r"--(steps|epochs)", capsys.readouterr().out)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [str(file), "--help"])
+        with pytest.raises(SystemExit):
+            example.main()
+    assert re.search(r"--(steps|epochs)", printed.getvalue())
 
 
 def test_images_are_classified(ranks: RankPool, tmp_path: Path) -> None:
@@ -93,15 +93,15 @@ def _classify(folder: Path) -> list[float]:
 
 
 def test_a_gan_goes_on_with_more_ranks_from_one_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    through = ranks(2).run(_train_gan, tmp_path / "through", 40)[0]
-    first = ranks(2).run(_train_gan, tmp_path / "resumed", 20)[0]
-    second = ranks(3).run(_train_gan, tmp_path / "resumed", 40)[0]
+    through = ranks(2).run(_train_gan, tmp_path / "through", 10)[0]
+    first = ranks(2).run(_train_gan, tmp_path / "resumed", 5)[0]
+    second = ranks(3).run(_train_gan, tmp_path / "resumed", 10)[0]
     assert first + second == pytest.approx(through, rel=1e-2)
     assert len(through) == 2
 
 
 def _train_gan(folder: Path, steps: int) -> list[float]:
-    example = program("gan", before="step % 100 == 99", after="step % 20 == 19")
+    example = program("gan", before="step % 100 == 99", after="step % 5 == 4")
     distances: list[float] = example.train(CPU, folder, steps)
     return distances
 
@@ -197,6 +197,20 @@ def torchrun(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+# In place of torchrun: its agent forks the ranks, which so need not import torch again.
+TORCHRUN = """#!{python}
+import runpy, sys
+import fsdp, torch._dynamo
+from torch.distributed import run
+from torch.distributed.launcher.api import elastic_launch
+config, _, [_, *sys.argv] = run.config_from_args(run.parse_args(sys.argv[1:]))
+config.start_method = "fork"
+def rank():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+elastic_launch(config, rank)()
+"""
+
+
 @pytest.mark.waiting
 def test_two_machines_train(tmp_path: Path) -> None:
     try:
@@ -204,6 +218,8 @@ def test_two_machines_train(tmp_path: Path) -> None:
             pass
     except NotAllowedError as reason:
         pytest.skip(f"this system makes no two machines: {reason}")
+    (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))
+    (tmp_path / "torchrun").chmod(0o755)
     printed = torchrun(["bash", "examples/two_machines/here.sh"], tmp_path, RANKS="1")
     assert "machine 0: 1 of 2 ranks" in printed  # their ends of lines may come after each other
     assert "machine 1: 1 of 2 ranks" in printed
@@ -252,10 +268,10 @@ def test_kubernetes_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs("tqdm")
 def test_the_gpt_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(bytes(range(97, 113)) * 2000)  # soon learned
-    first = ranks(2).run(_train_gpt, tmp_path, "--steps=30")[0]
-    resumed = ranks(3).run(_train_gpt, tmp_path, "--steps=60", "--resume")[0]
-    assert (first.steps, resumed.steps) == (30, 31)  # the last checkpoint was that of step 28
+    (tmp_path / "text").write_bytes(bytes(range(97, 113)) * 200)  # soon learned
+    first = ranks(2).run(_train_gpt, tmp_path, "--steps=10")[0]
+    resumed = ranks(3).run(_train_gpt, tmp_path, "--steps=20", "--resume")[0]
+    assert (first.steps, resumed.steps) == (10, 11)  # the last checkpoint was that of step 8
     assert resumed.first_loss == first.first_loss
     assert resumed.last_loss < first.last_loss < first.first_loss
 
@@ -263,7 +279,7 @@ def test_the_gpt_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> No
 def _train_gpt(folder: Path, *arguments: str) -> Any:
     from examples.gpt import options, text, train
 
-    given = [f"--data={folder / 'text'}", f"--out={folder}", "--size=tiny", "--save-every=29", *arguments]
+    given = [f"--data={folder / 'text'}", f"--out={folder}", "--size=tiny", "--save-every=9", *arguments]
     read = options.parse_options(given)
     corpus = text.load_corpus(read.data, context=31, max_bytes=read.max_bytes)
     return train.train(read, train.Place(dist.get_rank(), dist.get_world_size(), CPU), corpus)
@@ -327,15 +343,17 @@ def test_a_ddp_program_changes_in_a_few_places() -> None:
 
 @pytest.mark.parametrize("name", ["from_fairscale", "from_fsdp1", "from_fsdp2", "two_machines", "gan"])
 def test_a_finished_training_says_how_to_go_on(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    first, again, shorter = (ranks(2).run(_train_and_print, name, tmp_path / name, steps)[0] for steps in (20, 20, 10))
+    first, again, shorter = (ranks(2).run(_train_and_print, name, tmp_path / name, steps)[0] for steps in (5, 5, 3))
     assert "to go on: --steps" not in first
-    assert re.search(r"has all of 20 steps; to go on: --steps \d+\n$", again)
+    assert re.search(r"has all of 5 steps; to go on: --steps \d+\n$", again)
     assert shorter == again  # nothing was saved as an earlier step
 
 
 def _train_and_print(name: str, folder: Path, steps: int) -> str:
+    # Checkpoints every five steps instead of 20.
+    example = program(name) if name == "gan" else program(name, before="% 20 == 19", after="% 5 == 4")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        _train(name, folder, steps)
+        example.train(CPU, folder, steps)
     return printed.getvalue()
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.helpers.forked import Forked
 from tests.helpers.hugging_face import PATIENCE
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
@@ -36,6 +37,11 @@ def program() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         yield example
+
+
+def forked(command: list[str], **pipes: Any) -> Forked:
+    """Call the engine's program in a fork, in place of `Popen`: transformers is imported already."""
+    return Forked(importlib.import_module("examples.reinforcement.engine").main, *command[2:])
 
 
 def prompts_of(example: Any) -> Tensor:
@@ -62,7 +68,7 @@ def test_the_policy_learns_and_is_saved_for_transformers(tmp_path: Path) -> None
 def test_after_engines_were_killed_the_policy_is_bitwise_equal(tmp_path: Path) -> None:
     """One engine is killed while it receives changes, and its successor while it generates."""
     with program() as example:
-        example.PROMPTS, example.BUCKET = 4, 1 << 15  # multiple buckets
+        example.PROMPTS, example.BUCKET, example.Popen = 4, 1 << 15, forked  # multiple buckets
         undisturbed = example.train(CPU, tmp_path / "undisturbed", steps=4)
         processes: list[Any] = []
         streams: list[Any] = []
@@ -77,10 +83,10 @@ def test_after_engines_were_killed_the_policy_is_bitwise_equal(tmp_path: Path) -
                     processes[0].kill()
                 super().bucket(number, tensor)
 
-        popen, example.SharedMemorySink = example.Popen, Killing
+        example.SharedMemorySink = Killing
 
         def started(*args: Any, **options: Any) -> Any:
-            processes.append(popen(*args, **options))
+            processes.append(forked(*args, **options))
             return processes[-1]
 
         example.Popen = started
@@ -97,6 +103,7 @@ def test_after_engines_were_killed_the_policy_is_bitwise_equal(tmp_path: Path) -
 @on_ranks(2, timeout=PATIENCE)
 def test_an_engine_with_another_model_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with program() as example:
+        example.Popen = forked
         config = example.configuration()
         config.intermediate_size = 96
         if dist.get_rank() == 0:

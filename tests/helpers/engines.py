@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.weights import Receiver, SharedMemorySink, Sink, SocketSink, receive
+from tests.helpers.forked import Forked
 
 SECRET = "only we know"
 KINDS = ["socket", "shared memory"]
@@ -79,32 +78,27 @@ def engine(
         yield told_by_first(receiver.address), running
 
 
-# A program that needs no process group: it saves each update, and may stop in the middle of one.
-PROGRAM = """
-import sys, os, torch
-from fsdp.weights import receive
-address, secret, stop_after = sys.argv[1:]
-with receive(address, secret=secret or None, timeout=30, keep=True) as receiver:
-    print(receiver.address, flush=True)
-    while True:
-        update = receiver.next(timeout=60)
-        try:
-            for bucket, _ in update.buckets():
-                if bucket == int(stop_after):
-                    os.kill(os.getpid(), 9)
-        except (OSError, ValueError) as error:
-            print("error:", error, flush=True)
-        print("received", flush=True)
-"""
+def _save_updates(address: str, stop_after: int) -> None:
+    """Receive updates, and end at a bucket in the middle of one."""
+    secret = SECRET if ":" in address else None
+    with receive(address, secret=secret, timeout=30, keep=True) as receiver:
+        print(receiver.address, flush=True)
+        while True:
+            update = receiver.next(timeout=60)
+            try:
+                for bucket, _ in update.buckets():
+                    if bucket == stop_after:
+                        os.kill(os.getpid(), 9)
+            except (OSError, ValueError) as error:
+                print("error:", error, flush=True)
+            print("received", flush=True)
 
 
 @contextmanager
-def program(address: str, stop_after: int = -1) -> Iterator[tuple[subprocess.Popen[str], Any, str]]:
-    """A process that receives, its output, and its address."""
-    command = [sys.executable, "-c", PROGRAM, address, SECRET if ":" in address else "", str(stop_after)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def program(address: str, stop_after: int = -1) -> Iterator[tuple[Forked, Any, str]]:
+    """A process that receives without a process group, its output, and its address."""
+    with Forked(_save_updates, address, stop_after) as process:
         try:
-            assert process.stdout is not None
             yield process, process.stdout, process.stdout.readline().strip()
         finally:
             process.kill()

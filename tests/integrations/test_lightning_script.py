@@ -1,11 +1,10 @@
-"""The script of docs/lightning.md, run as a user runs it: Lightning starts the ranks."""
+"""The script of docs/lightning.md, run as a user runs it: Lightning starts the other ranks."""
 
 from __future__ import annotations
 
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from contextlib import redirect_stdout
@@ -28,12 +27,13 @@ OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def test_it_trains_at_two_ranks_and_goes_on_at_one(ranks: RankPool, tmp_path: Path) -> None:
-    first = _last_printed(_started("--devices", "2", "--epochs", "2", "--folder", str(tmp_path)))
+    # The first rank is in a process that has imported Lightning.
+    process = ranks(1, backend=None, timeout=240)
+    first = _last_printed(process.run(_run_script, ["--devices", "2", "--epochs", "2", "--folder", str(tmp_path)])[0])
     assert (tmp_path / "last.ckpt").exists()
     newest = str(tmp_path / "epoch=1-step=8.ckpt")
     again = ["--devices", "1", "--epochs", "4", "--folder", str(tmp_path), "--resume", newest]
-    # In a process that has imported Lightning.
-    second = _last_printed(ranks(1, backend=None, timeout=240).run(_run_script, again)[0])
+    second = _last_printed(process.run(_run_script, again)[0])
     assert first[1:] + second[1:] == (2, 4)
     assert second[0] < first[0]
 
@@ -48,22 +48,9 @@ def _last_printed(text: str) -> tuple[float, int]:
 def _run_script(arguments: list[str]) -> str:
     for name in [name for name in os.environ if name.startswith(OF_RANKS)]:
         del os.environ[name]
+    os.environ |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}  # of the ranks that Lightning starts
     sys.argv = [str(SCRIPT), *arguments]
     with warnings.catch_warnings(), redirect_stdout(StringIO()) as output:
         warnings.simplefilter("ignore")  # Lightning's own, as in `tests.helpers.lightning`
         runpy.run_path(str(SCRIPT), run_name="__main__")
     return output.getvalue()
-
-
-def _started(*arguments: str) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

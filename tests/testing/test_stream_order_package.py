@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,16 @@ def checked(body: Callable[..., None], way: str, *args: Any) -> None:
         fsdp.use_torch_collectives(False)
 
 
-def assert_equal_to_plain(model: Any, **how: int) -> None:
+@cache  # on each rank, because the checker makes a training slow
+def plain_state(accumulated: int) -> dict[str, Tensor]:
     plain = build()
-    train(plain, **how, device="cpu")  # type: ignore[arg-type]
+    train(plain, accumulated=accumulated, device="cpu")
+    return dict(plain.state_dict())
+
+
+def assert_equal_to_plain(model: Any, accumulated: int = 1) -> None:
     state = model.state_dict()
-    for name, value in plain.state_dict().items():
+    for name, value in plain_state(accumulated).items():
         whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
         torch.testing.assert_close(whole.float().cpu(), value, rtol=1e-4, atol=1e-5)
 

@@ -184,7 +184,7 @@ def _train(way: str, steps: int) -> tuple[list[float], list[float], dict[str, Te
 
 @pytest.mark.parametrize("way", ["wrapper", "rows"])
 def test_the_order_of_ranks_makes_no_difference(way: str) -> None:
-    first, *others = (World(3, seed=seed, late=[seed] if seed < 3 else []).run(_train, way, 2) for seed in range(5))
+    first, *others = (World(3, seed=seed, late=[seed] if seed < 3 else []).run(_train, way, 2) for seed in range(4))
     for other in others:
         assert_same(other, first)
 
@@ -207,7 +207,7 @@ def _train_in_float64(wrap: Callable[[nn.Module], nn.Module], rank: int, size: i
     try:
         model = nested_mlp(wrap)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):
+        for step in range(2):
             inputs = torch.randn(64, 5, generator=torch.Generator().manual_seed(step))
             own = inputs.view(size, -1, 5)[rank]
             optimizer.zero_grad()

@@ -41,8 +41,8 @@ from tests.helpers.ranks import RankPool
 BATCH, CONTEXT, WIDTH = 8, 64, 128
 
 
-def gpt() -> nn.Module:
-    return GPT(GPTConfig(num_layers=4, num_heads=4, width=WIDTH, context=CONTEXT))
+def gpt(num_layers: int = 3) -> nn.Module:
+    return GPT(GPTConfig(num_layers, num_heads=4, width=WIDTH, context=CONTEXT))
 
 
 def checkpointed_gpt() -> nn.Module:
@@ -135,6 +135,7 @@ class Case:
         )
 
 
+CONVOLUTIONS = UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)
 CASES = {
     "GPT": Case(gpt),
     "GPT kept after forward": Case(gpt, options={"reshard_after_forward": False}),
@@ -143,11 +144,11 @@ CASES = {
     "GPT not sharded": Case(gpt, options={"sharding_strategy": ShardingStrategy.NO_SHARD}),
     "GPT with checkpoints": Case(checkpointed_gpt),
     "GPT of one unit for each parameter": Case(gpt, options={"flatten_parameters": False, "bucket_cap_mb": 0}),
-    "GPT by momentum": Case(gpt, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    "GPT by fused AdamW": Case(gpt, optimizer=partial(torch.optim.AdamW, fused=True)),
     "GPT by ZeRO-1": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
     "GPT by ZeRO-2": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
-    "convolutions": Case(UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)),
+    "convolutions": Case(*CONVOLUTIONS),
+    "convolutions by momentum": Case(*CONVOLUTIONS, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "convolutions by fused AdamW": Case(*CONVOLUTIONS, optimizer=partial(torch.optim.AdamW, fused=True)),
     "adapters": Case(adapted_gpt, Net),
     "adapters of original parameters": Case(adapted_gpt, Net, options={"use_orig_params": True}),
 }
@@ -205,7 +206,7 @@ def train(case: Case, policy: AutoWrapPolicy | None = None, device: str = "cpu")
         optimizer = case.optimizer(trained)
         forget()
         note("after construction")
-        for _ in range(4):
+        for _ in range(3):
             measured.sent = 0
             loss = loss_of(model(inputs))
             note("forward")
@@ -235,7 +236,7 @@ def _train(name: str) -> Measured:
     return train(CASES[name])
 
 
-ON_FOUR_RANKS = ("GPT", "GPT of original parameters", "convolutions", "GPT by ZeRO-1")
+ON_FOUR_RANKS = ("GPT of original parameters", "convolutions")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_what_is_planned_with_replicas_is_what_training_takes(ranks: RankPool, s
     plan = case.plan(4, replicas=2)
     _compare(plan, ranks(4).run(_train_with_replicas, strategy)[0])
     blocks = [unit for unit in plan.units if "blocks" in unit.name]
-    assert [unit.all_gathers for unit in blocks] == [2, 2, 2, 1]
+    assert [unit.all_gathers for unit in blocks] == [2, 2, 1]
 
 
 def _train_with_replicas(strategy: str) -> Measured:
@@ -403,8 +404,7 @@ def test_ignored_modules_are_not_sharded() -> None:
     assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in model.parameters()) - left_out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.bfloat16), (4, torch.float32)])
 def test_a_snapshot_of_sent_weights_has_the_planned_bytes(world_size: int, dtype: torch.dtype, ranks: RankPool) -> None:
     replicas = 2 if world_size == 4 else 1
     plans = [fsdp.plan(gpt(), world_size, rank=r, replicas=replicas, snapshot=dtype) for r in range(world_size)]
@@ -438,7 +438,7 @@ class _Changes(fsdp.weights.Sink):
 def test_the_table_says_what_the_data_say() -> None:
     plan = CASES["GPT"].plan(2)
     text = str(replace(plan, bandwidth=1e9))
-    assert "3 x blocks.0" in text  # the last one is not gathered again
+    assert "2 x blocks.0" in text  # the last one is not gathered again
     for phase in plan.phases:
         assert phase.name in text
         assert size_text(phase.peak) in text
@@ -485,7 +485,7 @@ def test_what_the_meta_device_does_not_follow_is_an_error() -> None:
 
 def test_a_model_of_a_thousand_million_parameters_is_planned_without_its_memory() -> None:
     with torch.device("meta"):
-        model = GPT(GPTConfig(num_layers=24, num_heads=16, width=2048, context=1024))
+        model = GPT(GPTConfig(num_layers=10, num_heads=16, width=3072, context=1024))
     plan = fsdp.plan(model, 64, auto_wrap_policy=module_wrap_policy({Block}), sample=torch.zeros(1, 1024).long())
     numel = sum(param.numel() for param in model.parameters())
     assert numel > 1e9
