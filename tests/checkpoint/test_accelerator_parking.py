@@ -77,7 +77,7 @@ PLACES = "host", "folder"
 PAIRS = [(wrap, PLACES[number % 2]) for number, wrap in enumerate([*WRAPS, "owned"])]
 
 
-@pytest.mark.parametrize(("wrap", "to"), [*PAIRS, ("flat", "folder")])
+@pytest.mark.parametrize(("wrap", "to"), PAIRS)
 @on_accelerators(2)
 def test_nothing_of_a_parked_model_is_on_the_accelerator_and_training_goes_on_with_the_same_bits(
     wrap: str, to: str, tmp_path: Path
@@ -87,10 +87,10 @@ def test_nothing_of_a_parked_model_is_on_the_accelerator_and_training_goes_on_wi
     def trained(between: RoundTrip) -> dict[str, Tensor]:
         model = new_model(way)
         optimizer = new_optimizer(model, is_owned=wrap == "owned")
-        train(model, optimizer, 3, between)
+        train(model, optimizer, 2, between)
         return {name: value.cpu() for name, value in full_state(model).items()}
 
-    trained(no_round_trip)  # allocates what a process allocates once
+    expected = trained(no_round_trip)  # allocates what a process allocates once
     before = allocated()
 
     def parked(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -99,17 +99,17 @@ def test_nothing_of_a_parked_model_is_on_the_accelerator_and_training_goes_on_wi
             assert nbytes > 0
             assert allocated() == before
 
-    assert_same_state(trained(parked), trained(no_round_trip))
+    assert_same_state(trained(parked), expected)
     assert allocated() == before
 
 
 @on_accelerators(2)
-def test_nothing_grows_over_a_hundred_rounds() -> None:
+def test_nothing_grows_over_thirty_rounds() -> None:
     model: Any = flat(nested_mlp(keep).to(ACCELERATOR))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     expected, before = full_state(model), allocated()
-    for _ in range(100):
+    for _ in range(30):
         with fsdp.parked(model, optimizer):
             pass
     assert allocated() == before
@@ -206,7 +206,7 @@ def test_an_optimizer_that_is_parked_between_steps_has_no_bytes_there_and_the_sa
         optimizer = new_optimizer(model, is_owned=wrap == "owned")
         if is_parked:
             fsdp.park(model, optimizer, parts=["optimizer"])
-        train(model, optimizer, 3)
+        train(model, optimizer, 2)
         after, freed = allocated(), 0
         if is_parked:
             fsdp.unpark(model)

@@ -240,7 +240,10 @@ def test_a_flipped_bit_is_found_wherever_it_is(ranks: RankPool, tmp_path: Path, 
     places = _damaged_places(tmp_path / "run")
     names = {name for name, _ in places}
     assert len(names) == (3 if max_file_bytes is None else 10)
-    ranks(3).run(_load_damaged, tmp_path / "run", places)
+    if max_file_bytes is not None:  # each file, and each place in some
+        places = places[::5]
+        assert {name for name, _ in places} == names
+    ranks(2).run(_load_damaged, tmp_path / "run", places)
     fsdp.load(tmp_path / "run", nested_mlp())
 
 

@@ -21,7 +21,7 @@ OF_TRANSFORMERS = [way for way in WAYS if way.library == "transformers"]
 OTHERS = [way for way in WAYS if way not in OF_TRANSFORMERS]
 
 
-@parametrize_pairs(at_most=24, way=OTHERS, is_back=[False, True], form=FORMS, world_size=RANKS)
+@parametrize_pairs(at_most=12, way=OTHERS, is_back=[False, True], form=FORMS, world_size=RANKS)
 def test_a_training_goes_on(
     ranks: RankPool, tmp_path: Path, way: Way, is_back: bool, form: str, world_size: int
 ) -> None:

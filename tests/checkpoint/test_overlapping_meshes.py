@@ -111,8 +111,9 @@ def test_meshes_inside_of_one_another(ranks: RankPool, tmp_path: Path, make: Cal
     assert_same_state(stored_state(tmp_path / "run"), stepped(build(1))[0].state_dict())
     assert sum(written) == 2 * sum(param.nbytes for param in build(1).parameters()), "each element is written once"
     fsdp.checkpoint.verify(tmp_path / "run")
-    for world_size in (1, 2):
-        ranks(world_size).run(_load_elsewhere, tmp_path / "run")
+    if make is ON_FOUR[0]:  # the tensors in files are the same of all
+        for world_size in (1, 2):
+            ranks(world_size).run(_load_elsewhere, tmp_path / "run")
 
 
 def stepped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -17,12 +17,12 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from tests.helpers.checkpoint_models import counted_writes, stored_state, tied_state
 from tests.helpers.convert_formats import converted
-from tests.helpers.dtensor_twins import ours, whole
+from tests.helpers.dtensor_twins import local, ours, whole
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases
-from tests.helpers.parity import adamw, fully_sharded
+from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import Experts, cube, gpt, mesh_of, over_data, perceptron
 
@@ -51,13 +51,11 @@ def tokens() -> Tensor:
     return torch.randint(29, (2, 6), generator=torch.Generator().manual_seed(0))
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    """Collective. An optimizer that has taken steps."""
-    optimizer = adamw(model.parameters())
-    for _ in range(2):
-        model(tokens()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def stepped(model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+    """Collective. An optimizer that has taken a step."""
+    optimizer = make_optimizer(model.parameters())
+    model(tokens()).square().mean().backward()
+    optimizer.step()
     return optimizer
 
 
@@ -99,38 +97,43 @@ def _load(folder: Path, shape: Shape, how: dict[str, Any], options: dict[str, An
     assert_same_state(found, gpt(seed=1, **how).state_dict())
 
 
-@parametrize_cases(at_most=5, shape=SHAPES, loaded=SHAPES, options=WRAPS)
+@parametrize_cases(at_most=4, shape=SHAPES, loaded=SHAPES, options=WRAPS)
 def test_optimizers_go_on_at_another_mesh(ranks: RankPool, tmp_path: Path, case: Case) -> None:
-    ranks(size_of(case.shape)).run(_save_trained, tmp_path / "run", case.shape, case.options)
+    # torch looks for the sharding of every operation on `DTensor`s of each size, and AdamW has many.
+    make_optimizer = sgd_with_momentum if "door" in case.options else adamw
+    ranks(size_of(case.shape)).run(_save_trained, tmp_path / "run", case.shape, case.options, make_optimizer)
     plain = gpt(vocabulary=True)
-    optimizer = adamw(plain.parameters())
+    optimizer = make_optimizer(plain.parameters())
     fsdp.load(tmp_path / "run", plain, optimizer)
     expected = plain.state_dict(), moments(plain, optimizer)
     assert all(bool(value.any()) for value in expected[1].values())
-    for found in ranks(size_of(case.loaded)).run(_load_trained, tmp_path / "run", case.loaded):
+    for found in ranks(size_of(case.loaded)).run(_load_trained, tmp_path / "run", case.loaded, make_optimizer):
         for own, value in zip(found, expected, strict=True):
             assert_same_state(own, value)
     # And as a model under other options goes on, whose optimizer shows no whole state.
-    plain_after = ranks(1).run(_go_on, tmp_path / "run", (1, 1), {"door": "fully_shard"})[0]
-    for after in ranks(size_of(case.loaded)).run(_go_on, tmp_path / "run", case.loaded, case.options):
+    other = {} if "door" in case.options else {"door": "fully_shard"}
+    plain_after = ranks(1).run(_go_on, tmp_path / "run", (1, 1), other, make_optimizer)[0]
+    for after in ranks(size_of(case.loaded)).run(_go_on, tmp_path / "run", case.loaded, case.options, make_optimizer):
         torch.testing.assert_close(after, plain_after, rtol=1e-4, atol=1e-5)
 
 
-def _save_trained(folder: Path, shape: Shape, options: dict[str, Any]) -> None:
+def _save_trained(folder: Path, shape: Shape, options: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
     model = made(shape, {"vocabulary": True}, options)
-    fsdp.save(folder, model, stepped(model))
+    fsdp.save(folder, model, stepped(model, make_optimizer))
 
 
-def _load_trained(folder: Path, shape: Shape) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _load_trained(
+    folder: Path, shape: Shape, make_optimizer: MakeOptimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = made(shape, {"vocabulary": True}, {"door": "fully_shard"})
-    optimizer = adamw(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     fsdp.load(folder, model, optimizer)
     return {name: whole(value) for name, value in model.state_dict().items()}, moments(model, optimizer)
 
 
-def _go_on(folder: Path, shape: Shape, options: dict[str, Any]) -> dict[str, Tensor]:
+def _go_on(folder: Path, shape: Shape, options: dict[str, Any], make_optimizer: MakeOptimizer) -> dict[str, Tensor]:
     model = made(shape, {"vocabulary": True}, options)
-    optimizer = adamw(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     fsdp.load(folder, model, optimizer)
     model(tokens()).square().mean().backward()
     optimizer.step()
@@ -172,16 +175,18 @@ def test_placements_of_every_kind(ranks: RankPool, tmp_path: Path, cut: str) -> 
 
 def _save_and_load_cut(folder: Path, cut: str) -> dict[str, Tensor]:
     model = CUTS[cut]()
-    optimizer = adamw(model.parameters())
-    model(torch.linspace(-1, 1, 20).view(4, 5)).sum().backward()
-    optimizer.step()
+    optimizer = sgd_with_momentum(model.parameters())
+    for param in model.parameters():  # without a step: torch looks long for its shardings on three dimensions
+        momentum = param.detach().clone()
+        local(momentum).mul_(2)
+        optimizer.state[param]["momentum_buffer"] = momentum
     fsdp.save(folder, model, optimizer)
     expected = {name: whole(value) for name, value in model.state_dict().items()}
     other = CUTS[cut]()
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
-    resumed = adamw(other.parameters())
+    resumed = sgd_with_momentum(other.parameters())
     fsdp.load(folder, other, resumed)
     assert_same_state({name: whole(value) for name, value in other.state_dict().items()}, expected)
     assert_same_state(moments(other, resumed), moments(model, optimizer))
@@ -203,14 +208,14 @@ def _save_second_dim(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
 def test_hybrid_besides(ranks: RankPool, tmp_path: Path, door: str) -> None:
     written = ranks(8).run(_save_hybrid, tmp_path / "run", door)
-    expected = _hybrid(keep, None, seed=1).state_dict()
+    expected = _hybrid(keep, mesh=None, seed=1).state_dict()
     assert sum(written) == sum(value.nbytes for value in expected.values())
     found = stored_state(tmp_path / "run")
     assert_same_state({name: found[name] for name in expected}, expected)
 
 
 def _hybrid(wrap: Wrap, mesh: Any, seed: int) -> nn.Module:
-    return gpt(wrap, mesh=mesh, vocabulary=True, seed=seed)
+    return perceptron(wrap, mesh=mesh, hidden=8, placements=[[Shard(0)], [Shard(1)]], seed=seed)
 
 
 def _save_hybrid(folder: Path, door: str) -> int:
@@ -218,11 +223,11 @@ def _save_hybrid(folder: Path, door: str) -> int:
     data = mesh["replicate", "dp"]
     wrap = ours(mesh=data) if door == "fully_shard" else fully_sharded(process_group=data)
     with counted_writes() as sizes:
-        fsdp.save(folder, _hybrid(wrap, mesh, seed=1))
-    model = _hybrid(wrap, mesh, seed=0)
+        fsdp.save(folder, _hybrid(wrap, mesh["tp"], seed=1))
+    model = _hybrid(wrap, mesh["tp"], seed=0)
     fsdp.load(folder, model)
     found = {name: whole(value) for name, value in model.state_dict().items()}
-    assert_same_state(found, gpt(seed=1).state_dict())
+    assert_same_state(found, _hybrid(keep, mesh=None, seed=1).state_dict())
     return sum(sizes)
 
 
@@ -305,7 +310,7 @@ def _save_in_background(folder: Path) -> None:
 
 
 def test_a_checkpoint_becomes_files_of_other_formats(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(4).run(_save_trained, tmp_path / "run", (2, 2), {"door": "fully_shard"})
+    ranks(4).run(_save_trained, tmp_path / "run", (2, 2), {"door": "fully_shard"}, sgd_with_momentum)
     converted(tmp_path / "run", tmp_path / "model.pt", "--to", "torch")
     found = torch.load(tmp_path / "model.pt")["model"]
     stored = stored_state(tmp_path / "run")

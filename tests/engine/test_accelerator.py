@@ -10,9 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module, global_batches
+from tests.helpers.accelerator import (
+    ACCELERATOR,
+    IS_SIMULATED,
+    NCCL_SIZES,
+    AcceleratorRanks,
+    device_module,
+    global_batches,
+)
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_accelerators
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 
 pytestmark = pytest.mark.accelerator
@@ -51,9 +59,7 @@ def _train_and_compare(options: dict[str, Any], micro_batches: int = 1, moves_af
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("flatten_parameters", [True, False])
+@parametrize_pairs(at_most=3, world_size=[2, 3], reshard_after_forward=[True, False], flatten_parameters=[True, False])
 def test_training_on_one_accelerator_equals_the_unsharded_model(
     accelerator_ranks: AcceleratorRanks, world_size: int, reshard_after_forward: bool, flatten_parameters: bool
 ) -> None:
@@ -61,8 +67,7 @@ def test_training_on_one_accelerator_equals_the_unsharded_model(
     accelerator_ranks(world_size).run(_train_and_compare, options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+@parametrize_pairs(at_most=3, world_size=NCCL_SIZES, bucket_cap_mb=[25, 0])
 def test_training_over_nccl_equals_the_unsharded_model(
     accelerator_ranks: AcceleratorRanks, world_size: int, bucket_cap_mb: int
 ) -> None:

@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, device_module, global_batches, later_kernels
+from tests.helpers.accelerator import (
+    ACCELERATOR,
+    NCCL_SIZES,
+    AcceleratorRanks,
+    device_module,
+    global_batches,
+    later_kernels,
+)
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_accelerators
 from tests.helpers.own_collectives import OwnAllGather, OwnReduceScatter
+from tests.helpers.pairs import parametrize_pairs
 
 pytestmark = pytest.mark.accelerator
 
@@ -41,15 +49,14 @@ def _train_and_compare(options: dict[str, Any], tolerance: float = 1e-5) -> None
         torch.testing.assert_close(found[name], value.cpu(), rtol=10 * tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@parametrize_pairs(at_most=2, world_size=[2, 3], reshard_after_forward=[True, False])
 def test_training_on_one_accelerator_equals_the_unsharded_model(
     accelerator_ranks: AcceleratorRanks, world_size: int, reshard_after_forward: bool
 ) -> None:
     accelerator_ranks(world_size).run(_train_and_compare, {"reshard_after_forward": reshard_after_forward})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", NCCL_SIZES)
 def test_training_over_nccl_equals_the_unsharded_model(accelerator_ranks: AcceleratorRanks, world_size: int) -> None:
     accelerator_ranks(world_size, backend="nccl").run(_train_and_compare, {})
 

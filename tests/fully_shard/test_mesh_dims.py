@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import fsdp
 from tests.helpers.dtensor_twins import (
@@ -47,13 +47,18 @@ def mesh_with(*names: str) -> DeviceMesh:
 
 
 class OnAll(nn.Module):
-    """A perceptron of `DTensor`s on all of a mesh, which computes on such; batches are divided over the data ranks."""
+    """A perceptron of `DTensor`s on all of a mesh; batches are divided over the data ranks.
 
-    def __init__(self, mesh: DeviceMesh, dims: Any, hidden: int, wrap: Wrap) -> None:
+    It computes on `DTensor`s, or on their local tensors: torch searches long for shardings of its operations.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dims: Any, hidden: int, is_local: bool, wrap: Wrap) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.is_local = mesh, is_local
         self.data = [name in (*dims.shard_names, *dims.replicate_names) for name in mesh.mesh_dim_names or ()]
-        layers = nn.Linear(5, hidden), nn.Linear(hidden, 1)
+        layers = (nn.Linear(5, hidden), nn.Linear(hidden, 1))
+        if is_local:
+            layers = (LocalLinear(self, 5, hidden), LocalLinear(self, hidden, 1))
         for layer, dim in zip(layers, (0, 1), strict=True):
             layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, self._placed(Replicate(), dim)))
             layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, self._placed(Replicate(), -dim)))
@@ -63,13 +68,41 @@ class OnAll(nn.Module):
         """Placements: over the data ranks, and over the others along a dimension of the tensor, if it is none below."""
         return [data if is_data else Shard(dim) if dim >= 0 else Replicate() for is_data in self.data]
 
+    def to_local(self, param: DTensor) -> Tensor:
+        """Return the local tensor, whose gradient is still to be summed over the data ranks."""
+        places = zip(self.data, param.placements, strict=True)
+        return param.to_local(grad_placements=[Partial() if is_data else place for is_data, place in places])
+
+    def summed(self, outputs: Tensor) -> Tensor:
+        """Sum over the ranks that are not data ranks."""
+        placed = [Shard(0) if is_data else Partial() for is_data in self.data]
+        summed = DTensor.from_local(outputs, self.mesh, placed, run_check=False)
+        return summed.redistribute(placements=self._placed(Shard(0), -1)).to_local()
+
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.is_local:
+            return self.layers(inputs)
         outputs = self.layers(DTensor.from_local(inputs, self.mesh, self._placed(Shard(0), -1), run_check=False))
         return outputs.redistribute(placements=self._placed(Shard(0), -1)).to_local()
 
 
-def on_all(mesh: DeviceMesh, dims: Any, wrap: Wrap = keep, *, hidden: int = 8, seed: int = 0) -> Any:
-    return seeded(partial(OnAll, mesh, dims, hidden), wrap, seed)
+class LocalLinear(nn.Linear):
+    """A layer of `OnAll` that computes on local tensors."""
+
+    def __init__(self, model: OnAll, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self._model = (model,)  # which is no submodule
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        (model,) = self._model
+        outputs = nn.functional.linear(inputs, model.to_local(self.weight))
+        return (outputs if self.out_features > 1 else model.summed(outputs)) + model.to_local(self.bias)
+
+
+def on_all(
+    mesh: DeviceMesh, dims: Any, wrap: Wrap = keep, *, hidden: int = 8, is_local: bool = True, seed: int = 0
+) -> Any:
+    return seeded(partial(OnAll, mesh, dims, hidden, is_local), wrap, seed)
 
 
 def data_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
@@ -93,19 +126,19 @@ def test_trains_as_torchs(ranks: RankPool, case: str) -> None:
     ranks(4).run(_train, *CASES[case])
 
 
-# On three dimensions torch searches long for shardings, on each rank. With four ranks the first dimension has one.
+# With four ranks the first dimension has one.
 @pytest.mark.parametrize(
     ("world_size", "names", "dims"),
     [(8, ("rep", "fsdp", "tp"), Dims("fsdp", "rep")), (4, ("dp", "cp", "tp"), Dims(("dp", "cp")))],
     ids=["hybrid beside tensors", "two that are one beside tensors"],
 )
 def test_trains_in_three_dimensions(ranks: RankPool, world_size: int, names: tuple[str, ...], dims: Any) -> None:
-    ranks(world_size).run(_train, names, dims)
+    ranks(world_size).run(_train, names, dims, is_local=True)
 
 
-def _train(names: tuple[str, ...], dims: Any, hidden: int = 8, **options: Any) -> None:
+def _train(names: tuple[str, ...], dims: Any, hidden: int = 8, is_local: bool = False, **options: Any) -> None:
     mesh = mesh_with(*names)
-    make = partial(on_all, mesh, dims, hidden=hidden)
+    make = partial(on_all, mesh, dims, hidden=hidden, is_local=is_local)
     plan = Plan(make_model=make, task=REGRESSION, mesh=data_mesh(mesh, dims), accumulate=2)
     assert_side_by_side(plan, mesh=mesh, dp_mesh_dims=dims, **options)
 
@@ -128,7 +161,7 @@ def test_sizes_that_divide_by_nothing() -> None:
 @on_ranks(4)
 def test_modules_compute_with_parameters_on_all_of_the_mesh() -> None:
     mesh, dims = mesh_with("fsdp", "tp"), Dims("fsdp")
-    model = on_all(mesh, dims, ours(mesh=mesh, dp_mesh_dims=dims))
+    model = on_all(mesh, dims, ours(mesh=mesh, dp_mesh_dims=dims), is_local=False)
     seen = []
     model.layers[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
     model(torch.ones(2, 5)).sum().backward()

@@ -22,6 +22,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 
 Gives = tuple[bool, bool]  # a gradient for the weight, and one for the bias
 
@@ -64,8 +65,7 @@ def plan_of(turns: list[Gives], **what: Any) -> Plan:
     return Plan(make_model=make_model, make_optimizer=adamw_one_by_one, **what)
 
 
-@pytest.mark.parametrize("gives", [(True, False), (False, True), (False, False)], ids=["weight", "bias", "neither"])
-@pytest.mark.parametrize("mesh", [(2,), (2, 1), (2, 2)], ids=["sharded", "replicated", "hybrid"])
+@parametrize_pairs(at_most=5, gives=[(True, False), (False, True), (False, False)], mesh=[(2,), (2, 1), (2, 2)])
 @on_ranks(lambda mesh: 4 if mesh == (2, 2) else 2)
 def test_none_trains_as_with_torchs_and_does_not_travel(gives: Gives, mesh: tuple[int, ...]) -> None:
     turns = [gives]

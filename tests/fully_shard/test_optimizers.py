@@ -103,7 +103,7 @@ ELEMENTWISE: dict[str, MakeOptimizer] = {
 }
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_optimizers_that_work_element_by_element_are_as_without_sharding() -> None:
     for kind, make in ELEMENTWISE.items():
         plain = net(7, 5)
@@ -115,7 +115,7 @@ def test_optimizers_that_work_element_by_element_are_as_without_sharding() -> No
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6, msg=kind)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_rows_are_stepped_by_the_owned_optimizer_that_the_error_names() -> None:
     plain = net(7, 5)
     steps(plain, rprop(plain.parameters()))

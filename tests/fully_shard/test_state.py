@@ -152,7 +152,7 @@ def test_loading_other_shapes(assign: bool) -> None:
 # Cut along another dimension
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_states_of_what_is_cut_along_another_dimension(tmp_path: Path) -> None:
     source, optimizer = trained(ours(shard_placement_fn=last_dim))
     for state in (wholes(source), source.state_dict(), uneven(ours()).state_dict()):

@@ -52,7 +52,7 @@ INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
 # torch's sends only the first tensor in a world of one.
 @pytest.mark.parametrize(
     ("make_model", "world_size"),
-    [(HALF, 1), (HALF, 2), (HALF, 3), (HALF, 4), (EIGHT, 2), (EIGHT, 3), (EIGHT, 4)],
+    [(HALF, 1), (HALF, 2), (HALF, 3), (EIGHT, 2), (EIGHT, 4)],
     ids=lambda value: value.keywords["kind"].__name__ if isinstance(value, partial) else str(value),
 )
 def test_training_at_every_world_size(ranks: RankPool, make_model: Any, world_size: int) -> None:
@@ -223,7 +223,7 @@ def _other_dim(param: Any) -> Shard | None:
     return Shard(1) if isinstance(param, DTensor) and param.dim() > 1 and param.placements[0] == Shard(0) else None
 
 
-TWO_DIMENSIONS = [{}, {"mp_policy": IN_HALF, "reshard_after_forward": False}, {"shard_placement_fn": _other_dim}]
+TWO_DIMENSIONS = [{"mp_policy": IN_HALF, "reshard_after_forward": False}, {"shard_placement_fn": _other_dim}]
 
 
 @pytest.mark.parametrize("options", TWO_DIMENSIONS, ids=str)
@@ -247,11 +247,11 @@ def test_states_beside_tensor_parallelism(tmp_path: Path) -> None:
     make = partial(_parallel, mesh=mesh["tp"])
     source: Any = make(ours(mesh=mesh["dp"]))
     source(INPUTS).sum().backward()
-    optimizer = adamw(source.parameters())
+    optimizer = sgd_with_momentum(source.parameters())
     optimizer.step()
     fsdp.save(tmp_path / "saved", source, optimizer)
     loaded, copied = make(ours(mesh=mesh["dp"])), copy.deepcopy(source)
-    fsdp.load(tmp_path / "saved", loaded, adamw(loaded.parameters()))
+    fsdp.load(tmp_path / "saved", loaded, sgd_with_momentum(loaded.parameters()))
     assigned = make(ours(mesh=mesh["dp"]))
     assigned.load_state_dict(source.state_dict(), assign=True)
     for model in (loaded, copied, assigned):

@@ -163,7 +163,7 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
 def test_what_is_used_now_and_then_trains_as_torchs(accumulate: int, mesh: tuple[int, ...]) -> None:
     make_model = partial(seeded, partial(UsedInPart, alternates=True))
     # What is gathered in advance, and then not used, is not compared.
-    plan = Plan(make_model=make_model, steps=5, accumulate=accumulate, is_counted=False)
+    plan = Plan(make_model=make_model, steps=6 // accumulate, accumulate=accumulate, is_counted=False)
     assert_side_by_side(plan, mesh=mesh)
     if accumulate > 1:
         assert_side_by_side(replace(plan, sync_each=True), mesh=mesh)

@@ -44,8 +44,11 @@ def test_every_way_to_step(ranks: RankPool, step: Step, options: dict[str, Any])
     ranks(2).run(assert_trains_as_plain, uneven, step, **options)
 
 
-@pytest.mark.parametrize("steps", [STEPS[:6], STEPS[6:]], ids=["first", "others"])
-@pytest.mark.parametrize(("world_size", "options"), [(3, {}), (4, {"reshard_after_forward": 2})], ids=["3", "4_nearby"])
+@pytest.mark.parametrize(
+    ("world_size", "options", "steps"),
+    [(3, {}, STEPS[:6]), (4, {"reshard_after_forward": 2}, STEPS[6:])],
+    ids=["3_first", "4_nearby_others"],
+)
 def test_ways_to_step_in_turn(ranks: RankPool, world_size: int, options: dict[str, Any], steps: list[Step]) -> None:
     ranks(world_size).run(assert_trains_as_plain, uneven, *steps, **options)
 

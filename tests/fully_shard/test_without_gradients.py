@@ -25,6 +25,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 from tests.helpers.twins import once
@@ -39,8 +40,7 @@ def look(model: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@parametrize_pairs(at_most=3, world_size=[1, 2, 3], options=OPTIONS)
 def test_no_more_is_received_than_with_torchs(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
     ranks(world_size).run(_count_both, options)
 
@@ -114,8 +114,8 @@ def _use_alone(model: Any) -> None:
     look(model)
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+@parametrize_pairs(at_most=3, world_size=[1, 2, 3], options=OPTIONS[:2])
+@on_ranks("world_size")
 def test_changes_in_between_are_seen_by_the_next_forward(options: dict[str, Any]) -> None:
     model: Any = uneven(ours(**options))
     for change in (_step, _load, _write, _change_mode, _freeze, _cast, _use_alone, _step):

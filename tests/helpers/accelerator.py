@@ -19,6 +19,9 @@ from tests.helpers.workers import MOST_DELAY
 ACCELERATOR = "cuda" if torch.cuda.is_available() else simulated.NAME
 IS_SIMULATED = ACCELERATOR == simulated.NAME
 
+# Without GPUs, NCCL is gloo at any number of ranks.
+NCCL_SIZES = [1, 2] if IS_SIMULATED else [1, 2, 4]
+
 AcceleratorRanks = Callable[..., Ranks]
 
 
@@ -64,6 +67,6 @@ def has_accelerator() -> bool:
     return not IS_SIMULATED or (simulated.compiler() is not None and torch.__version__ >= simulated.LEAST_TORCH)
 
 
-def global_batches(steps: int = 4) -> list[Tensor]:
+def global_batches(steps: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(24, 5, generator=generator).to(ACCELERATOR) for _ in range(steps)]

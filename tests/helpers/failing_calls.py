@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from dis import opmap
 from functools import cache
@@ -81,7 +81,9 @@ def _undoes(frame: FrameType | None) -> bool:
     return False
 
 
-def assert_failures_leave_nothing(enter: Callable[[], AbstractContextManager[Any]], *things: Any) -> list[str]:
+def assert_failures_leave_nothing(
+    enter: Callable[[], AbstractContextManager[Any]], *things: Any, besides: Collection[str] = ()
+) -> list[str]:
     """Collective. Enter a context once for each function in it that all ranks call, which fails there.
 
     All there is must be as before each time.
@@ -89,6 +91,7 @@ def assert_failures_leave_nothing(enter: Callable[[], AbstractContextManager[Any
     Args:
         enter: makes the context.
         things: models, optimizers, and whatever else the context may change.
+        besides: functions that are not made to fail.
 
     Returns:
         The functions that were made to fail.
@@ -98,7 +101,7 @@ def assert_failures_leave_nothing(enter: Callable[[], AbstractContextManager[Any
     _fail_in("", enter())
     calls: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(calls, _fail_in("", enter()))
-    places = [place for place in calls[0] if all(place in each for each in calls)]
+    places = [place for place in calls[0] if place not in besides and all(place in each for each in calls)]
     before = _look(things)
     for place in places:
         _fail_in(place, enter())

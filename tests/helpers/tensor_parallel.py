@@ -190,7 +190,13 @@ class Whole(nn.Module):
 
 
 def perceptron(
-    wrap: Wrap = keep, *, mesh: DeviceMesh, hidden: int, placements: Sequence[Sequence[Placement]], each: bool = False
+    wrap: Wrap = keep,
+    *,
+    mesh: DeviceMesh,
+    hidden: int,
+    placements: Sequence[Sequence[Placement]],
+    each: bool = False,
+    seed: int = 0,
 ) -> nn.Module:
     """Two layers with weights of the given `placements` on `mesh`, and plain ones around; for `REGRESSION`.
 
@@ -202,7 +208,7 @@ def perceptron(
         each: the two layers are units.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         ends = nn.Linear(5, 6), nn.Linear(6, 1)
         layers = DistributedLinear(6, hidden), DistributedLinear(hidden, 6)
     if wrap is not keep:

@@ -174,9 +174,11 @@ def test_kept_files_have_the_values_and_say_what_for(tmp_path: Path) -> None:
         assert torch.equal(torch.frombuffer(content, dtype=torch.float64, count=5), torch.arange(5).double())
 
 
-def test_files_vanish_however_the_process_ends_unless_kept(tmp_path: Path) -> None:
-    done = in_a_process(
-        f"""
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder of children that have ended in three ways, and their parent, which uses files after a child's end."""
+    folder = tmp_path_factory.mktemp("ended")
+    script = f"""
         import os, signal, sys, torch
         from fsdp.layers.mapped_files import MappedFiles
         for ending in ("return", "raise", "kill"):
@@ -186,31 +188,14 @@ def test_files_vanish_however_the_process_ends_unless_kept(tmp_path: Path) -> No
                 continue
             made = []
             for keep in (True, False):
-                files = MappedFiles({str(tmp_path)!r} + f"/{{ending}}/{{keep}}", keep)
+                files = MappedFiles({str(folder)!r} + f"/{{ending}}/{{keep}}", keep)
                 made += [(files, files.allocate(numel, torch.float32, "test")[0].fill_(7)) for numel in (1, {LARGE})]
             if ending == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if ending == "raise":
                 raise ValueError
             sys.exit()
-        """
-    )
-    assert list(map(int, done.stdout.split())) == [0, 1, -signal.SIGKILL], done.stderr
-    for ending in ("return", "raise", "kill"):
-        kept, others = tmp_path / ending / "True", tmp_path / ending / "False"
-        assert names_in(others) == [], ending
-        small, large = (next(kept.rglob(name)) for name in names_in(kept))
-        assert torch.frombuffer(bytearray(large.read_bytes()), dtype=torch.float32).eq(7).all(), ending
-        assert torch.frombuffer(bytearray(small.read_bytes()), dtype=torch.float32, count=1) == 7, ending
-        assert ending == "kill" or list(others.iterdir()) == []
-
-
-def test_a_forked_child_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:
-    done = in_a_process(
-        f"""
-        import os, sys, torch
-        from fsdp.layers.mapped_files import MappedFiles
-        files = MappedFiles({str(tmp_path)!r}, False)
+        files = MappedFiles({str(folder)!r}, False)
         made = files.allocate(3, torch.float32, "test")[0].fill_(7)
         child = os.fork()
         if child == 0:
@@ -219,13 +204,29 @@ def test_a_forked_child_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:
         assert made.eq(7).all()
         files.allocate({LARGE}, torch.float32, "test")
         """
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def in_a_process(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    return folder, subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+
+
+def test_files_vanish_however_the_process_ends_unless_kept(
+    ended: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = ended
+    assert list(map(int, done.stdout.split())) == [0, 1, -signal.SIGKILL], done.stderr
+    for ending in ("return", "raise", "kill"):
+        kept, others = folder / ending / "True", folder / ending / "False"
+        assert names_in(others) == [], ending
+        small, large = (next(kept.rglob(name)) for name in names_in(kept))
+        assert torch.frombuffer(bytearray(large.read_bytes()), dtype=torch.float32).eq(7).all(), ending
+        assert torch.frombuffer(bytearray(small.read_bytes()), dtype=torch.float32, count=1) == 7, ending
+        assert ending == "kill" or list(others.iterdir()) == []
+
+
+def test_a_forked_child_that_ends_takes_nothing_with_it(
+    ended: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    done = ended[1]
+    assert done.returncode == 0, done.stderr
 
 
 # One folder for all units of a process

@@ -31,7 +31,7 @@ from tests.helpers.same_bits import (
     writer,
 )
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.mark.parametrize(("form", "optimizer"), FORMS_AND_OPTIMIZERS)
@@ -39,23 +39,23 @@ def test_bits_are_the_same_at_every_number_of_ranks_and_after_a_restart_at_anoth
     ranks: RankPool, form: str, optimizer: str, tmp_path: Path
 ) -> None:
     (whole,) = ranks(1).run(_train, form, optimizer, range(STEPS))
-    for world_size in (2, 3):
-        for mine in ranks(world_size).run(_train, form, optimizer, range(STEPS)):
-            assert mine == whole
-    begun = ranks(3).run(_train, form, optimizer, range(2), save=tmp_path / "saved")[0]
-    resumed = ranks(2).run(_train, form, optimizer, range(2, STEPS), load=tmp_path / "saved")[0]
-    assert begun + resumed == whole
+    for mine in ranks(3).run(_train, form, optimizer, range(STEPS), save=tmp_path / "saved"):
+        assert mine == whole
+    for resumed in ranks(2).run(_train, form, optimizer, range(1, STEPS), load=tmp_path / "saved"):
+        assert resumed == whole[1:]
 
 
 def _train(form: str, optimizer: str, steps: range, save: Path | None = None, load: Path | None = None) -> list[str]:
+    """Collective. The state is saved after the first of the steps."""
     model = writer(FORMS[form])
     optim = OPTIMIZERS[optimizer](model)
     if load is not None:
         fsdp.load(load, model, optim)
-    found = train_same_bits(model, optim, SameBits(model, MICRO_BATCHES, seed=3), steps)
+    bits = SameBits(model, MICRO_BATCHES, seed=3)
+    found = train_same_bits(model, optim, bits, steps[:1])
     if save is not None:
         fsdp.save(save, model, optim)
-    return found
+    return found + train_same_bits(model, optim, bits, steps[1:])
 
 
 WAYS: dict[str, Wrap] = {

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from tests.helpers.accelerator import ACCELERATOR
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_accelerators
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 
 pytestmark = pytest.mark.accelerator
 
 
-@pytest.mark.parametrize(
-    ("born_on", "how", "options"),
-    [
+@parametrize_pairs(
+    at_most=7,
+    case=[
         (ACCELERATOR, {}, {}),
         (ACCELERATOR, {"fused": True}, {}),
         (ACCELERATOR, {"capturable": True}, {}),
@@ -27,24 +28,25 @@ pytestmark = pytest.mark.accelerator
         ("cpu", {}, {"compute_device": ACCELERATOR}),
         ("cpu", {"fused": True}, {"compute_device": ACCELERATOR}),
     ],
+    use_orig_params=[False, True],
 )
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @on_accelerators(2)
 def test_state_goes_where_the_shards_are(
-    born_on: str, how: dict[str, Any], options: dict[str, Any], use_orig_params: bool
+    case: tuple[str, dict[str, Any], dict[str, Any]], use_orig_params: bool
 ) -> None:
+    born_on, how, options = case
     options = {**options, "use_orig_params": use_orig_params}
     torch.set_default_dtype(torch.float64)
-    batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(6)]
+    batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(4)]
     late, plain = nested_mlp(keep).to(born_on), nested_mlp(keep).to(born_on)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, **how) for model in (late, plain)]
     for model, optimizer in zip((late, plain), optimizers, strict=True):
         for number, batch in enumerate(batches):
-            if number == 3 and model is late:
+            if number == 2 and model is late:
                 model = fully_sharded(**options)(model)
                 model.reshard_optimizer(optimizer)  # type: ignore[operator]
-            on = ACCELERATOR if number >= 3 and model is not plain else born_on
-            part = batch.chunk(2)[dist.get_rank()] if number >= 3 and model is not plain else batch
+            on = ACCELERATOR if number >= 2 and model is not plain else born_on
+            part = batch.chunk(2)[dist.get_rank()] if number >= 2 and model is not plain else batch
             optimizer.zero_grad()
             model(part.to(on)).square().mean().backward()
             optimizer.step()

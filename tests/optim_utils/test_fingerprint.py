@@ -45,7 +45,7 @@ def test_every_bit_and_every_place_counts(bit: int, place: int, by: int) -> None
 def test_it_depends_neither_on_ranks_nor_on_forms(ranks: RankPool, optimizer: str) -> None:
     """Of weights that were stepped with the same gradients, which no rank's order of additions has touched."""
     forms = [form for form in FORMS if (form, optimizer) != ("flat", "Muon")]
-    found = {one for world_size in (1, 2, 3) for one in ranks(world_size).run(_stepped, forms, optimizer)}
+    found = {one for world_size in (1, 3) for one in ranks(world_size).run(_stepped, forms, optimizer)}
     assert len(found) == 1
 
 

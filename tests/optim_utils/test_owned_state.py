@@ -38,7 +38,7 @@ KINDS = ["Muon", "Adafactor", "SOAP"]
 
 
 @parametrize_cases(
-    at_most=12,
+    at_most=6,
     kind=KINDS,
     way=["folder", "names", "first"],
     saved_at=[3, 1, 2, 4],

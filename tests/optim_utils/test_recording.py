@@ -225,7 +225,7 @@ def test_recordings_are_the_same_at_every_number_of_ranks_and_in_every_form(
     ranks: RankPool, optimizer: str, tmp_path: Path
 ) -> None:
     forms = [form for form in FORMS if (form, optimizer) in FORMS_AND_OPTIMIZERS]
-    for world_size in (1, 4):
+    for world_size in (1, 2):
         ranks(world_size).run(_record_forms, forms, optimizer, tmp_path)
     first, *others = [Recorded.read(path) for path in sorted(tmp_path.iterdir())]
     assert len(others) == 2 * len(forms) - 1

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, first: int =
         optimizer.zero_grad()
 
 
+@cache
 def expected(steps: int) -> dict[str, Tensor]:
+    """Once in each process: all forms are compared with the same training."""
     plain = build()
     train(plain, adamw(plain), steps, sharded=False)
     found: dict[str, Tensor] = plain.state_dict()
@@ -140,14 +142,13 @@ def test_unsharded_parameters_and_optimizer_state_are_taken_and_put_back(form: s
     assert_trained(again, 4, factor=2)
 
 
-@pytest.mark.parametrize("form", ["rows", "rows_on_host"])
 @on_accelerators(4)
-def test_replicas_and_whole_parameters_among_neighbours(form: str) -> None:
+def test_replicas_and_whole_parameters_among_neighbours() -> None:
     mesh = init_device_mesh(ACCELERATOR, (2, 2), mesh_dim_names=("replicate", "shard"))
-    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+    for form, options in (("rows_on_host", {"mesh": mesh}), ("rows", {"reshard_after_forward": 2})):
         model = build(partial(FORMS[form], **options))
-        train(model, adamw(model), 3)
-        assert_trained(model, 3)
+        train(model, adamw(model), 2)
+        assert_trained(model, 2)
 
 
 @on_accelerators(2)
@@ -236,18 +237,18 @@ def test_tensor_parallel_modules_are_sharded_besides() -> None:
 @pytest.mark.parametrize("form", ["flat", "original", "rows"])
 @on_accelerators(2, timeout=300)
 def test_compiled_units_train(tmp_path: Path, form: str) -> None:
-    """By inductor on CUDA; it cannot compile for the simulated device, where graphs run as they were traced."""
+    """By inductor on CUDA; it cannot compile for the simulated device, where graphs run as they are."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    backend = Counter("aot_eager" if IS_SIMULATED else "inductor")
+    backend = Counter("eager" if IS_SIMULATED else "inductor")
 
     def wrap(module: nn.Module) -> Any:
         is_layer = isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear)
         return FORMS[form](call_compile(module, backend, fullgraph=True) if is_layer else module)
 
     model = build(wrap)
-    train(model, adamw(model), 3)
-    assert_trained(model, 3)
+    train(model, adamw(model), 2)
+    assert_trained(model, 2)
     assert backend.sizes
 
 

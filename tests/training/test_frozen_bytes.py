@@ -122,15 +122,15 @@ def test_each_rank_holds_its_share_of_the_bytes() -> None:
     assert plan.units[0].shard_bytes == sum(one.flat_param.nbytes for one in fsdp.flat_param_handles(whole))
 
 
-@parametrize_pairs(kind=KINDS, form=[*FORMS, "rows"])
+@parametrize_pairs(at_most=4, kind=KINDS, form=[*FORMS, "rows"])
 @on_ranks(3)
 def test_a_checkpoint_of_bytes_loads_at_another_world_size(tmp_path: Path, kind: str, form: str) -> None:
     if kind == "torchao":
         pytest.importorskip("torchao")
     plain, model = quantised(kind), sharded(quantised(kind), form)
     with torch.compiler.set_stance("force_eager"):
-        train(plain)
-        train(model)
+        train(plain, range(2))
+        train(model, range(2))
         fsdp.save(tmp_path / "saved", model)
         group = dist.new_group([0, 1])
         if dist.get_rank() == 2:
@@ -143,7 +143,8 @@ def test_a_checkpoint_of_bytes_loads_at_another_world_size(tmp_path: Path, kind:
         target = sharded(again, "flat", process_group=group)
         fsdp.load(tmp_path / "saved", target)
         assert_same_state(target.state_dict(), plain)
-        torch.testing.assert_close(train(target), train(plain), rtol=1e-5, atol=1e-6)
+        found, expected = (train(each, range(2, 3)) for each in (target, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

@@ -48,7 +48,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save as save_safetensors
 from tests.helpers.strange_states import load_something, state_dicts
 
-FEW = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), derandomize=True)
+FEW = settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck), derandomize=True)
 
 # Random damage
 
