@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from fsdp.distributed.collectives import (
     communicator,
 )
 from fsdp.distributed.communicator import LoneRank, default_group, reduce_group
+from fsdp.distributed.shared_memory import SWITCH
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
@@ -41,7 +43,8 @@ def shared(group: Any) -> Communicator:
     """Return a way that sends each message through shared memory, however small."""
     way = DirectExchange(group)
     way.shares_from = 1
-    way.share_memory(1)
+    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+        way.share_memory(1)
     assert way._shared is not None
     return way
 

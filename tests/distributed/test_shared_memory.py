@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fsdp.distributed import shared_memory
 from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.comm_hooks import reduce_scatter
 from fsdp.distributed.dtensor import full_tensor
-from fsdp.distributed.shared_memory import _Slots
+from fsdp.distributed.shared_memory import SWITCH, _Slots
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
@@ -41,16 +41,22 @@ FORMS: dict[str, Any] = {
 linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory without a name")
 
 
-def shared() -> Any:
+def shared(switch: str = "1") -> Any:
     way = DirectExchange(dist.group.WORLD)
-    way.share_memory(1 << 20)
+    with mock.patch.dict(os.environ, {SWITCH: switch}):
+        way.share_memory(1 << 20)
     return way
 
 
 @contextmanager
-def every_message() -> Iterator[None]:
-    with mock.patch.object(DirectExchange, "shares_from", 1):
-        yield
+def sharing(*, is_on: bool) -> Iterator[Any]:
+    """Let new models send each message through shared memory, however small, or none of them."""
+    way: Any = communicator(dist.group.WORLD, CPU)
+    way._shared, way._was_asked = None, False
+    switch = mock.patch.dict(os.environ, {SWITCH: str(int(is_on))})
+    with switch, mock.patch.object(DirectExchange, "shares_from", 1):
+        yield way
+    way._shared, way._was_asked = None, False
 
 
 def train(model: Any, steps: int = 3) -> Tensor:
@@ -68,12 +74,10 @@ def train(model: Any, steps: int = 3) -> Tensor:
 @on_ranks(lambda form: 3 if form == "rows" else 2)
 def test_training_has_the_bits_of_messages_through_sockets(form: str) -> None:
     found = []
-    for context in (every_message(), mock.patch.dict(os.environ, {shared_memory.SWITCH: "0"})):
-        way = communicator(dist.group.WORLD, CPU)
-        way._shared, way._was_asked = None, False  # type: ignore[attr-defined]
-        with context:
+    for is_on in (True, False):
+        with sharing(is_on=is_on) as way:
             found.append(train(nested_mlp(FORMS[form])))
-            assert (way._shared is None) is (os.environ.get(shared_memory.SWITCH) == "0")  # type: ignore[attr-defined]
+            assert (way._shared is not None) is is_on
     assert torch.equal(*found)
 
 
@@ -134,10 +138,8 @@ def test_a_reduction_copies_nothing_to_send_it() -> None:
 @on_ranks(2)
 def test_a_hook_may_write_its_gradient_after_it_is_reduced() -> None:
     found = []
-    for context in (every_message(), mock.patch.dict(os.environ, {shared_memory.SWITCH: "0"})):
-        way: Any = communicator(dist.group.WORLD, CPU)
-        way._shared, way._was_asked = None, False
-        with context:
+    for is_on in (True, False):
+        with sharing(is_on=is_on):
             model: Any = nested_mlp(fsdp.FullyShardedDataParallel)
             train(model, steps=1)
             model.register_comm_hook(None, _overwriting)
@@ -168,14 +170,14 @@ def test_a_system_without_memory_is_an_error_that_names_the_remedy() -> None:
 @on_ranks(3)
 def test_one_rank_that_cannot_share_leaves_all_on_sockets(lack: str) -> None:
     contexts: dict[str, Any] = {
-        "switched off": mock.patch.dict(os.environ, {shared_memory.SWITCH: "0"}),
+        "switched off": nullcontext(),
         "no memory": mock.patch.object(os, "memfd_create", side_effect=OSError(12, "Cannot allocate memory")),
         "cannot be opened": mock.patch.object(shared_memory.os, "open", side_effect=PermissionError(13, "refused")),
         "another file": mock.patch.object(_Slots, "address", (os.getpid(), 0, "00")),
     }
     if dist.get_rank() == 1:
         with contexts[lack]:
-            way = shared()
+            way = shared("0" if lack == "switched off" else "1")
     else:
         way = shared()
     assert way._shared is None

@@ -158,6 +158,7 @@ def _set_up(station: Station) -> None:
     _rewrite_asserts()
     rank, size = str(station.rank), str(station.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ["FSDP_SHARED_MEMORY"] = "0"  # bytes are counted in sockets, and a group keeps the way that it has found
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if loopback:
         # By default gloo looks for the interface of this machine's name, which a sandbox may not have.
