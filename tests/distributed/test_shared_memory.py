@@ -219,7 +219,7 @@ for number in range(10**6):
 @linux
 def test_a_killed_rank_leaves_no_memory_and_ends_the_waits_of_the_others(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    for delay in (0.0, 0.05, 0.2):
+    for delay in (0.05,):
         folder = tmp_path / str(delay)
         folder.mkdir()
         command = [sys.executable, "-c", KILLED]

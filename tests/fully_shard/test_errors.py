@@ -147,7 +147,7 @@ def test_ignored_parameters_stay_plain_and_apart() -> None:
         ({"reshard_after_forward": 3}, ValueError, "reshard_after_forward"),
         ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward"),
         ({"reshard_after_forward": -1}, ValueError, "reshard_after_forward"),
-        ({"reshard_after_forward": "yes"}, TypeError, "must be True, False, None or a number of ranks, got 'yes'"),
+        ({"reshard_after_forward": "yes"}, TypeError, "must be True, False, a number of ranks or \"host\", got 'yes'"),
         ({"reshard_after_forward": 2.0}, TypeError, "got 2.0"),
         ({"mesh": (2, 2)}, TypeError, "mesh must be a DeviceMesh, of init_device_mesh.*got a tuple"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be a MixedPrecisionPolicy, got a dtype"),

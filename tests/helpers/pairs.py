@@ -56,7 +56,7 @@ def every_pair(*, at_most: int | None = None, **values: Sequence[Any]) -> list[d
 def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) -> Callable[..., Any]:
     """As `pytest.mark.parametrize` for several arguments, of which every value and many pairs of values are tried.
 
-    Without `at_most` there are a third as many rows as every pair would take, or what every value takes.
+    Without `at_most` there are a quarter as many rows as every pair would take, or what every value takes.
     """
     return pytest.mark.parametrize(list(values), _Sample(at_most, values, lambda row: tuple(row.values())))
 
@@ -97,7 +97,7 @@ class _Sample(UserList[Any]):
     def data(self) -> list[Any]:
         at_most, values = self._at_most, self._values
         if at_most is None:
-            at_most = max(*map(len, values.values()), len(every_pair(**values)) // 3)
+            at_most = max(*map(len, values.values()), len(every_pair(**values)) // 4)
         rows = every_pair(at_most=at_most, **values)
         ids = ["-".join(map(_shown, row.values())) for row in rows]
         return [pytest.param(*self._make(row), id=name) for row, name in zip(rows, ids, strict=True)]
