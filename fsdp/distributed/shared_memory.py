@@ -59,6 +59,12 @@ class _Memory:
         """Count a message in a slot as read by a rank; the only writer of the count is this rank."""
         self._bytes[slot + rank] = (self._bytes[slot + rank] + 1) % 256
 
+    def unmap(self, start: int, nbytes: int) -> None:
+        """Leave the pages of a payload to the process that has written them, until this one reads them again."""
+        first, end = -(-start // _PAGE) * _PAGE, (start + nbytes) // _PAGE * _PAGE
+        if first < end:
+            self._bytes.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     @property
     def nonce(self) -> bytes:
         """A random number at the beginning, by which another process recognises the memory."""
@@ -292,11 +298,12 @@ class Reading:
 
     def _arrived(self, *limit: timedelta) -> Tensor:
         self._arrival.wait(*limit)
-        self._slot, payload = _PLACE.unpack(as_bytes(self._told))
-        return self._memory.payload(payload, self._into.nbytes)
+        self._slot, self._start = _PLACE.unpack(as_bytes(self._told))
+        return self._memory.payload(self._start, self._into.nbytes)
 
     def give_back(self) -> None:
         """Let the sender use the slot of the message again."""
+        self._memory.unmap(self._start, self._into.nbytes)
         self._memory.count_read(self._slot, self._rank)
 
 
