@@ -211,23 +211,26 @@ class DirectExchange(TorchCollectives):
     def _post(
         self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages, *, is_lent: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        asked: list[Any] = []
-        works: list[Any] = []
         receive: Callable[[Tensor, int, int], Any] = partial(Receiving, self.group)
         send: Callable[[Tensor, int, int], Any] = self._send
         if (shared := self._shared) is not None:
             receive, send = shared.lend if is_lent else shared.receive, shared.sender(outgoing)
-        try:
-            for peer, tensors in incoming.items():
+        errors: list[RuntimeError] = []
+
+        def begin(start: Callable[[Tensor, int, int], Any], messages: Messages) -> list[Any]:
+            begun = []
+            for peer, tensors in messages.items():
                 for each in tensors:
-                    number = wire_tag(self._way, kind, tag, each.numel(), each.dtype)
-                    asked.append(receive(each, peer, number))
-            for peer, tensors in outgoing.items():
-                for each in tensors:
-                    number = wire_tag(self._way, kind, tag, each.numel(), each.dtype)
-                    works.append(send(each, peer, number))
-        except RuntimeError as error:  # a peer is known to be gone
-            raise incomplete(what, error) from error
+                    try:
+                        begun.append(start(each, peer, wire_tag(self._way, kind, tag, each.numel(), each.dtype)))
+                    except RuntimeError as error:  # a peer is known to be gone; others may wait for this rank
+                        errors.append(error)
+            return begun
+
+        asked, works = begin(receive, incoming), begin(send, outgoing)
+        if errors:
+            self._sent.append(Sending(works, what))
+            raise incomplete(what, errors[0]) from errors[0]
         return asked, works
 
     def _send(self, tensor: Tensor, peer: int, number: int) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
+from fsdp.distributed import collectives
 from fsdp.distributed.collectives import (
     Communicator,
     DirectExchange,
@@ -28,7 +29,8 @@ from fsdp.distributed.collectives import (
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.communicator import LoneRank, default_group, reduce_group
+from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, reduce_group
+from fsdp.distributed.messages import Receiving, wire_tag
 from fsdp.distributed.shared_memory import SWITCH
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -440,3 +442,28 @@ def test_collectives_can_be_counted() -> None:
         for name, original in originals.items():
             setattr(dist, name, original)
     assert counts == {gather: 1, reduce: 1}
+
+
+@on_ranks(3)
+def test_a_rank_that_cannot_hear_one_rank_still_answers_the_others() -> None:
+    """Else these would wait for it, as long as it lives: it may catch the error and go on."""
+    way = world()
+
+    def receiving(group: Any, tensor: Tensor, peer: int, number: int) -> Receiving:
+        if peer == 1:
+            raise RuntimeError("Connection closed by peer")
+        return Receiving(group, tensor, peer, number)
+
+    if dist.get_rank() == 0:
+        with (
+            mock.patch.object(collectives, "Receiving", receiving),
+            pytest.raises(CollectiveError, match="Connection closed by peer"),
+        ):
+            way.all_gather(torch.empty(3), torch.ones(1), "gather", 0)
+        way.settle()
+        number = wire_tag(way._way, "gather", 0, 1, torch.float32)  # type: ignore[attr-defined]
+        Receiving(way.group, torch.empty(1), 1, number).wait()  # leaves nothing to the next test
+    else:
+        full = torch.full((3,), float(dist.get_rank()))
+        assert (way.all_gather(torch.empty(3), full[:1], "gather", 0).wait() == torch.tensor([1.0, 1.0, 2.0])).all()
+        way.settle()
