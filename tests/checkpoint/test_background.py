@@ -178,7 +178,7 @@ for script, errors in zip(sys.argv[1::2], sys.argv[2::2]):
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
         exec(script, {"__name__": "__main__"})
         sys.exit()
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)  # or the next child would print it again
 """
 
 

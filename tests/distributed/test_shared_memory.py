@@ -26,6 +26,7 @@ from fsdp.distributed import shared_memory
 from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.comm_hooks import reduce_scatter
 from fsdp.distributed.dtensor import full_tensor
+from fsdp.distributed.messages import CheckedGroup
 from fsdp.distributed.shared_memory import SWITCH, _Slots
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
@@ -183,6 +184,15 @@ def test_one_rank_that_cannot_share_leaves_all_on_sockets(lack: str) -> None:
     assert way._shared is None
     full = torch.arange(3.0 * LARGE)
     assert torch.equal(way.reduce_scatter(full.clone(), "reduction", 0).wait(), 3 * full.view(3, -1)[dist.get_rank()])
+
+
+@linux
+@on_ranks(2)
+def test_messages_with_checksums_go_through_sockets() -> None:
+    way: Any = DirectExchange(CheckedGroup(dist.group.WORLD))  # type: ignore[arg-type]
+    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+        way.share_memory(1 << 20)
+    assert way._shared is None
 
 
 @linux
