@@ -28,6 +28,9 @@ class HostCopy(KeptShard):
     def __str__(self) -> str:
         return "kept on the host until backward"
 
+    def alike(self) -> HostCopy:
+        return HostCopy()
+
     def arrived(self, full: Tensor, state: Hashable) -> None:
         if torch.is_grad_enabled() and not self._came_back:
             self._copy(full, state)

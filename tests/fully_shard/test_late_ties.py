@@ -14,7 +14,9 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp
+from fsdp.engine.kept_shard import KeptShard
 from fsdp.engine.unit import unit_of
+from fsdp.layers.host_copy import HostCopy
 from tests.helpers.dtensor_twins import adamw_one_by_one, assert_at_rest, whole
 from tests.helpers.equality import assert_close_state
 from tests.helpers.on_ranks import on_ranks
@@ -148,15 +150,16 @@ def test_an_optimizer_from_before_is_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("reshards", [2, "host"])
 @on_ranks(4)
-def test_what_it_is_split_from_goes_on_being_kept_by_some_ranks() -> None:
+def test_what_it_is_split_from_goes_on_being_kept_in_the_same_way(reshards: Any) -> None:
     model = Language()
     inside = [model.embedding, model.body, model.head]
-    fsdp.fully_shard(inside, reshard_after_forward=2)
+    fsdp.fully_shard(inside, reshard_after_forward=reshards)
     fsdp.fully_shard(model)
     _train(model.tie(), _own())
     unit = unit_of(model.body)
     assert unit is not None
     assert len(unit.handles) == 2
-    assert all(handle.kept_shard is not None for handle in unit.handles)
+    assert {type(handle.kept_shard) for handle in unit.handles} == {HostCopy if reshards == "host" else KeptShard}
     assert_close_state(_full(model), _trained_plain(), 1e-10)
