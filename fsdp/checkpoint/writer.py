@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, fragment, merged, spans
@@ -52,7 +53,7 @@ from fsdp.checkpoint.model_tensors import (
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, write_at, write_parts
 from fsdp.distributed.collectives import during
-from fsdp.distributed.communicator import CollectiveError
+from fsdp.distributed.communicator import CollectiveError, own_rank
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
 from fsdp.engine.unit import Unit
 from fsdp.layers.deferred_init import require_values_everywhere
@@ -191,7 +192,8 @@ def save(
         TypeError: for `values` of other types, with their position; for arguments that are not a model, optimizer,
             number or float dtype.
         ValueError: for an optimizer of other parameters, or two optimizers of the same parameter; for state that is
-            neither of the parameter's shape nor a number, with parameter, key and shape.
+            neither of the parameter's shape nor a number, with parameter, key and shape; if other ranks of this job
+            have saved another model there, such as another stage of a pipeline.
         NotImplementedError: for parameters on meshes that cross, so that neither has all ranks of the other, with two
             parameters and their ranks; for `Partial` placements.
     """
@@ -297,6 +299,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
         done_by_all([ranks], what, job if is_first else lambda: None)
 
     def begin() -> None:
+        _refuse_other_model(destination.path)
         destination.begin()
         for each in found.sets:
             each.create(destination.folder)
@@ -315,6 +318,31 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
             error.args = ("\n".join([told, place.what_is_there, *rest]),)
         raise
     return Saved(Path(destination.path), found.nbytes, found.cast)
+
+
+def _refuse_other_model(path: str) -> None:
+    """Record that this rank saves there as the first of its model's ranks.
+
+    Raises:
+        ValueError: if another rank of this job has saved a checkpoint there in the same way.
+    """
+    if not dist.is_initialized():
+        return
+    key, mine = f"fsdp.save {path}", str(own_rank())
+    try:
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # of all ranks
+        first = store.compare_set(key, "", mine).decode()
+    except (AttributeError, RuntimeError):  # simulated ranks have no store
+        return
+    if first == mine:
+        return
+    if complete_at(path) is None:  # the other checkpoint was moved, or never completed
+        store.set(key, mine)
+    else:
+        raise ValueError(
+            f"{path} is a checkpoint of another model, which rank {first} and its ranks have saved in this job. Rank "
+            f"{mine} would replace it. Save every model to its own folder, also every stage of a pipeline"
+        )
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:

@@ -192,6 +192,32 @@ def test_a_model_in_use_is_not_saved(tmp_path: Path) -> None:
 
 
 @on_ranks(4)
+def test_a_model_of_other_ranks_is_not_replaced(tmp_path: Path) -> None:
+    """As two stages of a pipeline that save to one folder, one after the other."""
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    stage = dist.get_rank() // 2
+    model = FullyShardedDataParallel(nested_mlp(seed=stage), process_group=pairs[stage])
+    if stage == 0:
+        fsdp.save(tmp_path / "run", model)
+    dist.barrier()
+    if stage == 1:
+        expected = ValueError if dist.get_rank() == 2 else RuntimeError
+        with pytest.raises(expected, match=r"run is a checkpoint of another model, which rank 0 and its ranks have"):
+            fsdp.save(tmp_path / "run", model)
+        fsdp.save(tmp_path / "other", model)
+    dist.barrier()
+    assert_same_state(_loaded(tmp_path / "run"), nested_mlp(seed=0).state_dict())
+    dist.barrier()
+    if stage == 0:
+        fsdp.save(tmp_path / "run", model)  # again
+        if dist.get_rank() == 0:
+            shutil.rmtree(tmp_path / "run")
+    dist.barrier()
+    for _ in range(2 * stage):
+        fsdp.save(tmp_path / "run", model)
+
+
+@on_ranks(4)
 def test_a_unit_with_ranks_of_its_own_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
