@@ -1,12 +1,13 @@
 """`fsdp.compress`: gradients and parameters are sent quantised, for slow networks.
 
-The engine does not depend on this module. Gradients use a different communicator (`QuantizedReduceScatter`), and
-unsharded parameters a different class (`QuantizedParameters`).
+The engine does not depend on this module. Gradients use different communicators (`QuantizedReduceScatter`,
+`QuantizedReplicaSums`), and unsharded parameters a different class (`QuantizedParameters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.block_codes import DTYPES, BlockCodes
-from fsdp.distributed.communicator import Communicator, during
+from fsdp.distributed.communicator import Communicator, during, summed
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.dtensor import local_part
@@ -23,7 +24,8 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.engine.unit import Unit
 from fsdp.layers.quantized_params import MakeQuantized
-from fsdp.layers.quantized_reduce import Feedback, QuantizedReduceScatter, QuantizedSums
+from fsdp.layers.quantized_reduce import Feedback, QuantizedReduceScatter, QuantizedSums, Quantizing
+from fsdp.layers.quantized_replicas import QuantizedReplicaSums, ReplicaFeedback, ReplicaSums
 from fsdp.layers.summary import size_text
 from fsdp.layers.verify import require_sharded
 
@@ -41,7 +43,8 @@ class QuantizedReduce:
         bits: 8 or 4.
         block: the number of elements with a common scale, an even number.
         feedback: add the rounding errors of a gradient to the next gradient. Each rank keeps the errors of what it
-            sends in bfloat16: 2 (W - 1) / W bytes for each trained parameter of the *unsharded* model.
+            sends in bfloat16: 2 (W - 1) / W bytes for each trained parameter of the *unsharded* model; between
+            replicas, 2 bytes for each trained parameter of its shard.
 
     Raises:
         ValueError: for other numbers.
@@ -89,66 +92,94 @@ class QuantizedGather:
 
 @during("fsdp.compress()")
 def compress(
-    model: nn.Module, *, reduce: QuantizedReduce | None = None, gather: QuantizedGather | None = None
+    model: nn.Module,
+    *,
+    reduce: QuantizedReduce | None = None,
+    gather: QuantizedGather | None = None,
+    replicas: QuantizedReduce | None = None,
 ) -> Compression:
     """Collective. Send gradients and parameters of all units quantised from now on, for both front doors. ::
 
         compression = fsdp.compress(model, reduce=fsdp.QuantizedReduce(bits=4), gather=fsdp.QuantizedGather())
 
     Call the function on every rank with the same arguments, between steps. A second call replaces the first one.
-    Parameters of integer dtypes, parameters without dimensions, and units of a single rank are sent as before.
+    Parameters of integer dtypes, parameters without dimensions, and units of a single rank are sent as before. With
+    hybrid sharding, `replicas` alone concerns the network between replicas, which is often the slow one. ::
+
+        fsdp.compress(model, replicas=fsdp.QuantizedReduce())
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
-        reduce: how gradients are sent; None for exact gradients.
+        reduce: how gradients are sent to the ranks whose shards they are of; None for exact gradients.
         gather: how parameters are sent to forward and backward; None for exact parameters.
+        replicas: how the gradients of a shard are sent between its replicas (hybrid sharding, NO_SHARD), and their sum
+            sent back; None for exact sums. All replicas step with the same bits.
 
     Returns:
         An object that saves the error feedback, and whose text shows the bytes of a unit's collectives.
 
     Raises:
         TypeError: if `model` is not sharded, or for an argument of another class.
-        NotImplementedError: for features that cannot be combined with it, by name: replicas (hybrid sharding,
-            NO_SHARD), float64 and complex parameters, tensor parallelism, communication hooks, custom
-            reduce-scatters, parameters with an all-gather of their own, `fsdp.SameBits`; after the first use of
-            `fsdp.join` or `fsdp.cond`.
+        ValueError: for `replicas` without replicas, and for `reduce` or `gather` where nothing is sharded.
+        NotImplementedError: for features that cannot be combined with it, by name: optimizer state that is sharded over
+            replicas, float64 and complex parameters, tensor parallelism, communication hooks, custom reduce-scatters,
+            parameters with an all-gather of their own, `fsdp.SameBits`; after the first use of `fsdp.join` or
+            `fsdp.cond`.
         RuntimeError: if ranks have different arguments; inside a forward or backward; for an inner unit.
     """
     runtime = runtime_of_root(require_sharded(model, "fsdp.compress"), "fsdp.compress", "module")
     runtime.ensure_idle("compress communication")
     everyone = runtime.root.everyone
-    done_by_all([everyone], "compress communication", lambda: _require_possible(runtime, reduce, gather))
-    agree_on(everyone, "arguments of fsdp.compress", f"reduce={reduce}, gather={gather}")
-    return Compression(runtime, reduce, gather)
+    given = {"reduce": reduce, "gather": gather, "replicas": replicas}
+    done_by_all([everyone], "compress communication", lambda: _require_possible(runtime, **given))
+    agree_on(everyone, "arguments of fsdp.compress", ", ".join(f"{name}={each}" for name, each in given.items()))
+    return Compression(runtime, reduce, gather, replicas)
 
 
 class Compression:
     """The quantised communication of a model, as `fsdp.compress` returns it.
 
     Attributes:
-        reduce, gather: the arguments of `fsdp.compress`.
+        reduce, gather, replicas: the arguments of `fsdp.compress`.
     """
 
-    def __init__(self, runtime: Runtime, reduce: QuantizedReduce | None, gather: QuantizedGather | None) -> None:
-        self.reduce, self.gather = reduce, gather
+    def __init__(
+        self,
+        runtime: Runtime,
+        reduce: QuantizedReduce | None,
+        gather: QuantizedGather | None,
+        replicas: QuantizedReduce | None,
+    ) -> None:
+        self.reduce, self.gather, self.replicas = reduce, gather, replicas
         self._units = runtime.units
-        self._feedback: list[tuple[Feedback, Communicator]] = []
-        by_way: dict[Communicator, list[FlatParamHandle]] = {}  # one for each, or small gradients would not be together
-        for handle in runtime.handles:
+        self._feedback: dict[FlatParamHandle, list[Feedback | ReplicaFeedback]] = {}
+        handles = [(unit, handle) for unit in runtime.units for handle in unit.handles]
+        for _, handle in handles:
+            way, axis = _plain(handle.reduce_comm), _plain(handle.replica_axis)
+            handle.connect(handle.comm, way, handle.replicas, axis)
             if handle.is_sharded:
-                way = handle.reduce_comm
-                way = way.plain if isinstance(way, QuantizedReduceScatter) else way
-                handle.connect(handle.comm, way, handle.replicas, handle.replica_axis)
                 self._gather_with(handle)
-                if handle.gradients.dtype in DTYPES:
-                    by_way.setdefault(way, []).append(handle)
+        reduced = [(unit, handle) for unit, handle in handles if handle.gradients.dtype in DTYPES]
+        # One front for all handles of a communicator, or small gradients would not be sent together.
         if reduce is not None:
-            for way, handles in by_way.items():
-                sums = QuantizedSums(reduce.codes, handles, reduce.feedback)
+            for way, members in _by(operator.attrgetter("reduce_comm"), (one for _, one in reduced if one.is_sharded)):
+                sums = QuantizedSums(reduce.codes, members, way, reduce.feedback)
                 front = QuantizedReduceScatter(way, sums)
-                for handle in handles:
+                for handle in members:
                     handle.connect(handle.comm, front, handle.replicas, handle.replica_axis)
-                self._feedback += [(each, way) for each in sums.feedback]
+                self._keep(sums.feedback)
+        if replicas is not None:
+            replicated = (handle for unit, handle in reduced if _has_replicas(unit, handle))
+            for axis, members in _by(operator.attrgetter("replica_axis"), replicated):
+                totals = ReplicaSums(replicas.codes, members, replicas.feedback)
+                across = QuantizedReplicaSums(axis, totals)
+                for handle in members:
+                    handle.connect(handle.comm, handle.reduce_comm, handle.replicas, across)
+                self._keep(totals.feedback)
+
+    def _keep(self, feedback: Iterable[Feedback | ReplicaFeedback]) -> None:
+        for each in feedback:
+            self._feedback.setdefault(each.handle, []).append(each)
 
     def _gather_with(self, handle: FlatParamHandle) -> None:
         plain: Any = handle.new_unsharded
@@ -165,7 +196,7 @@ class Compression:
     @property
     def feedback_nbytes(self) -> int:
         """The bytes of rounding errors that this rank keeps."""
-        return sum(feedback.nbytes for feedback, _ in self._feedback)
+        return sum(feedback.nbytes for each in self._feedback.values() for feedback in each)
 
     @contextmanager
     def stored_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -188,18 +219,17 @@ class Compression:
         """
         with during("stored_in()"):
             params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for feedback, _ in self._feedback:
-                for param in feedback.handle.listed_params if feedback.handle.requires_grad else ():
-                    _require_in(optimizer, params, param, feedback.handle.name)
+            trained = [handle for handle in self._feedback if handle.requires_grad]
+            for handle in trained:
+                for param in handle.listed_params:
+                    _require_in(optimizer, params, param, handle.name)
             stored = []
-            for feedback, way in self._feedback:
-                if feedback.handle.requires_grad:
-                    errors = feedback.settle(way)
-                    for param, part in _by_param(feedback.handle, errors):
-                        stored.append(param)
-                        state = torch.zeros_like(param, requires_grad=False)
-                        local_part(state).view(-1).copy_(part)
-                        optimizer.state[param][_KEY] = state
+            for handle in trained:
+                for param, part in _by_param(handle, self._settle(handle)):
+                    stored.append(param)
+                    state = torch.zeros_like(param, requires_grad=False)
+                    local_part(state).view(-1).copy_(part)
+                    optimizer.state[param][_KEY] = state
         try:
             yield
         finally:
@@ -211,43 +241,102 @@ class Compression:
 
         Where the state has none, feedback begins at zero.
         """
-        for feedback, _ in self._feedback:
-            handle = feedback.handle
+        for handle in self._feedback:
             errors = torch.zeros(handle.layout.shard_numel, device=handle.storage.device)
             for param, part in _by_param(handle, errors):
                 state = optimizer.state[param].pop(_KEY, None) if param in optimizer.state else None
                 if state is not None:
                     part.copy_(local_part(state).view(-1))
-            feedback.sent, feedback.received = None, errors
+            self._begin_with(handle, errors)
+
+    def _settle(self, handle: FlatParamHandle) -> Tensor:
+        """Collective. Return the errors ``[shard_numel]`` of all ranks for this rank's shard, and go on from them."""
+        errors = torch.stack([each.settle() for each in self._feedback[handle]]).sum(0)
+        axis = _plain(handle.replica_axis)
+        if axis.world_size > 1:
+            what, tag = f"feedback of {handle.name}", ("feedback", handle.replica_tag)
+            errors = _result(summed(axis, errors, errors.dtype, what, tag))
+        self._begin_with(handle, errors)
+        return errors
+
+    def _begin_with(self, handle: FlatParamHandle, errors: Tensor) -> None:
+        """Replace the errors of a handle; each replica goes on from a part of them."""
+        axis, own = handle.replica_axis, errors
+        if axis.world_size > 1:
+            share = -(-errors.numel() // axis.world_size)
+            own = torch.zeros_like(errors)
+            part = slice(axis.rank * share, (axis.rank + 1) * share)
+            own[part] = errors[part]
+        for number, feedback in enumerate(self._feedback[handle]):
+            feedback.begin_with(None if number else own)
 
     # --- what is saved --------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         """Return the bytes that each rank sends for one all-gather and one reduction of all units, and without."""
-        handles = [handle for unit in self._units for handle in unit.handles if handle.is_sharded]
-        gathered = [(handle, handle.flat_param.dtype, handle.dtype) for handle in handles]
-        reduced = [(one, one.gradients.dtype, one.gradients.dtype) for one in handles if one.requires_grad]
-        return "\n".join(
-            [
-                f"all-gather: {_bytes_sent(self.gather, gathered)}",
-                f"reduction: {_bytes_sent(self.reduce, reduced)}",
-                f"error feedback: {size_text(self.feedback_nbytes)} on this rank",
-            ]
+        handles = [(unit, handle) for unit in self._units for handle in unit.handles]
+        gathered, reduced, replicated = _Sent(self.gather), _Sent(self.reduce), _Sent(self.replicas)
+        for unit, handle in handles:
+            numel, dtype = handle.layout.shard_numel, handle.gradients.dtype
+            if handle.is_sharded:
+                gathered.add(handle.comm.world_size - 1, numel, handle.flat_param.dtype, handle.dtype)
+            if handle.is_sharded and handle.requires_grad:
+                reduced.add(handle.comm.world_size - 1, numel, dtype, dtype)
+            if _has_replicas(unit, handle) and handle.requires_grad:  # pieces, and then a sum
+                ranks = handle.replica_axis.world_size
+                replicated.add(2 * (ranks - 1), -(-numel // ranks), dtype, dtype)
+        lines = [f"all-gather: {gathered}", f"reduction: {reduced}"]
+        lines += [f"sum over replicas: {replicated}"] if replicated.exact else []
+        return "\n".join([*lines, f"error feedback: {size_text(self.feedback_nbytes)} on this rank"])
+
+
+class _Sent:
+    """The bytes that this rank sends under a policy, and would send without."""
+
+    def __init__(self, policy: QuantizedReduce | QuantizedGather | None) -> None:
+        self._codes = None if policy is None else policy.codes
+        self.exact = self._quantized = 0
+
+    def add(self, messages: int, numel: int, dtype: torch.dtype, plain: torch.dtype) -> None:
+        """Add messages of so many elements, of this dtype, which would be sent in the dtype `plain`."""
+        is_quantized = self._codes is not None and dtype in DTYPES
+        self.exact += messages * numel * plain.itemsize
+        self._quantized += messages * (
+            self._codes.nbytes(numel) if self._codes and is_quantized else numel * plain.itemsize
         )
 
+    def __str__(self) -> str:
+        share = f" ({self._quantized / self.exact:.3f})" if self.exact else ""
+        return f"{size_text(self._quantized)} instead of {size_text(self.exact)}{share}"
 
-def _bytes_sent(
-    policy: QuantizedReduce | QuantizedGather | None, sent: Iterable[tuple[FlatParamHandle, torch.dtype, torch.dtype]]
-) -> str:
-    """Return how much is sent of handles of this dtype, and how much would be sent in that dtype."""
-    exact = quantized = 0
-    for handle, dtype, plain in sent:
-        peers, numel = handle.comm.world_size - 1, handle.layout.shard_numel
-        exact += peers * numel * plain.itemsize
-        is_quantized = policy is not None and dtype in DTYPES
-        quantized += peers * (policy.codes.nbytes(numel) if policy and is_quantized else numel * plain.itemsize)
-    share = f" ({quantized / exact:.3f})" if exact else ""
-    return f"{size_text(quantized)} instead of {size_text(exact)}{share}"
+
+def _by(
+    comm_of: Callable[[FlatParamHandle], Communicator], handles: Iterable[FlatParamHandle]
+) -> list[tuple[Communicator, list[FlatParamHandle]]]:
+    """Return the handles by one of their communicators."""
+    found: dict[Communicator, list[FlatParamHandle]] = {}
+    for handle in handles:
+        found.setdefault(comm_of(handle), []).append(handle)
+    return list(found.items())
+
+
+def _plain(comm: Communicator) -> Communicator:
+    """Return a communicator without quantisation."""
+    return comm.plain if isinstance(comm, Quantizing) else comm
+
+
+def _has_replicas(unit: Unit, handle: FlatParamHandle) -> bool:
+    """Return whether a handle's gradients are summed along the replica axis of its unit's mesh."""
+    return unit.axes[1].world_size > 1 and _plain(handle.replica_axis) is unit.axes[1]
+
+
+def _result(stages: Generator[None, None, Tensor]) -> Tensor:
+    """Return the result of a collective in stages, one directly after the other."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value
 
 
 def _by_param(handle: FlatParamHandle, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
@@ -268,38 +357,48 @@ def _require_in(optimizer: torch.optim.Optimizer, params: set[int], param: nn.Pa
         )
 
 
-def _require_possible(runtime: Runtime, reduce: Any, gather: Any) -> None:
-    for name, given, kind in (("reduce", reduce, QuantizedReduce), ("gather", gather, QuantizedGather)):
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"fsdp.compress: {name} must be a fsdp.{kind.__name__} or None, got {given!r}")
-    problems = [problem for unit in runtime.units for problem in _problems(unit, reduce, gather)]
-    if runtime.participation is not None and (reduce or gather):
+def _require_possible(runtime: Runtime, reduce: Any, gather: Any, replicas: Any) -> None:
+    kinds = {"reduce": QuantizedReduce, "gather": QuantizedGather, "replicas": QuantizedReduce}
+    given = {"reduce": reduce, "gather": gather, "replicas": replicas}
+    for name, kind in kinds.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            raise TypeError(f"fsdp.compress: {name} must be a fsdp.{kind.__name__} or None, got {given[name]!r}")
+    is_sharded = any(unit.axes[0].world_size > 1 for unit in runtime.units)
+    is_replicated = any(unit.axes[1].world_size > 1 for unit in runtime.units)
+    if replicas and is_sharded and not is_replicated:
+        raise ValueError("fsdp.compress: no unit has replicas, so that `replicas` has no effect: use `reduce`")
+    if (reduce or gather) and is_replicated and not is_sharded:
+        raise ValueError(
+            "fsdp.compress: nothing is sharded, so that `reduce` and `gather` have no effect: use `replicas`"
+        )
+    problems = [problem for unit in runtime.units for problem in _problems(unit, reduce, gather, replicas)]
+    if runtime.participation is not None and any(given.values()):
         problems.append("the model uses fsdp.SameBits, fsdp.join or fsdp.cond, which send gradients by themselves")
     if problems:
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
         raise NotImplementedError(f"fsdp.compress: {problems[0]}{more}")
 
 
-def _problems(unit: Unit, reduce: Any, gather: Any) -> Iterator[str]:
+def _problems(unit: Unit, reduce: Any, gather: Any, replicas: Any) -> Iterator[str]:
     """Yield the features of a unit that quantised communication does not support."""
-    if (reduce or gather) and unit.axes[1].world_size > 1:
-        yield f"{unit.name} has replicas, over which gradients are summed exactly: use FULL_SHARD over all ranks"
+    if (reduce or gather or replicas) and unit.placements.is_nested:
+        yield f"{unit.name} has optimizer state that is sharded over replicas as well: use HYBRID_SHARD or FULL_SHARD"
     if reduce and unit.policy.comm_hook is not None:
         yield f"{unit.name} has a communication hook, which sends gradients in its own way: leave one of the two out"
     if gather and unit.precision.full_in_eval:
         yield f"{unit.name} has full_precision_in_eval, and gathers would be quantised there too: leave one of them out"
     for handle in unit.handles:
-        if not handle.is_sharded:
+        across = replicas and _has_replicas(unit, handle)
+        if not (handle.is_sharded or across):
             continue
-        front = isinstance(handle.reduce_comm, InFront) and not isinstance(handle.reduce_comm, QuantizedReduceScatter)
-        if reduce and front:
+        if reduce and isinstance(handle.reduce_comm, InFront) and not isinstance(handle.reduce_comm, Quantizing):
             yield f"{handle.name} has a custom reduce-scatter, which sends gradients in its own way: leave it out"
         if gather and any(each is not None for each in handle.flat_param.examples):
             yield f"{handle.name} is of a class with an all-gather of its own (fsdp_pre_all_gather): leave `gather` out"
-        if (reduce or gather) and any(part is not None for part in handle.flat_param.parts):
+        if (reduce or gather or across) and any(part is not None for part in handle.flat_param.parts):
             yield f"{handle.name} is tensor-parallel: shard it over the data-parallel ranks only"
         dtypes = {handle.flat_param.dtype} if gather else set()
-        dtypes |= {handle.gradients.dtype} if reduce and handle.requires_grad else set()
+        dtypes |= {handle.gradients.dtype} if (reduce or across) and handle.requires_grad else set()
         wide = sorted(str(each) for each in dtypes if each.is_complex or each is torch.float64)
         if wide:
             yield f"{handle.name} is of {wide[0]}: only float32, bfloat16 and float16 are quantised"

@@ -10,7 +10,7 @@ pieces that it has sent, and adds them to its next gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,15 +25,19 @@ from fsdp.engine.layout import Layout
 class Feedback:
     """The rounding errors that the next gradient of a handle is to make up for.
 
-    Attributes:
+    Args:
         handle: whose gradients.
+        comm: the ranks that they are reduced over, without a front.
+
+    Attributes:
+        handle: the argument.
         sent: ``[world_size - 1, shard_numel]`` in bfloat16, of what this rank has sent to each other rank; None before
             the first reduction.
         received: ``[shard_numel]`` in float32, of this rank's shard: the errors of all ranks, after `settle` or a load.
     """
 
-    def __init__(self, handle: FlatParamHandle) -> None:
-        self.handle = handle
+    def __init__(self, handle: FlatParamHandle, comm: Communicator) -> None:
+        self.handle, self._comm = handle, comm
         self.sent: Tensor | None = None
         self.received: Tensor | None = None
 
@@ -60,25 +64,29 @@ class Feedback:
             self.sent, self.received = errors.bfloat16(), None
             return
         part, whole = errors.new_zeros(comm.world_size, errors.shape[1]), self._whole(errors.device)
-        part[_peers(comm)] = errors
+        part[peers_of(comm)] = errors
         _copy(layout, part, self.handle.layout, whole)  # the errors of what was left out stay
-        self.sent = whole[_peers(comm)].bfloat16()
+        self.sent = whole[peers_of(comm)].bfloat16()
         if self.received is not None:
             self.received = whole[comm.rank].clone()
 
-    def settle(self, comm: Communicator) -> Tensor:
-        """Collective. Move the errors of all ranks to the ranks whose shards they are of; return this rank's."""
+    def settle(self) -> Tensor:
+        """Collective. Return the errors ``[shard_numel]`` of all ranks for this rank's shard, and forget them."""
         whole = self._whole(self.handle.storage.device)
         what, tag = f"feedback of {self.handle.name}", ("feedback", self.handle.reduce_tag)
-        self.sent, self.received = None, comm.reduce_scatter(whole.view(-1), what, tag).wait().clone()
-        return self.received
+        self.sent = self.received = None
+        return self._comm.reduce_scatter(whole.view(-1), what, tag).wait().clone()
+
+    def begin_with(self, errors: Tensor | None) -> None:
+        """Replace all errors by ``[shard_numel]`` in float32, for this rank's shard."""
+        self.sent, self.received = None, errors
 
     def _whole(self, device: torch.device) -> Tensor:
         """Return all errors ``[world_size, shard_numel]`` in float32."""
         comm, numel = self.handle.reduce_comm, self.handle.layout.shard_numel
         whole = torch.zeros(comm.world_size, numel, device=device)
         if self.sent is not None:
-            whole[_peers(comm)] = self.sent.to(device, whole.dtype)
+            whole[peers_of(comm)] = self.sent.to(device, whole.dtype)
         if self.received is not None:
             whole[comm.rank] = self.received
         return whole
@@ -89,7 +97,8 @@ class QuantizedSums:
 
     Args:
         codes: the format of messages.
-        handles: those that reduce over this communicator.
+        handles: those that reduce over the communicator.
+        comm: the communicator, without a front.
         has_feedback: keep rounding errors.
 
     Attributes:
@@ -97,9 +106,11 @@ class QuantizedSums:
         feedback: an object for each handle; none without error feedback.
     """
 
-    def __init__(self, codes: BlockCodes, handles: Sequence[FlatParamHandle], has_feedback: bool) -> None:
+    def __init__(
+        self, codes: BlockCodes, handles: Sequence[FlatParamHandle], comm: Communicator, has_feedback: bool
+    ) -> None:
         self.codes = codes
-        self.feedback = [Feedback(handle) for handle in handles] if has_feedback else []
+        self.feedback = [Feedback(handle, comm) for handle in handles] if has_feedback else []
         self.handles = list(handles)
         self._numbers: dict[int | str, int] = {}  # of the handles, by their tags
 
@@ -118,7 +129,7 @@ class QuantizedSums:
         rows = rows.float()
         if self.feedback:
             self.feedback[number].add_to(rows)
-        values = rows[_peers(comm)]  # a copy
+        values = rows[peers_of(comm)]  # a copy
         messages = self.codes.encoded(values)
         if self.feedback:
             errors = values.sub_(self.codes.decoded(messages, values.shape[1]))
@@ -127,10 +138,8 @@ class QuantizedSums:
         return messages, rows[comm.rank].clone()
 
 
-class QuantizedReduceScatter(InFront):
-    """A communicator that sums gradients that are sent quantised."""
-
-    _collective: QuantizedSums
+class Quantizing(InFront):
+    """A communicator that sends gradients quantised."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
         return self._behind  # the errors are of the gradients of the original model
@@ -140,10 +149,14 @@ class QuantizedReduceScatter(InFront):
         """The communicator that sums exactly."""
         return self._behind
 
+
+class QuantizedReduceScatter(Quantizing):
+    """A communicator that sums gradients that are sent quantised."""
+
+    _collective: QuantizedSums
+
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
-        if full.dtype not in DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise TypeError(f"{what}: gradients of {full.dtype} cannot be quantised, only of {names}")
+        require_quantizable(full, what)
         sums, kind = self._collective, dtype or full.dtype
         numbers = sums.numbers_of(tag)
         handles = [sums.handles[number] for number in numbers]
@@ -154,10 +167,7 @@ class QuantizedReduceScatter(InFront):
         outgoing.insert(self.rank, torch.cat([own for _, own in each]))
 
         def summed(received: list[Tensor]) -> Tensor:
-            total = torch.zeros_like(received[self.rank])
-            for rank, piece in enumerate(received):
-                total += piece if rank == self.rank else self._decoded(piece, numels)
-            return total.to(kind)
+            return added_in_rank_order(received, self.rank, lambda piece: self._decoded(piece, numels)).to(kind)
 
         return self._behind.swap(outgoing, what, tag, summed)
 
@@ -167,7 +177,23 @@ class QuantizedReduceScatter(InFront):
         return torch.cat([codes.decoded(part, n) for part, n in zip(parts, numels, strict=True)], dim=1).view(-1)
 
 
-def _peers(comm: Communicator) -> list[int]:
+def require_quantizable(gradient: Tensor, what: str) -> None:
+    """Raise TypeError for a gradient of another dtype."""
+    if gradient.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"{what}: gradients of {gradient.dtype} cannot be quantised, only of {names}")
+
+
+def added_in_rank_order(received: Sequence[Tensor], own: int, decoded: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the float32 sum of this rank's piece, which has number `own`, and the pieces in other ranks' messages."""
+    total = torch.zeros_like(received[own])
+    for rank, piece in enumerate(received):
+        total += piece if rank == own else decoded(piece)
+    return total
+
+
+def peers_of(comm: Communicator) -> list[int]:
+    """Return the other ranks of a communicator."""
     return [rank for rank in range(comm.world_size) if rank != comm.rank]
 
 

@@ -287,7 +287,8 @@ def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
         yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
     if handle.gradients.dtype.itemsize < torch.float32.itemsize:
         yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
-    if isinstance(handle.reduce_comm, InFront) and not isinstance(handle.reduce_comm, SumByMicroBatch):
+    fronts = [each for each in (handle.reduce_comm, handle.replica_axis) if isinstance(each, InFront)]
+    if not all(isinstance(each, SumByMicroBatch) for each in fronts):
         yield f"{handle.name} has a custom or quantised reduce-scatter, which sums in its own way: leave it out"
     if not handle.unsharded.is_exact:
         yield f"{handle.name} is all-gathered in a form that depends on the number of ranks: leave it out"

@@ -39,11 +39,12 @@ def compressed(
     reduce: QuantizedReduce | None = None,
     gather: QuantizedGather | None = None,
     model: nn.Module | None = None,
+    replicas: QuantizedReduce | None = None,
     **options: Any,
 ) -> Any:
     """Collective. A sharded model that is compressed, as `.compression` of its module says."""
     model = sharded(layers() if model is None else model, form, (nn.Linear,), **options)
-    inside(model).compression = compress(model, reduce=reduce, gather=gather)
+    inside(model).compression = compress(model, reduce=reduce, gather=gather, replicas=replicas)
     return model
 
 

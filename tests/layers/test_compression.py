@@ -17,7 +17,6 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, QuantizedGather, Quan
 from fsdp.distributed.consensus import from_everyone
 from tests.helpers.comm_hooks import average
 from tests.helpers.forms import FORMS, full_state, inside, sharded
-from tests.helpers.hybrid import mesh_of
 from tests.helpers.models import Net
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.own_collectives import OwnReduceScatter
@@ -265,7 +264,7 @@ def test_errors_stay_below_a_fraction_of_the_largest_gradient(bits: int) -> None
             backward(model, step)
         largest = max(largest, *(each.abs().max().item() for each in sent.values()))
         model.zero_grad()
-    kept = [each.sent.abs().max().item() for each, _ in inside(model).compression._feedback]
+    kept = [each.sent.abs().max().item() for (each,) in inside(model).compression._feedback.values()]
     assert 0 < max(kept) <= 1.01 * largest / (2**bits - 3)
 
 
@@ -362,7 +361,8 @@ def test_errors_of_a_parameter_that_is_left_out_of_a_step_are_kept(tmp_path: Pat
     for step, both in enumerate((True, False, False, True)):
         model(batch(step), both).square().mean().backward()
         (handle,) = handles_of(model)
-        whole = compression._feedback[0][0]._whole(torch.device("cpu"))
+        (feedback,) = compression._feedback[handle]
+        whole = feedback._whole(torch.device("cpu"))  # type: ignore[union-attr]
         by_param = handle.layout.places(whole.view(-1))
         kept.append([torch.cat([place.reshape(-1) for place in places]) for places in by_param])
         assert handle.gradients.layout is handle.layout or not both
@@ -587,8 +587,7 @@ def test_feedback_is_loaded_by_another_number_of_ranks(ranks: RankPool, tmp_path
 
 def _errors_of(model: Any) -> dict[str, Tensor]:
     found = {}
-    for feedback, _ in inside(model).compression._feedback:
-        handle = feedback.handle
+    for handle, (feedback,) in inside(model).compression._feedback.items():
         whole = torch.cat(from_everyone([handle.comm], feedback.received))
         for slot, value in zip(handle.layout.slots, handle.layout.unpack(whole), strict=True):
             found[f"{handle.unit_name}.{slot.name}"] = value.clone()
@@ -645,7 +644,6 @@ def test_what_cannot_be_combined_is_refused_by_name() -> None:
         with pytest.raises(NotImplementedError, match=f"fsdp.compress: .*{match}"):
             compress(model, **policies or {"reduce": reduce(), "gather": GATHER})
 
-    refused(FullyShardedDataParallel(layers(), sharding_strategy=ShardingStrategy.NO_SHARD), "has replicas")
     refused(FullyShardedDataParallel(layers().double()), r"torch.float64: only float32")
     hooked = FullyShardedDataParallel(layers())
     hooked.register_comm_hook(None, average)
@@ -662,15 +660,6 @@ def test_what_cannot_be_combined_is_refused_by_name() -> None:
     refused(same, "fsdp.SameBits", gather=GATHER)
     with pytest.raises(TypeError, match=r"fsdp.compress needs the outermost"):
         compress(layers())
-
-
-@on_ranks(4)
-def test_hybrid_sharding_is_refused() -> None:
-    model = FullyShardedDataParallel(
-        layers(), process_group=mesh_of(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD
-    )
-    with pytest.raises(NotImplementedError, match="has replicas, over which gradients are summed exactly"):
-        compress(model, reduce=reduce())
 
 
 @on_ranks(2)

@@ -1,0 +1,181 @@
+"""`QuantizedReplicaSums` is a communicator in which gradients are summed over replicas as quantised blocks.
+
+As in an exact all-reduce, every replica sums a piece of the gradient and sends the sum to all replicas. Pieces and sums
+are sent quantised, and pieces are added in float32. All replicas dequantise the same messages, so that they step with
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.block_codes import BlockCodes
+from fsdp.distributed.communicator import Communicator, Pending, Tag
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import Layout
+from fsdp.layers.quantized_reduce import Quantizing, added_in_rank_order, peers_of, require_quantizable
+
+
+class ReplicaFeedback:
+    """The rounding errors of both messages that the next gradient of a handle is to make up for.
+
+    Attributes:
+        handle: whose gradients.
+        errors: ``[shard_numel]`` in bfloat16, of what this rank has sent; None before the first sum.
+    """
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle = handle
+        self.errors: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank keeps."""
+        return 0 if self.errors is None else self.errors.nbytes
+
+    def add_to(self, gradient: Tensor, layout: Layout) -> None:
+        """Add the errors to a shard of the gradient ``[n]`` in float32, of the parameters in a layout."""
+        if self.errors is not None:
+            for value, error in self._pairs(gradient, layout, self.errors):
+                value += error
+
+    def keep(self, errors: Tensor, layout: Layout) -> None:
+        """Replace the errors of these parameters by ``[n]``; the errors of others stay."""
+        if self.errors is None:
+            self.errors = errors.new_zeros(self.handle.layout.shard_numel, dtype=torch.bfloat16)
+        for value, kept in self._pairs(errors, layout, self.errors):
+            kept.copy_(value)
+
+    def settle(self) -> Tensor:
+        """Return the errors ``[shard_numel]`` of this rank in float32, and forget them."""
+        errors, self.errors = self.errors, None
+        numel, device = self.handle.layout.shard_numel, self.handle.storage.device
+        return torch.zeros(numel, device=device) if errors is None else errors.float()
+
+    def begin_with(self, errors: Tensor | None) -> None:
+        """Replace all errors by ``[shard_numel]`` in float32."""
+        self.errors = None if errors is None else errors.bfloat16()
+
+    def _pairs(self, part: Tensor, layout: Layout, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the places of each parameter in a shard of a layout, and in a shard of the handle's."""
+        rank = self.handle.comm.rank
+        if layout is self.handle.layout:
+            yield part, whole
+            return
+        for value, place in zip(
+            layout.local_shards(part, rank), self.handle.layout.local_shards(whole, rank), strict=True
+        ):
+            yield value, place[: value.numel()]
+
+
+class ReplicaSums:
+    """The sums of gradients over replicas, and their error feedback.
+
+    Args:
+        codes: the format of messages.
+        handles: those that sum over these replicas.
+        has_feedback: keep rounding errors.
+
+    Attributes:
+        codes: the argument.
+        feedback: an object for each handle; none without error feedback.
+    """
+
+    def __init__(self, codes: BlockCodes, handles: Sequence[FlatParamHandle], has_feedback: bool) -> None:
+        self.codes = codes
+        self.feedback = [ReplicaFeedback(handle) for handle in handles] if has_feedback else []
+        self._sums: dict[Tag, _Sum] = {}  # that are not complete
+
+    def begin(self, pieces: Tensor, tag: Tag) -> None:
+        """Add the errors of earlier sums to a gradient ``[replicas, n]`` in float32."""
+        if self.feedback:
+            by_tag: dict[int | str, ReplicaFeedback] = {each.handle.replica_tag: each for each in self.feedback}
+            tags = tag if isinstance(tag, tuple) else (tag,)
+            members = [(each, each.handle.gradients.layout) for each in map(by_tag.__getitem__, tags)]
+            self._sums[tag] = _Sum(members, torch.zeros_like(pieces))
+            for feedback, layout, part in self._sums[tag].parts_of(pieces):
+                feedback.add_to(part, layout)
+
+    def note_pieces(self, errors: Tensor, peers: Sequence[int], tag: Tag) -> None:
+        """Note the errors ``[replicas - 1, n]`` of the pieces that were sent to the other replicas."""
+        if self.feedback:
+            self._sums[tag].errors[peers] = _finite(errors)
+
+    def note_sum(self, errors: Tensor, rank: int, tag: Tag) -> None:
+        """Note the errors ``[n]`` of the sum that this rank sends, and keep all errors."""
+        if self.feedback:
+            found = self._sums.pop(tag)
+            found.errors[rank] = _finite(errors)
+            for feedback, layout, part in found.parts_of(found.errors):
+                feedback.keep(part, layout)
+
+
+class _Sum(NamedTuple):
+    """A sum that is not complete: of the gradients of these handles, one after the other, with padding in the end."""
+
+    members: list[tuple[ReplicaFeedback, Layout]]
+    errors: Tensor  # ``[replicas, n]``
+
+    def parts_of(self, pieces: Tensor) -> Iterator[tuple[ReplicaFeedback, Layout, Tensor]]:
+        """Yield the part of pieces ``[replicas, n]`` of each handle."""
+        flat, start = pieces.view(-1), 0
+        for feedback, layout in self.members:
+            stop = start + layout.shard_numel
+            yield feedback, layout, flat[start:stop]
+            start = stop
+
+
+class QuantizedReplicaSums(Quantizing):
+    """A communicator that sums gradients over replicas, which are sent quantised."""
+
+    _collective: ReplicaSums
+
+    def __init__(self, behind: Communicator, collective: ReplicaSums) -> None:
+        super().__init__(behind, collective)
+        self.sends_pieces = True  # otherwise the backend would sum, in one collective
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        require_quantizable(full, what)
+        sums, kind, peers = self._collective, dtype or full.dtype, peers_of(self)
+        pieces = full.view(self.world_size, -1).to(torch.float32, copy=True)
+        sums.begin(pieces, tag)
+        sent = pieces[peers]
+        messages = sums.codes.encoded(sent)
+        sums.note_pieces(sent - self._decoded(messages, sent.shape[1]), peers, tag)
+        outgoing = [*messages]
+        outgoing.insert(self.rank, pieces[self.rank].clone())
+
+        def summed(received: list[Tensor]) -> Tensor:
+            own = received[self.rank]
+            return added_in_rank_order(
+                received, self.rank, lambda piece: self._decoded(piece.view(1, -1), own.numel()).view(-1)
+            ).to(kind)
+
+        return self._behind.swap(outgoing, what, tag, summed)
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        sums, numel = self._collective, shard.numel()
+        own = shard.float().view(1, -1)
+        message = sums.codes.encoded(own)
+        sums.note_sum((own - self._decoded(message, numel)).view(-1), self.rank, tag)
+        arriving = message.new_empty(self.world_size * message.numel())
+        pending = self._behind.all_gather(arriving, message.view(-1), what, tag)
+
+        def gathered() -> Tensor:
+            messages = pending.wait().view(self.world_size, -1)
+            full.view(self.world_size, -1).copy_(self._decoded(messages, numel))
+            return full
+
+        return Pending(what, (), gathered)
+
+    def _decoded(self, messages: Tensor, numel: int) -> Tensor:
+        return self._collective.codes.decoded(messages, numel)
+
+
+def _finite(errors: Tensor) -> Tensor:
+    """Return errors that may be added to the next gradient: a step with infinities is skipped."""
+    return errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
