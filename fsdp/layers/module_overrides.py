@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -148,9 +148,9 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
-        for _, each in units_in(unit) if is_whole else [("", unit)]:
-            for handle in each.visible_handles:
-                self._refuse_bytes(handle, fn)
+        units = [each for _, each in units_in(unit)] if is_whole else [unit]
+        self._refuse_bytes([handle for each in units for handle in each.visible_handles], fn)
+        for each in units:
             changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
             is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
             if any(is_summoned or handle.presentation.is_exposed for handle in changed):
@@ -168,15 +168,19 @@ class Conversions:
         if not is_whole:
             self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
 
-    def _refuse_bytes(self, handle: FlatParamHandle, fn: Conversion) -> None:
+    def _refuse_bytes(self, handles: Iterable[FlatParamHandle], fn: Conversion) -> None:
         """Raise RuntimeError for a cast of parameters that are sharded as bytes."""
-        inside = set(self._module.modules())
-        for places, packing in zip(handle.places, handle.flat_param.packings, strict=True):
-            if packing is None or not any(place.module in inside for place in places):
-                continue
+        packed = [
+            (handle.flat_param, packing, places)
+            for handle in handles
+            for places, packing in zip(handle.places, handle.flat_param.packings, strict=True)
+            if packing is not None
+        ]
+        inside = set(self._module.modules()) if packed else set()
+        for shard, packing, places in packed:
             # Of their own dtype and of the bytes': `nn.Module.type` casts integers as well.
-            for dtype in (packing.dtype, handle.flat_param.dtype):
-                cast = fn(torch.empty(0, dtype=dtype, device=handle.flat_param.device)).dtype
+            for dtype in (packing.dtype, shard.dtype) if any(place.module in inside for place in places) else ():
+                cast = fn(torch.empty(0, dtype=dtype, device=shard.device)).dtype
                 if cast != dtype:
                     raise RuntimeError(
                         f"{self.unit.name}: {places[0].fqn} is sharded as bytes ({packing.description}), which cannot "
@@ -213,7 +217,8 @@ class Conversions:
             if handle.orig_params is not None:
                 handle.orig_params.collect_gradients()  # they follow the shard's
             settle_fingerprints(handle)
-        if unit.runtime is not None:
+        is_inside = getattr(fn, "func", None) is _convert_tensor  # of the conversion of a unit around it
+        if unit.runtime is not None and not is_inside:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         gives_memory = self._gives_memory and _makes_memory(fn)

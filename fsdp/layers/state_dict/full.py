@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -134,21 +135,26 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters are copies; buffers, and parameters that are ignored or were summoned, are not.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
+    before = 0 if destination is None else len(destination)
     with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit), form.device))):
         with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        # The unit's keys are the last ones: looking at those of all units for each unit would take long.
+        count = max(0, len(state) - before) if state is destination else len(state)
+        last = reversed(list(islice(reversed(state), count)))
+        keys = [key for key in last if key.startswith(prefix) and isinstance(state[key], Tensor)]
         if not form.is_here:
-            for key, value in state.items():
-                if key.startswith(prefix) and isinstance(value, Tensor):
-                    state[key] = _without_values(value)
+            for key in keys:
+                state[key] = _without_values(state[key])
         elif not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
-            _gather_dtensors(state, unit, prefix)
+            _gather_dtensors(state, unit, prefix, keys)
             params = {prefix + key for key in keys_of(unit)}
             left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
-            for key, value in state.items():
-                if key.startswith(prefix) and isinstance(value, Tensor) and value.data_ptr() not in left:
+            for key in keys:
+                value = state[key]
+                if value.data_ptr() not in left:
                     if type(value) not in (Tensor, nn.Parameter):  # a class of its own, and so a copy already
                         state[key] = value.to(form.device) if form.device else value
                         continue
@@ -164,16 +170,16 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
-    """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
+def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str, keys: Iterable[str]) -> None:
+    """Collective over their meshes. Put plain tensors in the place of `DTensor`s at these keys, tied ones once."""
     for handle in unit.handles:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
             if names:
                 state.update(dict.fromkeys(names, full_tensor(state[names[0]])))
-    for key, value in state.items():
-        if key.startswith(prefix) and is_dtensor(value):
-            state[key] = full_tensor(value)
+    for key in keys:
+        if is_dtensor(state[key]):
+            state[key] = full_tensor(state[key])
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
@@ -558,7 +564,9 @@ class Loading:
             ]
 
     def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self._error_msgs = rest[-1]
+        *_, missing, unexpected, self._error_msgs = rest
+        # What modules outside of this one have reported: theirs are to clean, and they may be many.
+        self._known = len(missing), len(unexpected), len(self._error_msgs)
         inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
         for key in [key for key in state_dict if key.startswith(prefix)] if _adds_path_parts.get() else ():
             if not key.startswith(prefix + FSDP_PART):
@@ -567,9 +575,11 @@ class Loading:
     def _clean(self, module: nn.Module, incompatible: object) -> None:
         if not _adds_path_parts.get():
             return  # or a key without its path parts would be called missing and unexpected by the same name
-        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
-            keys[:] = [clean_name(key) for key in keys]
-        self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
+        lists = incompatible.missing_keys, incompatible.unexpected_keys  # type: ignore[attr-defined]
+        for keys, known in zip(lists, self._known, strict=False):
+            keys[known:] = [clean_name(key) for key in keys[known:]]
+        *_, known = self._known
+        self._error_msgs[known:] = [clean_text(message) for message in self._error_msgs[known:]]
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
         unit = self._unit

@@ -1,0 +1,103 @@
+"""With more units, a unit costs what it costs with few: the numbers of calls grow in a straight line."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, fully_shard
+from tests.helpers.forms import FORMS
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import Alone
+from tests.helpers.paths import ROOT
+
+PACKAGE = f"{ROOT / 'fsdp'}/"
+SIZES = (8, 16, 24)  # units
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """The calls of the package's functions, and the calls of others that these make."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE)
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def uses(form: str, number: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Collective. What users do with a model of so many units, in order."""
+    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(number)))
+    found: dict[str, Any] = {}
+
+    def wrap() -> None:
+        for place in range(number):
+            model[place] = sharded(model[place])
+        found["model"] = sharded(model)
+        found["optimizer"] = torch.optim.Adam(found["model"].parameters())
+
+    def sharded(module: nn.Module) -> nn.Module:
+        if form == "rows":
+            return fully_shard(module)
+        return FullyShardedDataParallel(module, Alone(), use_orig_params=form == "orig")
+
+    def train() -> None:
+        found["model"](torch.ones(1, 2)).sum().backward()
+
+    def summon() -> None:
+        with found["model"].summon_full_params() if form != "rows" else nullcontext():
+            pass
+
+    def load() -> None:
+        found["model"].load_state_dict(found["model"].state_dict())
+
+    wrapper: dict[str, Callable[[], Any]] = {
+        "local state": lambda: found["model"].load_local_state_dict(found["model"].local_state_dict()),
+        "sharded state": lambda: found["model"].load_sharded_state_dict(found["model"].sharded_state_dict()),
+        "optimizer state": lambda: found["model"].gather_full_optim_state_dict(found["optimizer"]),
+    }
+    return {
+        "wrap": wrap,
+        "first use": train,
+        "step": train,
+        "optimizer": lambda: found["optimizer"].step(),
+        "state dict": lambda: found["model"].state_dict(),
+        "load": load,
+        "summon": summon,
+        **(wrapper if form != "rows" else {}),
+        "save": lambda: fsdp.save(folder / f"{number}", found["model"], found["optimizer"]),
+        "load files": lambda: fsdp.load(folder / f"{number}", found["model"], found["optimizer"]),
+        "cast": lambda: found["model"].to(torch.float64),
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1)
+def test_calls_grow_in_proportion_to_the_units(form: str, tmp_path: Path) -> None:
+    counts: dict[str, list[int]] = {}
+    for number in (2, *SIZES):  # the first loads modules
+        for name, use in uses(form, number, tmp_path).items():
+            counts.setdefault(name, []).append(calls_of(use))
+    few, more, most = 1, 2, 3
+    bends = {name: each[most] - 2 * each[more] + each[few] for name, each in counts.items()}
+    # A single call of every unit for every other unit makes 128.
+    assert {name: bend for name, bend in bends.items() if abs(bend) > 60} == {}
