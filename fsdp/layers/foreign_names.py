@@ -16,6 +16,12 @@ from torch import nn
 
 _Arguments = ParamSpec("_Arguments")
 
+
+def _by_name(reasons: dict[str, str]) -> dict[str, str]:
+    """Return a table in which each of the names, separated by spaces, has its own entry."""
+    return {name: reason for names, reason in reasons.items() for name in names.split()}
+
+
 # Arguments of FSDP1's constructor.
 KEYWORDS = {
     "auto_wrap_policy": "call fsdp.shard(module, units={Block}, ...), which takes classes of modules or a policy, "
@@ -30,61 +36,47 @@ KEYWORDS = {
 
 _FULL = "state_dict() is full, state_dict(rank0_only=True) on the first rank; sharded_state_dict() and fsdp.save shard"
 _OPTIM = "use fsdp.optim_utils.full_optim_state_dict(model, optimizer), or fsdp.save"
-_LOAD_OPTIM = "use fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, state), or fsdp.load"
 
 # Methods of FSDP1, which are called on the class.
-METHODS = {
-    "state_dict_type": _FULL,
-    "set_state_dict_type": _FULL,
-    "get_state_dict_type": _FULL,
-    "optim_state_dict": _OPTIM,
-    "full_optim_state_dict": _OPTIM,
-    "sharded_optim_state_dict": _OPTIM,
-    "optim_state_dict_to_load": _LOAD_OPTIM,
-    "scatter_full_optim_state_dict": _LOAD_OPTIM,
-    "shard_full_optim_state_dict": _LOAD_OPTIM,
-    "flatten_sharded_optim_state_dict": _LOAD_OPTIM,
-    "rekey_optim_state_dict": "use fsdp.optim_utils.rekey_optim_state_dict",
-    "fsdp_modules": "use fsdp.get_fsdp_instances(model)",
-    "check_is_root": "the outermost wrapper is whichever is used first",
-}
-
-_HANDLES = "fsdp.flat_param_handles(model) lists the handles of all units"
-_STREAMS = "streams and events belong to the communicators, and there are none to be set"
-_TYPE = "there is no type to be set, " + _FULL
+METHODS = _by_name(
+    {
+        "state_dict_type set_state_dict_type get_state_dict_type": _FULL,
+        "optim_state_dict full_optim_state_dict sharded_optim_state_dict": _OPTIM,
+        "optim_state_dict_to_load scatter_full_optim_state_dict shard_full_optim_state_dict "
+        "flatten_sharded_optim_state_dict": "use fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, state), "
+        "or fsdp.load",
+        "rekey_optim_state_dict": "use fsdp.optim_utils.rekey_optim_state_dict",
+        "fsdp_modules": "use fsdp.get_fsdp_instances(model)",
+        "check_is_root": "the outermost wrapper is whichever is used first",
+    }
+)
 
 # Attributes that instances of FSDP1 have, most of them private, and that its clients read all the same.
-ATTRIBUTES = {
-    "_handle": _HANDLES,
-    "_handles": _HANDLES,
-    "_all_handles": _HANDLES,
-    "_fully_sharded_module_to_handle": _HANDLES,
-    "_flat_param": "params lists this wrapper's flat parameters, and fsdp.flat_param_handles(model) their handles",
-    "_has_params": "params is empty for a wrapper without parameters of its own",
-    "_use_orig_params": "the attribute is use_orig_params",
-    "_use_full_prec_in_eval": "the option is MixedPrecision(full_precision_in_eval=True)",
-    "_all_fsdp_states": "use fsdp.get_fsdp_instances(model)",
-    "_comm_hook": "register_comm_hook() sets one, for all units",
-    "_comm_hook_state": "register_comm_hook() is given the state, and the hook is called with it",
-    "_device_mesh": "process_group and replicate_group are the groups of its dimensions",
-    "_gradient_predivide_factor": "the attribute is gradient_predivide_factor",
-    "_gradient_postdivide_factor": "the attribute is gradient_postdivide_factor",
-    "_sync_gradients": "no_sync() decides whether gradients are reduced",
-    "_ignored_modules": "they are given as ignored_modules, and stay ordinary modules",
-    "_ignored_params": "they are given as ignored_parameters, and stay ordinary parameters",
-    "_exec_order_data": "the order of units is learned in each pass; fsdp.trace shows it",
-    "_device_handle": _STREAMS,
-    "_default_stream": _STREAMS,
-    "_unshard_stream": _STREAMS,
-    "_pre_unshard_stream": _STREAMS,
-    "_post_backward_stream": _STREAMS,
-    "_all_reduce_stream": _STREAMS,
-    "_free_event_queue": _STREAMS,
-    "_state_dict_type": _TYPE,
-    "_state_dict_config": _TYPE,
-    "_optim_state_dict_config": _OPTIM,
-    **{name: KEYWORDS[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
-}
+ATTRIBUTES = _by_name(
+    {
+        "_handle _handles _all_handles _fully_sharded_module_to_handle": "fsdp.flat_param_handles(model) lists the "
+        "handles of all units",
+        "_flat_param": "params lists this wrapper's flat parameters, and fsdp.flat_param_handles(model) their handles",
+        "_has_params": "params is empty for a wrapper without parameters of its own",
+        "_use_orig_params": "the attribute is use_orig_params",
+        "_use_full_prec_in_eval": "the option is MixedPrecision(full_precision_in_eval=True)",
+        "_all_fsdp_states": "use fsdp.get_fsdp_instances(model)",
+        "_comm_hook": "register_comm_hook() sets one, for all units",
+        "_comm_hook_state": "register_comm_hook() is given the state, and the hook is called with it",
+        "_device_mesh": "process_group and replicate_group are the groups of its dimensions",
+        "_gradient_predivide_factor": "the attribute is gradient_predivide_factor",
+        "_gradient_postdivide_factor": "the attribute is gradient_postdivide_factor",
+        "_sync_gradients": "no_sync() decides whether gradients are reduced",
+        "_ignored_modules": "they are given as ignored_modules, and stay ordinary modules",
+        "_ignored_params": "they are given as ignored_parameters, and stay ordinary parameters",
+        "_exec_order_data": "the order of units is learned in each pass; fsdp.trace shows it",
+        "_device_handle _default_stream _unshard_stream _pre_unshard_stream _post_backward_stream _all_reduce_stream "
+        "_free_event_queue": "streams and events belong to the communicators, and there are none to be set",
+        "_state_dict_type _state_dict_config": f"there is no type to be set, {_FULL}",
+        "_optim_state_dict_config": _OPTIM,
+        **{name: KEYWORDS[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
+    }
+)
 
 # Environment variables that FSDP1 follows when they are "1".
 VARIABLES = {
@@ -181,7 +173,6 @@ def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, N
 
 @functools.cache
 def _warn_of_variables() -> None:
-    """Warn, once, of environment variables that only FSDP1 follows."""
     for name, instead in VARIABLES.items():
         if os.environ.get(name) == "1":
             warnings.warn(
