@@ -12,53 +12,36 @@ import torch
 
 from fsdp.layers.lazy import lazily
 
+# ruff: noqa: F401 (names for front doors)
 if TYPE_CHECKING:
-    from fsdp.checkpoint.formats.consolidate import consolidate as consolidate
-    from fsdp.distributed.comm_hooks import AllReduceHook as AllReduceHook
-    from fsdp.distributed.comm_hooks import CommHook as CommHook
-    from fsdp.distributed.custom_collectives import Collective as Collective
-    from fsdp.distributed.custom_collectives import CustomAllGather as CustomAllGather
-    from fsdp.distributed.custom_collectives import CustomReduceScatter as CustomReduceScatter
-    from fsdp.distributed.custom_collectives import moved as moved
-    from fsdp.layers import copying as copying
-    from fsdp.layers.deferred_init import require_values as require_values
-    from fsdp.layers.deferred_init import require_values_everywhere as require_values_everywhere
-    from fsdp.layers.forwarding import Forwarding as Forwarding
-    from fsdp.layers.grad_clipping import clip_by_norm as clip_by_norm
-    from fsdp.layers.grad_clipping import clip_by_value as clip_by_value
-    from fsdp.layers.pipelines import FSDPState as FSDPState
-    from fsdp.layers.pipelines import refuse_separate_backwards as refuse_separate_backwards
-    from fsdp.layers.report import Report as Report
-    from fsdp.layers.report import last_report as last_report
-    from fsdp.layers.sharded_methods import explain_methods as explain_methods
-    from fsdp.layers.state_dict.full import Loading as Loading
-    from fsdp.layers.state_dict.full import ensure_agreed as ensure_agreed
-    from fsdp.layers.state_dict.full import ensure_same_values as ensure_same_values
-    from fsdp.layers.state_dict.full import explain as explain
-    from fsdp.layers.state_dict.full import load_full as load_full
-    from fsdp.layers.state_dict.full import save_full as save_full
-    from fsdp.layers.state_dict.full import with_wrapped_metadata as with_wrapped_metadata
-    from fsdp.layers.state_dict.local import LocalLoad as LocalLoad
-    from fsdp.layers.state_dict.local import local as local
-    from fsdp.layers.state_dict.local import local_metadata as local_metadata
-    from fsdp.layers.state_dict.local import local_state as local_state
-    from fsdp.layers.state_dict.local import members_in as members_in
-    from fsdp.layers.state_dict.materialize import ParamInit as ParamInit
-    from fsdp.layers.state_dict.materialize import materialize_unit as materialize_unit
-    from fsdp.layers.state_dict.sharded import TensorPart as TensorPart
-    from fsdp.layers.state_dict.sharded import _rebuild as _rebuild
-    from fsdp.layers.state_dict.sharded import load_sharded_state as load_sharded_state
-    from fsdp.layers.state_dict.sharded import sharded_state as sharded_state
-    from fsdp.layers.state_dict.summon import params_shown as params_shown
-    from fsdp.layers.state_dict.summon import shapes_summoned as shapes_summoned
-    from fsdp.layers.state_dict.summon import summoned as summoned
-    from fsdp.layers.summary import options_in_use as options_in_use
-    from fsdp.layers.summary import summary as summary
-    from fsdp.optim_utils.gather import fairscale_dictionary as fairscale_dictionary
-    from fsdp.optim_utils.params import is_uncollected as is_uncollected
-    from fsdp.optim_utils.scatter import become_shard as become_shard
-    from fsdp.optim_utils.scatter import reshard_optimizer as reshard_optimizer
-    from fsdp.weights.stream import stream_weights as stream_weights
+    from fsdp.checkpoint.formats.consolidate import consolidate
+    from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
+    from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
+    from fsdp.layers import copying
+    from fsdp.layers.deferred_init import require_values, require_values_everywhere
+    from fsdp.layers.forwarding import Forwarding
+    from fsdp.layers.grad_clipping import clip_by_norm, clip_by_value
+    from fsdp.layers.pipelines import FSDPState, refuse_separate_backwards
+    from fsdp.layers.report import Report, last_report
+    from fsdp.layers.sharded_methods import explain_methods
+    from fsdp.layers.state_dict.full import (
+        Loading,
+        ensure_agreed,
+        ensure_same_values,
+        explain,
+        load_full,
+        save_full,
+        with_wrapped_metadata,
+    )
+    from fsdp.layers.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
+    from fsdp.layers.state_dict.materialize import ParamInit, materialize_unit
+    from fsdp.layers.state_dict.sharded import TensorPart, _rebuild, load_sharded_state, sharded_state
+    from fsdp.layers.state_dict.summon import params_shown, shapes_summoned, summoned
+    from fsdp.layers.summary import options_in_use, summary
+    from fsdp.optim_utils.gather import fairscale_dictionary
+    from fsdp.optim_utils.params import is_uncollected
+    from fsdp.optim_utils.scatter import become_shard, reshard_optimizer
+    from fsdp.weights.stream import stream_weights
 
 _HOMES = {
     "fsdp.checkpoint.formats.consolidate": "consolidate",
