@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class _Inner:
     def stop(self) -> int:
         return self.start + self.shape.numel() * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
     def of(self, packed: Tensor) -> Tensor:
         flat = packed[self.start : self.stop].view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
@@ -52,9 +55,14 @@ class _Outer:
 
     kind: Any
     inner: dict[str, _Outer | _Inner]
-    metadata: Any
+    metadata: Any = field(compare=False)
+    shown_metadata: str  # without what differs between ranks: devices, and addresses in memory
     shape: torch.Size
     stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{name} {each}" for name, each in self.inner.items())
+        return f"{self.kind.__name__} {list(self.shape)} of ({inner}), {self.shown_metadata}"
 
     def of(self, packed: Tensor) -> Tensor:
         inner = {name: each.of(packed) for name, each in self.inner.items()}
@@ -102,7 +110,8 @@ class Packing:
         except Exception as error:
             raise TypeError(f"{self.name}: {kind.__name__}.{_FLATTEN} failed ({error!r}): {_REMEDY}") from error
         inner = {name: self._form_of(each) for name, each in tensors.items()}
-        return _Outer(kind, inner, metadata, tensor.shape, tensor.stride())
+        shown = re.sub(r" at 0x[0-9a-f]+", "", repr(_on(torch.device("meta"), metadata)))
+        return _Outer(kind, inner, metadata, shown, tensor.shape, tensor.stride())
 
     @property
     def is_tensor(self) -> bool:
@@ -130,9 +139,9 @@ class Packing:
             form = Packing(self.name, value)._form
         except TypeError as error:
             raise ValueError(f"{self.name} is {self.description}, and cannot take this value: {error}") from error
-        if not _are_equal(form, self._form):
+        if form != self._form:
             raise ValueError(
-                f"{self.name} is {self.description}, and cannot take {self.describe(form)}: quantise the value as the "
+                f"{self.name} is {self.description}, and cannot take {form}: quantise the value as the "
                 "model's parameter is"
             )
 
@@ -176,15 +185,7 @@ class Packing:
     @property
     def description(self) -> str:
         """The form as text, the same on all ranks with the same form."""
-        return self.describe(self._form)
-
-    @staticmethod
-    def describe(form: Any) -> str:
-        """Return a form as text."""
-        if isinstance(form, _Inner):
-            return f"{list(form.shape)} {str(form.dtype).removeprefix('torch.')}"
-        inner = ", ".join(f"{name} {Packing.describe(each)}" for name, each in form.inner.items())
-        return f"{form.kind.__name__} {list(form.shape)} of ({inner}), {_text(form.metadata)}"
+        return str(self._form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
         return self
@@ -194,11 +195,6 @@ _REMEDY = (
     "it cannot be sharded as bytes. Convert it to a tensor of plain inner tensors, or pass it in ignored_parameters "
     "(ignored_params of fully_shard)"
 )
-
-
-def _text(metadata: Any) -> str:
-    # Addresses and devices differ between ranks.
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(_on(torch.device("meta"), metadata)))
 
 
 def _on(device: torch.device, metadata: Any) -> Any:
@@ -218,12 +214,3 @@ def _inner_of(tensor: Any, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Any]
     else:
         for name, each in form.inner.items():
             yield from _inner_of(getattr(tensor, name, None), each)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, _Inner) or isinstance(other, _Inner):
-        return bool(one == other)
-    alike = (one.kind, one.shape, one.stride) == (other.kind, other.shape, other.stride)
-    if not alike or one.inner.keys() != other.inner.keys() or _text(one.metadata) != _text(other.metadata):
-        return False
-    return all(_are_equal(each, other.inner[name]) for name, each in one.inner.items())
