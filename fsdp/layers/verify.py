@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,12 +152,6 @@ def describe_handle(handle: FlatParamHandle) -> str:
     return f"{kind} {ranks}: {slots}"
 
 
-def _describe_parts(handle: FlatParamHandle) -> list[str]:
-    """Return which parts of `DTensor`s are sharded here, on which the ranks of the shards must agree."""
-    parts = zip(handle.layout.slots, handle.flat_param.parts, strict=True)
-    return [f"{slot.name} ({part})" for slot, part in parts if part]
-
-
 def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
     """Collective. Check that the ranks which shard a `DTensor`'s local part have the same part of it.
 
@@ -167,7 +160,8 @@ def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
     plans: dict[tuple[Communicator, Communicator], Plan] = {}
     for name, unit in units:
         for handle in unit.handles:
-            if parts := _describe_parts(handle):
+            described = zip(handle.layout.slots, handle.flat_param.parts, strict=True)
+            if parts := [f"{slot.name} ({part})" for slot, part in described if part]:
                 plans.setdefault((handle.comm, handle.replicas), []).append((name, {"parts": parts}))
     for ranks, plan in plans.items():
         if peers_answer(ranks):
@@ -252,7 +246,7 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     """
     if not peers_answer(ranks):
         return ""
-    told = [json.loads(other) for other in from_everyone(ranks, json.dumps(dict(written)).encode())]
+    told = from_everyone(ranks, dict(written))
     difference = first_difference([[each.get(name) for name in told[0]] for each in told])
     if difference is None:
         return ""
@@ -269,13 +263,7 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
     seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
     noted = [(handle.values.fingerprints, slot) for _, handle, slot in seen]
     found = [fingerprints.unsharded[slot] for fingerprints, slot in noted if fingerprints is not None]
-    known = bytes(one is not None for one in found)
-    payload = known + struct.pack(f"<{len(found)}Q", *(one or 0 for one in found))
-    by_rank = []
-    for other in from_everyone(ranks, payload):
-        values = struct.unpack(f"<{len(found)}Q", other[len(found) :])
-        by_rank.append([one if is_known else None for one, is_known in zip(values, other[: len(found)], strict=True)])
-    difference = first_difference(by_rank)
+    difference = first_difference(from_everyone(ranks, found))
     if difference is None:
         return ""
     rank, number, count = difference
