@@ -33,7 +33,21 @@ _KEY = "quantized_reduce_feedback"  # of an optimizer's state
 
 
 @dataclass(frozen=True)
-class QuantizedReduce:
+class _Quantized:
+    bits: int = 8
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        _ = self.codes
+
+    @property
+    def codes(self) -> BlockCodes:
+        """The format of messages."""
+        return BlockCodes(self.bits, self.block)
+
+
+@dataclass(frozen=True)
+class QuantizedReduce(_Quantized):
     """Send gradients in 8 or 4 bits, with a float32 scale for each block.
 
     Each rank sends the piece of its gradient for each other rank once. That rank adds the pieces in float32. A value is
@@ -50,21 +64,11 @@ class QuantizedReduce:
         ValueError: for other numbers.
     """
 
-    bits: int = 8
-    block: int = 256
     feedback: bool = False
-
-    def __post_init__(self) -> None:
-        _ = self.codes
-
-    @property
-    def codes(self) -> BlockCodes:
-        """The format of messages."""
-        return BlockCodes(self.bits, self.block)
 
 
 @dataclass(frozen=True)
-class QuantizedGather:
+class QuantizedGather(_Quantized):
     """Send parameters in 8 or 4 bits to forward and backward, with a float32 scale for each block.
 
     All ranks compute with the same bits: each rank also rounds its own shard. The shards that the optimizer steps stay
@@ -77,17 +81,6 @@ class QuantizedGather:
     Raises:
         ValueError: for other numbers.
     """
-
-    bits: int = 8
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        _ = self.codes
-
-    @property
-    def codes(self) -> BlockCodes:
-        """The format of messages."""
-        return BlockCodes(self.bits, self.block)
 
 
 @during("fsdp.compress()")
@@ -293,7 +286,7 @@ class Compression:
 class _Sent:
     """The bytes that this rank sends under a policy, and would send without."""
 
-    def __init__(self, policy: QuantizedReduce | QuantizedGather | None) -> None:
+    def __init__(self, policy: _Quantized | None) -> None:
         self._codes = None if policy is None else policy.codes
         self.exact = self._quantized = 0
 
