@@ -34,16 +34,11 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
     own = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
     own = [each.detach().reshape(-1) for each in own if each.numel()]
     largest = torch.stack([each.abs().max().to(device, torch.float64) for each in own]) if own else torch.zeros(1)
-    # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
-    is_nan = largest.isnan().any()
-    told = torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf).max(), is_nan.double()]).to(device, torch.float64)
+    most = maximum(comms, largest.max().to(device, torch.float64), "the largest element, for a norm").item()
     numel = torch.tensor(sum(each.numel() for each in own), dtype=torch.int64, device=device)
-    for comm in comms:
-        told = comm.all_reduce(told, "max", "the largest element, for a norm").wait()
-        numel = comm.all_reduce(numel, "sum", "the number of elements, for a norm").wait()
-    most, has_nan = told.tolist()
-    if has_nan or not 0 < most < math.inf:
-        return torch.tensor(math.nan if has_nan else most, dtype=torch.float64, device=device)
+    numel = over_all(comms, numel, "sum", "the number of elements, for a norm")
+    if not 0 < most < math.inf:
+        return torch.tensor(most, dtype=torch.float64, device=device)
     exponent = max(math.frexp(most)[1], _LEAST_EXPONENT)
     bits = _BITS - int(numel).bit_length()
     sums = torch.zeros(_INTEGERS, dtype=torch.int64, device=device)
@@ -57,10 +52,25 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
                 digits.append(whole.long().sum())
                 rest.sub_(whole)
             sums += torch.stack(digits).to(device)
-    for comm in comms:
-        sums = comm.all_reduce(sums, "sum", "squares, for a norm").wait()
     total = 0
-    for digit in sums.tolist():  # as Python's integers, which do not overflow
+    for digit in over_all(
+        comms, sums, "sum", "squares, for a norm"
+    ).tolist():  # as Python's integers, which do not overflow
         total = (total << bits) + digit
     norm = math.ldexp(math.sqrt(total / (1 << _INTEGERS * bits)), exponent)
     return torch.tensor(norm, dtype=torch.float64, device=device)
+
+
+def over_all(comms: Sequence[Communicator], tensor: Tensor, op: str, what: str) -> Tensor:
+    """Collective. Return the sum or the maximum over all ranks that the communicators together reach."""
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op, what).wait()
+    return tensor
+
+
+def maximum(comms: Sequence[Communicator], value: Tensor, what: str) -> Tensor:
+    """Collective. Return the maximum of a floating-point number over all ranks; NaN if any rank has NaN."""
+    # A maximum over ranks drops NaN on some backends: whether there was one is sent beside it.
+    is_nan = value.isnan()
+    both = over_all(comms, torch.stack([value.masked_fill(is_nan, 0.0), is_nan.to(value.dtype)]), "max", what)
+    return both[0].masked_fill(both[1] > 0, math.nan)

@@ -15,13 +15,14 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.collectives import Communicator, communicator, during
+from fsdp.distributed.collectives import communicator, during
 from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.unit import Unit
+from fsdp.layers.exact_norm import maximum, over_all
 from fsdp.layers.verify import require_sharded
 
 # Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
@@ -72,7 +73,7 @@ def clip_grad_norm(
     If the norm is not finite and `error_if_nonfinite`, the error names the parameters with such gradients, and no
     gradient is changed. Gradients that are not reduced yet also raise an error.
     """
-    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    reduced = reduced_gradients(units)
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
     owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
     norm = norm_over_ranks(root, units, owned, norm_type, f", to be at most {max_norm:g}")
@@ -138,7 +139,11 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
     trained = [param for param in [*unsharded_parameters(root), *others] if param.requires_grad]
     dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
-    return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type, purpose)
+    local = _local_total(shares, norm_type, root.device, dtype)
+    what = f"the norm of gradients of order {norm_type:g}{purpose}"
+    if math.isinf(norm_type):
+        return maximum(comms, local, what)
+    return over_all(comms, local, "sum", what).pow(1.0 / norm_type)
 
 
 def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = "") -> None:
@@ -158,8 +163,7 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
     """Clamp every element of the gradients, which must be reduced, to ``[-clip_value, clip_value]``."""
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
-    for grad in (*reduced.values(), *_ignored_gradients(root).values()):
+    for grad in (*reduced_gradients(units).values(), *_ignored_gradients(root).values()):
         grad.clamp_(-clip_value, clip_value)
 
 
@@ -177,7 +181,9 @@ def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
             )
 
 
-def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
+def reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
+    """Return the gradients of shards that have one; raise an error as `require_reduced`."""
+    handles = [handle for unit in units for handle in unit.handles]
     require_reduced(handles)
     return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
 
@@ -192,41 +198,21 @@ def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
     return {param: grad for param, grad in grads.items() if grad is not None}
 
 
-def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float, purpose: str) -> Tensor:
-    what = f"the norm of gradients of order {norm_type:g}{purpose}"
-    if not math.isinf(norm_type):
-        return _over_all(comms, local, "sum", what).pow(1.0 / norm_type)
-    # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
-    is_nan = local.isnan()
-    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max", what)
-    return both[0].masked_fill(both[1] > 0, math.nan)
-
-
-def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str, what: str) -> Tensor:
-    for comm in comms:
-        tensor = comm.all_reduce(tensor, op, what).wait()
-    return tensor
-
-
 def _local_total(
     shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """This rank's contribution, from gradients with the number of ranks that contribute the same.
-
-    At least in `dtype`.
-    """
+    """Return this rank's contribution in `dtype` or wider, from gradients with the number of ranks that share each."""
     total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), dtype)
-    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad, _ in shares if grad.numel()]
+    # Each in its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    wide = [
+        (grad.to(torch.promote_types(grad.dtype, torch.float32)), copies) for grad, copies in shares if grad.numel()
+    ]
+    norms = [torch.linalg.vector_norm(grad, norm_type).to(device, total_dtype) for grad, _ in wide]
     if not norms:
         return torch.zeros((), dtype=total_dtype, device=device)
     stacked = torch.stack(norms)
     if math.isinf(norm_type):
         return stacked.max()
-    copies = [count for grad, count in shares if grad.numel()]
+    copies = [count for _, count in wide]
     powers = stacked.pow(norm_type)
     return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
-
-
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    # In its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
-    return torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.float32)), norm_type)

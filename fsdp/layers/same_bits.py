@@ -30,7 +30,7 @@ from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.unit import Unit
 from fsdp.layers.exact_norm import exact_norm
-from fsdp.layers.grad_clipping import require_reduced, scale_to, unsharded_parameters
+from fsdp.layers.grad_clipping import reduced_gradients, scale_to, unsharded_parameters
 from fsdp.layers.verify import require_sharded
 
 _MAKE = "train with the same bits"
@@ -93,8 +93,13 @@ class SameBits:
             ways[handle.is_replicated] = fronts.setdefault(way, SumByMicroBatch.of(way, self._sums))
             reduce_comm, replicas = ways
             handle.connect(handle.comm, reduce_comm, replicas, replicas)
-        hook = register_optimizer_step_pre_hook(_Checking(self))
-        weakref.finalize(self, hook.remove)
+        check = weakref.WeakMethod(self._check_step)
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (method := check()) is not None:
+                method(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     @property
     def _root(self) -> Unit:
@@ -119,8 +124,7 @@ class SameBits:
         device = self._root.device
         done_by_all([self._root.everyone], "begin a step of fsdp.SameBits", self._require_unchanged)
         self._is_complete = False
-        forked: dict[str, Any] = {} if is_host(device) else {"device_type": device.type}
-        with torch.random.fork_rng(devices=[] if is_host(device) else [device], **forked):
+        with torch.random.fork_rng(devices=[] if is_host(device) else [device], device_type=device.type):
             self._sums.begin()
             try:
                 for micro_batch in range(self._rank, self._micro_batches, self._world_size):
@@ -165,8 +169,7 @@ class SameBits:
             RuntimeError: if `error_if_nonfinite` and the norm is not finite.
         """
         self._runtime.ensure_idle("clip gradients")
-        require_reduced(self._runtime.handles)
-        grads = {one: one.flat_param.grad for one in self._runtime.handles if one.flat_param.grad is not None}
+        grads = reduced_gradients(self._runtime.units)
         own = [grad for handle, grad in grads.items() if handle.replicas.rank == 0]  # what is replicated counts once
         with during("SameBits.clip_grad_norm_()"):
             norm = exact_norm(self._root.everyone, own, self._root.device)
@@ -230,7 +233,6 @@ class SameBits:
 
     @uncompiled
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if an optimizer of this model must not step now, or not so."""
         shards = {id(param) for handle in self._runtime.handles for param in handle.listed_params}
         for group in optimizer.param_groups:
             if not any(id(param) in shards for param in group["params"]):
@@ -254,17 +256,6 @@ class _RanksWithMicroBatches(Participation):
         raise RuntimeError(
             "with fsdp.SameBits clip by its method clip_grad_norm_: this norm has other bits at another number of ranks"
         )
-
-
-class _Checking:
-    """A hook of all optimizers for a `SameBits` object during its lifetime."""
-
-    def __init__(self, bits: SameBits) -> None:
-        self._bits = weakref.ref(bits)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if (bits := self._bits()) is not None:
-            bits._check_step(optimizer)
 
 
 def _problems(unit: Unit, ranks: int) -> Iterator[str]:
@@ -295,8 +286,6 @@ def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
 
 
 def _mixed(*numbers: int) -> int:
-    """Return a seed that depends on all numbers."""
     text = "/".join(map(str, numbers)).encode()
-    return int.from_bytes(
-        hashlib.blake2b(text, digest_size=4).digest(), "little"
-    )  # torch's CPU generator takes 32 bits
+    digest = hashlib.blake2b(text, digest_size=4).digest()  # torch's CPU generator takes 32 bits
+    return int.from_bytes(digest, "little")
