@@ -98,8 +98,10 @@ class _State(NamedTuple):
 
 def _recover(root: Unit) -> bool:
     runtime = next((each for each in runtimes() if each.root is root), None)
-    if runtime is not None:
-        _require_no_context(runtime)
+    if runtime is not None and runtime.is_joining:
+        raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
+    if runtime is not None and runtime.is_computing:
+        raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {root.name}: call it after them")
     ways = communicators_among(root.ranks)
     for way in ways:
         if (names := backend_names(way.group)).get("cpu") != "gloo":
@@ -118,7 +120,8 @@ def _recover(root: Unit) -> bool:
             raise RuntimeError(f"rank {own_rank()}: {_CALL}: {problem} Load the last checkpoint, on every rank.")
         is_late = own_rank() in late
         if late:
-            done_by_all([root.everyone], "complete its last step", lambda: _step(optimizer if is_late else None))
+            step = optimizer.step if optimizer is not None and is_late else lambda: None
+            done_by_all([root.everyone], "complete its last step", step)
     finally:
         for _, unit in units_in(root):
             for handle in unit.handles:
@@ -126,13 +129,6 @@ def _recover(root: Unit) -> bool:
         if runtime is not None:
             runtime.forget()  # the next forward begins with orders of units and journals that are alike on all ranks
     return bool(late) and not is_late
-
-
-def _require_no_context(runtime: Runtime) -> None:
-    if runtime.is_joining:
-        raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
-    if runtime.is_computing:
-        raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {runtime.root.name}: call it after them")
 
 
 def _reason() -> str:
@@ -165,14 +161,8 @@ def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
     return "", list(late)
 
 
-def _step(optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None:
-        optimizer.step()
-
-
 def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
     """Discard the state of an interrupted forward or backward, while connections are closed and no message arrives."""
-    paths.path.forget(root.ranks)
     for _, unit in units_in(root):
         for handle in unit.handles:
             if handle.phase is Phase.UNSHARDING:
