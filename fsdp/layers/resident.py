@@ -93,8 +93,6 @@ _runs: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()  # for
 
 
 class _Runs:
-    """An observer that counts the forwards of units."""
-
     def forward(self, unit: Unit, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             _runs[unit] = _runs.get(unit, 0) + 1
@@ -105,9 +103,6 @@ class _Orders(Checks):
 
     Ranks may run different numbers of them. The order of forwards with gradients, by which units are prefetched and
     kept for the backward, is the same on all ranks.
-
-    Args:
-        runtime: of the root.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -130,7 +125,6 @@ class _Orders(Checks):
         self._checks.merge_written(handle)
 
     def restore(self) -> None:
-        """Use the checks and the order of before."""
         self._runtime.checks, self._runtime._forward_order = self._checks, self._before
 
 
@@ -144,7 +138,10 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
         unit.follow_mode()  # before its size is known
         for _, inner in units_in(unit):
             depths[inner] += 1
-    sizes = [sum(map(_nbytes, unit.handles)) for unit in runtime.units]
+    sizes = [
+        sum(one.unsharded.full.nbytes for one in unit.handles if not one.unsharded.is_shard)  # beside the shards
+        for unit in runtime.units
+    ]
     ranked = sorted(
         zip(runtime.units, runs, sizes, strict=True), key=lambda each: (-each[1], -depths[each[0]], each[2])
     )
@@ -154,11 +151,6 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
             found.append(unit)
             left = None if left is None else left - nbytes
     return found
-
-
-def _nbytes(handle: FlatParamHandle) -> int:
-    """Return the memory that an unsharded handle needs beside its shard."""
-    return 0 if handle.unsharded.is_shard else handle.unsharded.full.numel() * handle.unsharded.full.element_size()
 
 
 def _unshard(units: Sequence[Unit]) -> None:
