@@ -89,7 +89,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
-    params = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    params = _listed(optimizer)
     key = [id(optimizer.state), *map(id, params), *map(_DTYPE, params), times_taken[0]]
     known = _examined.get(optimizer)
     is_current = known is not None and known.key == key and known.is_settled
@@ -111,7 +111,11 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         if param.grad is not None:
             has_gradient = True
             if owner._has_unreduced:
-                _refuse_unreduced(optimizer)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not "
+                    "reduced over the ranks yet and would be left out. Run the last backward of the step outside "
+                    "no_sync()."
+                )
             if param.grad.dtype is not param.dtype:
                 _refuse_mixed_gradients(optimizer, param)
     if not has_gradient:
@@ -132,7 +136,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
 def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]) -> tuple[_Examined, list[Part]]:
     """Raise an error for an optimizer that cannot step what it has been given, and warn, once, of what looks wrong."""
     refuse_shards_of_others(optimizer, _unchecked.pop(optimizer, None))
-    ours = _ours(params)
+    ours = shards_among(params)
     if isinstance(optimizer, torch.optim.LBFGS) and any(_is_spread(param) for param in ours):
         raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
             "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
@@ -149,7 +153,7 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
         _warn_of_more(optimizer, ours)
         _warn_of_groups(optimizer)
         _warn_of_parameters_apart(optimizer, params, ours)
-        optimizer.register_state_dict_post_hook(_sign_state)
+        optimizer.register_state_dict_post_hook(lambda signed, state_dict: sign(state_dict, _listed(signed)))
     _refuse_mixed_state(optimizer, ours)
     owners = list({id(param.owner): param.owner for param in ours}.values())
     parts = [runtime.steps.part(optimizer, handles) for runtime, handles in _models_of(owners)]
@@ -181,7 +185,7 @@ def state_of(param: torch.Tensor) -> dict[str, Any]:
 def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """Return those that have stepped some of a model's shards."""
     shards = {handle.flat_param for handle in handles}
-    return [each for each, _ in _stepping() if any(param.owner in shards for param in _ours(_listed(each)))]
+    return [each for each, _ in _stepping() if any(param.owner in shards for param in shards_among(_listed(each)))]
 
 
 def _stepping() -> list[tuple[torch.optim.Optimizer, _Examined]]:
@@ -190,7 +194,7 @@ def _stepping() -> list[tuple[torch.optim.Optimizer, _Examined]]:
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    return list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
 
 
 @uncompiled
@@ -218,16 +222,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 runtime.end_step(part.handles)
 
 
-def _ours(params: Iterable[Any]) -> list[Any]:
-    """Return those that are shards."""
+def shards_among(params: Iterable[Any]) -> list[Any]:
+    """Return the parameters of which other ranks may have other shards."""
     return [p for p in params if is_ours(p) and p.owner._is_managed]
-
-
-def _refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
-    raise RuntimeError(
-        f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
-        "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
-    )
 
 
 def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
@@ -370,14 +367,14 @@ def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
     """
     for of_shards in optimizer.param_groups:
         params = of_shards["params"]
-        shapes = [shape for param in _ours(params) for shape in _shapes_in(param)]
+        shapes = [shape for param in shards_among(params) for shape in _shapes_in(param)]
         if any(param.ndim >= 2 for param in params) or len({len(shape) >= 2 for shape in shapes}) < 2:
             continue
         for other in optimizer.param_groups:
             is_empty = not other["params"] and _options(other) != _options(of_shards)
             decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
             if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
-                names = [name for param in _ours(params) for name in _names_in(param)]
+                names = [name for param in shards_among(params) for name in _names_in(param)]
                 warnings.warn(
                     f"a group of this {type(optimizer).__name__} has no sharded parameters, and another one has all, "
                     f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
@@ -487,10 +484,6 @@ def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
         state_dict[SHARDS_OF] = own
 
 
-def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    sign(state_dict, _listed(optimizer))
-
-
 def signature_of(state_dict: Mapping[str, Any]) -> Signature:
     """Return whose shards an optimizer's state dict is of; empty if that was not known when it was made."""
     found = [state_dict, *state_dict.get("param_groups", ())]
@@ -517,8 +510,8 @@ def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signatu
 
 def _shards_in(params: Iterable[Any]) -> Signature:
     """Return the ranks' shards, of how many, of parameters; nothing while that is not known, or torch knows."""
-    ours = {id(param.owner) for param in _ours(params) if not is_dtensor(param)}
-    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
+    ours = {id(param.owner) for param in shards_among(params) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for handle in runtime.handles) if ours else ()
     comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
     return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
 
@@ -526,7 +519,7 @@ def _shards_in(params: Iterable[Any]) -> Signature:
 def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise ValueError for state of unsharded parameters, which torch would give to shards or refuse without remedy."""
     own = [group["params"] for group in optimizer.param_groups]
-    spread = [param for param in _ours(chain.from_iterable(own)) if param.owner._is_sharded]
+    spread = [param for param in shards_among(chain.from_iterable(own)) if param.owner._is_sharded]
     if not spread:
         return
     saved = [group["params"] for group in state_dict["param_groups"]]
@@ -591,7 +584,7 @@ def _become_dtensors(optimizer: torch.optim.Optimizer) -> None:
 
     `torch.distributed.checkpoint.state_dict` shards a full state by its shapes, and leaves 0-d tensors as they are.
     """
-    single = [param for param in _ours(_listed(optimizer)) if is_dtensor(param) and not param.dim()]
+    single = [param for param in shards_among(_listed(optimizer)) if is_dtensor(param) and not param.dim()]
     states = ((param.shape, state) for param, state in optimizer.state.items())
     has_elements = keys_with_elements(states) if single else {}
     for param in single:

@@ -44,7 +44,7 @@ from fsdp.layers.grad_clipping import (
     scale_to,
     unsharded_parameters,
 )
-from fsdp.layers.optimizer_hooks import load_state_dict
+from fsdp.layers.optimizer_hooks import load_state_dict, shards_among
 
 Tensors = Tensor | Iterable[Tensor]
 
@@ -166,15 +166,10 @@ def _models_of(
 
     With `of_values`, parameters without gradients count as well; with `dtensors`, those that torch sees to.
     """
-    shards = [param for param in params if _is_shard(param) and (dtensors or not is_dtensor(param))]
+    shards = [param for param in shards_among(params) if dtensors or not is_dtensor(param)]
     if not shards:
         return None
-    handles = {
-        id(handle.flat_param): (runtime, handle)
-        for runtime in runtimes()
-        for unit in runtime.units
-        for handle in unit.handles
-    }
+    handles = {id(handle.flat_param): (runtime, handle) for runtime in runtimes() for handle in runtime.handles}
     if by_hand := [param for param in shards if param.owner.is_standalone]:
         raise RuntimeError(
             f"{function}: {by_hand[0].owner._names[0]} is sharded by a StandaloneHandle, and each rank would see its "
@@ -196,13 +191,8 @@ def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
     return math.isinf(float(norm_type)) or len({None if part is None else part.mesh for part in parts}) > 1
 
 
-def _is_shard(param: Any) -> bool:
-    """Return whether other ranks may have other shards of a parameter."""
-    return is_ours(param) and param.owner._is_managed
-
-
 def _parameters(runtime: Runtime) -> list[nn.Parameter]:
-    return [param for unit in runtime.units for handle in unit.handles for param in handle.listed_params]
+    return [param for handle in runtime.handles for param in handle.listed_params]
 
 
 def _with_parameters(tensors: Sequence[Any]) -> Owned:
@@ -275,10 +265,10 @@ def _freed_like(message: str) -> list[str]:
 
 def _leaves_of_all(inputs: Any) -> Any:
     listed: list[Any]
-    if isinstance(inputs, (Tensor, GradientEdge)):  # the latter is a tuple
+    if isinstance(inputs, GradientEdge):  # a tuple
         listed = [inputs]
     else:
-        listed = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+        listed = _listed(inputs.values() if isinstance(inputs, Mapping) else inputs)
     owners = [owner_of(one) if isinstance(one, Tensor) else None for one in listed]
     if not any(owner is not None for owner in owners):
         return inputs
@@ -304,48 +294,25 @@ class Replaced(NamedTuple):
 
     Attributes:
         name: the public name.
-        function: torch's function.
+        function: torch's function, in its form since torch 2.11.
         ours: is called with torch's function and its arguments.
-        why: the error of a plain training loop without it.
-        since: the first version of torch that has the function in this form.
     """
 
     name: str
     function: Callable[..., Any]
     ours: Callable[..., Any]
-    why: str
-    since: str
 
 
+# Each with the error of a plain training loop without it.
 REPLACED = (
-    Replaced(
-        "torch.nn.utils.clip_grad_norm_",
-        nn.utils.clip_grad_norm_,
-        _clip_grad_norm,
-        "each rank would scale its gradients by the norm of its own shards",
-        "2.11",
-    ),
-    Replaced(
-        "torch.nn.utils.get_total_norm",
-        clip_grad._get_total_norm,  # private name of the public function
-        _get_total_norm,
-        "each rank would get the norm of its own shards",
-        "2.11",
-    ),
-    Replaced(
-        "torch.autograd.backward",
-        torch.autograd.backward,
-        _backward,
-        "backward(inputs=...) with parameters that a model lists would compute no gradients",
-        "2.11",
-    ),
-    Replaced(
-        "torch.optim.Optimizer.load_state_dict",
-        torch.optim.Optimizer.load_state_dict,
-        load_state_dict,
-        "ranks would go on with the state of another rank's shards",
-        "2.11",
-    ),
+    # Each rank would scale its gradients by the norm of its own shards.
+    Replaced("torch.nn.utils.clip_grad_norm_", nn.utils.clip_grad_norm_, _clip_grad_norm),
+    # Each rank would get the norm of its own shards. torch's own name of the function is private.
+    Replaced("torch.nn.utils.get_total_norm", clip_grad._get_total_norm, _get_total_norm),
+    # backward(inputs=...) with parameters that a model lists would compute no gradients.
+    Replaced("torch.autograd.backward", torch.autograd.backward, _backward),
+    # Ranks would go on with the state of another rank's shards.
+    Replaced("torch.optim.Optimizer.load_state_dict", torch.optim.Optimizer.load_state_dict, load_state_dict),
 )
 SWITCH = "FSDP_TORCH_FUNCTIONS"  # with the value 0 in this environment variable nothing is replaced
 
