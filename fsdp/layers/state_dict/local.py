@@ -125,36 +125,32 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
 
 def _entry(member: Member) -> dict[str, Any]:
-    params: dict[str, dict[str, Any]] = {}
-    if member.unit.placements.is_nested:
+    for problem in _beyond_fairscale(member.unit):
         raise NotImplementedError(
-            f"{member.title} has shards that are divided along the replica axis again, in an order that FairScale's "
-            "format does not have. Save state_dict() instead; local_state_dict() by itself is loaded again by the same "
-            "ranks."
+            f"{member.title}: {problem}, which FairScale's format does not have. Save state_dict() instead, which is "
+            "unsharded on every rank; local_state_dict() by itself is loaded again by the same ranks."
         )
+    params: dict[str, dict[str, Any]] = {}
     for handle in member.unit.owned_handles:
-        if any(handle.flat_param.parts):
-            raise NotImplementedError(
-                f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
-                "FairScale's format cannot say that. Save state_dict() instead, which is unsharded on every rank; "
-                "local_state_dict() by itself is loaded again by the same ranks."
-            )
-        if any(handle.flat_param.packings):
-            raise NotImplementedError(
-                f"{member.title}: {handle.layout.slots[0].name} is sharded as bytes, whose class and shape FairScale's "
-                "format does not have. Save state_dict() instead; local_state_dict() by itself is loaded again by the "
-                "same ranks."
-            )
-        if handle.orig_params is None and any(one.stop < other.start for one, other in pairwise(handle.layout.slots)):
-            raise NotImplementedError(
-                f"{member.title}: {handle.name} has padding between its parameters, for blocks of "
-                f"{member.unit.placements.block_numel} elements, which FairScale's format does not have. Save "
-                "state_dict() instead, or wrap with use_orig_params=True; local_state_dict() by itself is loaded again "
-                "by the same ranks."
-            )
         params |= dict(_backings(handle, member))
     path, alone = member.path, member.is_alone
     return {"fsdp_path": path, "params": params, "no_broadcast_optim_state": alone, "shared_param_info": []}
+
+
+def _beyond_fairscale(unit: Unit) -> Iterator[str]:
+    if unit.placements.is_nested:
+        yield "it has shards that are divided along the replica axis again, in an order"
+    for handle in unit.owned_handles:
+        slots = handle.layout.slots
+        if any(handle.flat_param.parts):
+            yield f"{slots[0].name} is a DTensor, of which a shard has parts of parts"
+        if any(handle.flat_param.packings):
+            yield f"{slots[0].name} is sharded as bytes, with a class and a shape"
+        if handle.orig_params is None and any(one.stop < other.start for one, other in pairwise(slots)):
+            yield (
+                f"{handle.name} has padding between its parameters (wrap with use_orig_params=True to avoid it), for "
+                f"blocks of {unit.placements.block_numel} elements"
+            )
 
 
 def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
