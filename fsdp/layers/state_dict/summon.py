@@ -56,7 +56,10 @@ class Exposure:
         self._unit = unit
         self.handles = list(tensors)
         self.params = {handle: _as_params(handle, each) for handle, each in tensors.items() if each is not None}
-        self._looks = {key: _Look.at(param, _packing(key), by_value) for key, param in self.numbered()}
+        self._looks = {
+            (handle, slot): _Look.at(param, handle.flat_param.packings[slot], by_value)
+            for (handle, slot), param in self.numbered()
+        }
         self._outer_state = unit.state
         unit.transition_to(TrainingState.SUMMON_FULL_PARAMS)
         try:
@@ -79,8 +82,7 @@ class Exposure:
         return [
             (handle, slot)
             for (handle, slot), param in self.numbered()
-            if listed_at(handle.places[slot][0]) is not param
-            or not self._looks[handle, slot].is_of(param, _packing((handle, slot)))
+            if listed_at(handle.places[slot][0]) is not param or not self._looks[handle, slot].is_of(param)
         ]
 
     def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
@@ -134,6 +136,7 @@ class _Look(NamedTuple):
     them are no writes to the parameter.
     """
 
+    packing: Any  # of a parameter that is sharded as bytes, or None
     tensors: list[Any]  # the parameter's own, and its inner tensors
     versions: list[int | None]  # how often each was written; None if that is not known, as in inference mode
     value: int | None  # a fingerprint, if it was asked for
@@ -146,13 +149,12 @@ class _Look(NamedTuple):
         # Of classes that are not sharded as bytes, versions must do.
         is_plain = packing is not None or type(local_part(param)) in (Tensor, nn.Parameter)
         is_seen = by_value and is_plain and not local_part(param).is_meta
-        return cls(tensors, versions, _bits_of(param, packing) if is_seen else None)
+        return cls(packing, tensors, versions, _bits_of(param, packing) if is_seen else None)
 
-    def is_of(self, param: nn.Parameter, packing: Any) -> bool:
-        """Return True if the parameter is still the same."""
-        now = _Look.at(param, packing, by_value=False)
+    def is_of(self, param: nn.Parameter) -> bool:
+        now = _Look.at(param, self.packing, by_value=False)
         is_same = all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
-        return is_same and None not in now.versions and self.value in (None, _bits_of(param, packing))
+        return is_same and None not in now.versions and self.value in (None, _bits_of(param, self.packing))
 
 
 def _bits_of(value: Tensor, packing: Any) -> int:
@@ -163,12 +165,6 @@ def _bits_of(value: Tensor, packing: Any) -> int:
         return fingerprint(packing.pack(value))
     except ValueError:
         return 0  # storing the value raises the error, after the ranks have compared what they have
-
-
-def _packing(key: tuple[FlatParamHandle, int]) -> Any:
-    """Return the form of a parameter that is sharded as bytes, or None."""
-    handle, slot = key
-    return handle.flat_param.packings[slot]
 
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
@@ -309,13 +305,12 @@ def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None],
         handle.storage.check(handle.name)
         handle.absorb()
         shard = handle.flat_param
-        shapes = [
-            kept.shape if part is None else part.shape
-            for kept, part in zip(handle.layout.slots, shard.parts if in_bytes else _forms(handle), strict=True)
-        ]
+        kinds = zip(handle.layout.slots, shard.parts, shard.packings, handle.requires_grad_each, strict=True)
         targets[handle] = [
-            LoadTarget.like(shape, shard, partial(check, handle, slot), need)
-            for slot, (shape, need) in enumerate(zip(shapes, handle.requires_grad_each, strict=True))
+            LoadTarget.like(
+                (part or (None if in_bytes else packing) or kept).shape, shard, partial(check, handle, slot), need
+            )
+            for slot, (kept, part, packing, need) in enumerate(kinds)
         ]
     return Exposure(unit, targets)
 
@@ -327,11 +322,6 @@ def recorded(exposure: Exposure) -> Values:
         for key, param in exposure.numbered()
         if isinstance(param, LoadTarget) and param.source is not None
     }
-
-
-def _forms(handle: FlatParamHandle) -> list[Any]:
-    """Return for each parameter the `DTensor` that it is a part of, or its form if it is sharded as bytes."""
-    return [part or packing for part, packing in zip(handle.flat_param.parts, handle.flat_param.packings, strict=True)]
 
 
 # --- summon_full_params in all its forms ----------------------------------------------------------------------------
@@ -431,7 +421,7 @@ class _Summoned:
         written = {
             handle.places[slot][0].fqn: 0
             if (handle, slot) not in changed or value is None
-            else _bits_of(value, _packing((handle, slot)))
+            else _bits_of(value, handle.flat_param.packings[slot])
             for (handle, slot), value in listed.items()
         }
         ranks, name = self._unit.everyone, self._unit.name
