@@ -235,7 +235,11 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
         values = [recorded(each) for each in recordings]
         if form.source is None:
             problem = _difference(unit, dict(zip(hidden, values, strict=True)))
-            done_by_all([unit.everyone], "load its state dict", lambda: _raise_if(problem, number_among(unit.everyone)))
+            text = (
+                f"rank {number_among(unit.everyone)}: loading a state dict, {problem} Load the same state dict on "
+                "every rank, or pass rank0_only=True, where the first rank's counts."
+            )
+            agree_on_outcome([unit.everyone], "load its state dict", RuntimeError(text) if problem else None)
 
     def commit() -> None:
         with stored_buffers(units), torch.no_grad():
@@ -268,14 +272,6 @@ def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
     # All are computed before an error is raised: other ranks of the next ones may have found nothing to raise here.
     problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
     return next(filter(None, problems), "")
-
-
-def _raise_if(problem: str, rank: int) -> None:
-    if problem:
-        raise RuntimeError(
-            f"rank {rank}: loading a state dict, {problem} Load the same state dict on every rank, or pass "
-            "rank0_only=True, where the first rank's counts."
-        )
 
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
@@ -355,8 +351,7 @@ def _sharded_keys(source: FirstRank, wrapper: nn.Module) -> set[str]:
     for name, module in wrapper.named_modules(remove_duplicate=False):
         unit = unit_of(module)
         if unit is not None and source.serves(unit):
-            prefix = clean_name(name)
-            found |= {f"{prefix}.{key}" if prefix else key for key in keys_of(unit)}
+            found |= {join(clean_name(name), key) for key in keys_of(unit)}
     return found
 
 

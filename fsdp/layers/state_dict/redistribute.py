@@ -105,11 +105,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tens
             handle.replicas.broadcast(each.view(torch.uint8)).wait()
     if not is_first(handle):
         for slot in slots:
-            handle.values.fill(slot, lambda part, _, slot=slot: _set(part, own[slot]))  # type: ignore[misc]
+            handle.values.fill_local(own.get(slot, mine[slot]), slot)
+        handle.values.touch()
     handle.settle()
     handle.storage.release()
-
-
-def _set(part: Tensor, values: Tensor) -> None:
-    if part.data_ptr() != values.data_ptr():
-        part.copy_(values)
