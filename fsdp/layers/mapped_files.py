@@ -96,10 +96,7 @@ class MappedFiles:
         if not keep:
             weakref.finalize(self, _remove, self.folder, os.getpid())
 
-    def __deepcopy__(self, memo: Any) -> MappedFiles:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # copies in the same process are this object
         return files_under, (self._below, self._keep)
 
     def allocate(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Tensor, Region]:

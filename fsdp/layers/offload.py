@@ -112,11 +112,7 @@ class DiskStorage(ShardStorage):
         self._grad: tuple[Tensor, Region] | None = None
         self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DiskStorage:
-        copied = memo[id(self)] = DiskStorage(self.device, self.files)
-        return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # also for copies, which share the files
         return DiskStorage, (self.device, self.files)
 
     @property

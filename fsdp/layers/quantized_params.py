@@ -6,7 +6,6 @@ the shards, which stay exact, so errors do not accumulate over steps.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,9 +93,6 @@ class MakeQuantized:
 
     def __call__(self, *args: Any, **others: Any) -> UnshardedParameters:
         return QuantizedParameters(*args, codes=self.codes, **others)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., UnshardedParameters]:
-        return copy.deepcopy(self.plain, memo)
 
     def __reduce__(self) -> Any:
         return _the_same, (self.plain,)
