@@ -9,8 +9,7 @@ same memory, which is freed in between.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -212,35 +211,37 @@ class ExtendedParameters(UnshardedParameters):
     def accumulators(self) -> list[Any]:  # of one that users' classes need no `view` for
         return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
 
+    # Tensors that are made in inference may be used in training.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def begin_gather(self, *, directly: bool = False) -> Tensor:
-        with _as_for_parameters():
-            sent = [[one.view(-1).view(torch.uint8) for one in param.send()] for param in self._params]
-            self.outgoing = torch.cat([one for each in sent for one in each])
-            full = self.outgoing.new_empty(self._layout.world_size * self.outgoing.numel())
+        sent = [[one.view(-1).view(torch.uint8) for one in param.send()] for param in self._params]
+        self.outgoing = torch.cat([one for each in sent for one in each])
+        full = self.outgoing.new_empty(self._layout.world_size * self.outgoing.numel())
         self._arriving = full, [sum(one.numel() for one in each) for each in sent]
         return full
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def end_gather(self, *, is_wanted: bool = True) -> None:
         arriving, self._arriving, self.outgoing = self._arriving, None, None
         if arriving is None or not is_wanted:
             return
         full, nbytes = arriving
-        with _as_for_parameters():
-            for storage, size in self._memory:
-                storage.resize_(size)
-            by_param = full.view(self._layout.world_size, -1).split(nbytes, dim=1)
-            for param, of_all in zip(self._params, by_param, strict=True):
-                param.receive(of_all)
-            if self._are_made:
-                for param, leaf in zip(self._params, self.leaves, strict=True):
-                    param.fill(leaf)
-            else:
-                self._make_leaves()
+        for storage, size in self._memory:
+            storage.resize_(size)
+        by_param = full.view(self._layout.world_size, -1).split(nbytes, dim=1)
+        for param, of_all in zip(self._params, by_param, strict=True):
+            param.receive(of_all)
+        if self._are_made:
+            for param, leaf in zip(self._params, self.leaves, strict=True):
+                param.fill(leaf)
+        else:
+            self._make_leaves()
         self._freed.unseal()
         self.rest()
 
     def _make_leaves(self) -> None:
-        """Create the leaves, and record their memory."""
         held, inside = list[Tensor](), dict[int, list[Tensor]]()
         for number, (param, part) in enumerate(zip(self._params, self._parts, strict=True)):
             made, inner = param.make()
@@ -272,10 +273,3 @@ class ExtendedParameters(UnshardedParameters):
             f"{self._layout.slots[number].name} was written to while it was unsharded: what its {AFTER} has made "
             "cannot be taken back into the shards. Write to the sharded parameter, between steps."
         )
-
-
-@contextmanager
-def _as_for_parameters() -> Iterator[None]:
-    """Create tensors that can be used in training inside the context, even in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
