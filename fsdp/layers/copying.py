@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp.distributed.collectives import MissingRanks, communicator
-from fsdp.distributed.communicator import Group
 from fsdp.engine.placeholder import depart
 from fsdp.engine.unit import TrainingState, Unit
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
@@ -93,13 +92,6 @@ def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: An
         groups = Groups(groups_now["process_group"], groups_now["replicate_group"], unit.ranks, placements)
         reduce_over = given
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, unit.device)
-    connect(unit, groups, reduce_group)
-    found = {"process_group": groups.shard, "replicate_group": groups.replicate}
-    return found | {"process_group_reduce_scatter": reduce_group}
-
-
-def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:
-    """Connect a unit to other process groups."""
     if unit.runtime is not None:
         unit.runtime.forget()
     unit.comm, unit.replicas = groups.communicators(unit.device)
@@ -111,3 +103,5 @@ def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:
         handle.gradients.comm = handle.reduce_comm
         if handle.kept_shard is not None:
             handle.kept_shard = groups.new_kept_shard(unit.device)
+    found = {"process_group": groups.shard, "replicate_group": groups.replicate}
+    return found | {"process_group_reduce_scatter": reduce_group}

@@ -33,21 +33,15 @@ class FSDPState:
         return [FSDPState(unit) for _, unit in units_in(self.unit)]
 
     def _root_post_backward_final_callback(self) -> None:
+        # Pipelines that separate the backward of weights compute their gradients with `torch.autograd.grad`, and assign
+        # them to unsharded parameters, for which autograd has called no hook.
         for _, unit in units_in(self.unit):
-            _take_assigned(unit)
+            for handle in unit.handles:
+                for slot, leaf in enumerate(handle.unsharded.leaves):
+                    if leaf.grad is not None:
+                        handle.take_gradient(slot, leaf, unit.predivide)
+                handle.mark_unreduced()
         runtime_of(self.unit).reduce_accumulated()
-
-
-def _take_assigned(unit: Unit) -> None:
-    """Accumulate gradients that were assigned to unsharded parameters, for which autograd has called no hook.
-
-    Pipelines that separate the backward of weights compute their gradients with ``torch.autograd.grad``.
-    """
-    for handle in unit.handles:
-        for slot, leaf in enumerate(handle.unsharded.leaves):
-            if leaf.grad is not None:
-                handle.take_gradient(slot, leaf, unit.predivide)
-        handle.mark_unreduced()
 
 
 @uncompiled

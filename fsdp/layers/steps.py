@@ -153,7 +153,8 @@ class Steps:
         """Return the state at rest of those of these shards that all ranks change if a single rank does."""
         for handle in handles:
             rest = self._rests.get(handle)
-            if handle not in self._rests or (rest is not None and list(map(id, rest.listed)) != _ids_listed(handle)):
+            listed = list(map(id, handle.listed_params))
+            if handle not in self._rests or (rest is not None and list(map(id, rest.listed)) != listed):
                 self._rests[handle] = Rest(handle) if _is_changed_by_all(handle, self.root) else None
         return [rest for handle in handles if (rest := self._rests[handle]) is not None]
 
@@ -273,10 +274,6 @@ def _written_gradients(counts: dict[str, int]) -> Iterator[str]:
     for name, times in counts.items():
         if times != usual:
             yield f"{_CHANGES_DIFFER.begin}the gradient of {name} was written {times} times"
-
-
-def _ids_listed(handle: FlatParamHandle) -> list[int]:
-    return list(map(id, handle.listed_params))
 
 
 def _is_changed_by_all(handle: FlatParamHandle, root: Unit) -> bool:

@@ -127,14 +127,18 @@ class Trace:
         Raises:
             RuntimeError: before the block has ended.
         """
-        start = self._start
+        starts = [span.begin for record in self.records for span in record.spans]
+        if not starts:
+            raise RuntimeError(_NOT_YET)
+        start = min(*starts, *(when for record in self.records for when, _ in record.memory))
         events: list[dict[str, Any]] = []
         for rank, spans, memory in self.records:
             whose = {"pid": rank, "tid": 0}
             events.append({**whose, "ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}})
             for kind, name, begin, end in spans:
                 times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
-                events.append({**whose, **times, "ph": "X", "cat": kind, "name": _title(kind, name)})
+                title = f"{kind}: {name}" if kind in (WAIT, STEP) else f"{kind} of {name}"
+                events.append({**whose, **times, "ph": "X", "cat": kind, "name": title})
             for when, nbytes in memory:
                 counted = {"ts": (when - start) / 1e3, "args": {"bytes": nbytes}}
                 events.append({**whose, **counted, "ph": "C", "name": "live bytes"})
@@ -142,13 +146,6 @@ class Trace:
 
     def __str__(self) -> str:
         return "a trace that is not recorded yet" if self._report is None else str(self._report)
-
-    @property
-    def _start(self) -> int:
-        starts = [span.begin for record in self.records for span in record.spans]
-        if not starts:
-            raise RuntimeError(_NOT_YET)
-        return min(*starts, *(when for record in self.records for when, _ in record.memory))
 
 
 def trace(model: nn.Module, path: str | os.PathLike[str] | None = None, *, steps: int | None = None) -> Trace:
@@ -263,7 +260,3 @@ class _Recorder:
 
 def _forget_waits(observer: Callable[[str], Callable[[], None]]) -> None:
     communicator.wait_observers = tuple(one for one in communicator.wait_observers if one != observer)
-
-
-def _title(kind: str, name: str) -> str:
-    return f"{kind}: {name}" if kind in (WAIT, STEP) else f"{kind} of {name}"
