@@ -184,8 +184,6 @@ class Compression:
             handle.forms.clear()
             handle.follow_precision()
 
-    # --- error feedback -----------------------------------------------------------------------------------------
-
     @property
     def feedback_nbytes(self) -> int:
         """The bytes of rounding errors that this rank keeps."""
@@ -262,8 +260,6 @@ class Compression:
             own[part] = errors[part]
         for number, feedback in enumerate(self._feedback[handle]):
             feedback.begin_with(None if number else own)
-
-    # --- what is saved --------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         """Return the bytes that each rank sends for one all-gather and one reduction of all units, and without."""

@@ -92,9 +92,6 @@ def valueless_in(unit: Unit) -> Iterator[str]:
         yield f"{names[inner]}.{name}" if names[inner] else name
 
 
-# Memory that waits for values
-
-
 def mark(tensor: Tensor) -> None:
     """Fill memory without values with the mark that `is_marked` detects; for a `DTensor`, this rank's part."""
     numbers = _numbers(tensor)

@@ -316,8 +316,6 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
         )
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
-
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
 _OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
 # Optimizers that cannot work with any division of parameters among ranks, with the reason.
@@ -448,8 +446,6 @@ def _name_of(param: Any) -> str:
     """Return the name of a parameter of ours, or of the first of those in a flat one."""
     return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")
 
-
-# --- loading --------------------------------------------------------------------------------------------------------
 
 # An optimizer's state dict contains under this key, beside `state` and `param_groups`, which ranks' shards it is of, as
 # pairs of a rank and a number of ranks. Version 0.1.0 wrote such a list into each group.

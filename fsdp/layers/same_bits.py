@@ -105,8 +105,6 @@ class SameBits:
     def _root(self) -> Unit:
         return self._runtime.root
 
-    # --- a step -------------------------------------------------------------------------------------------------
-
     def step(self, number: int) -> Iterator[int]:
         """Collective. Yield the numbers of this rank's micro-batches of a step.
 
@@ -175,8 +173,6 @@ class SameBits:
             norm = exact_norm(self._root.everyone, own, self._root.device)
         scale_to(grads.values(), norm, float(max_norm), error_if_nonfinite)
         return norm
-
-    # --- what cannot be had -------------------------------------------------------------------------------------
 
     def _require_possible(self, micro_batches: int) -> None:
         ranks = size_of(self._root.everyone)

@@ -51,9 +51,6 @@ Tensors = Tensor | Iterable[Tensor]
 _NAMED = 5  # parameters in one message
 
 
-# --- in the place of torch's ----------------------------------------------------------------------------------------
-
-
 def _clip_grad_norm(
     torchs: Callable[..., Tensor],
     parameters: Tensors,
@@ -93,9 +90,6 @@ def _get_total_norm(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"get_total_norm: the norm (of order {norm_type}) over all ranks is {norm.item()}")
     return models.shown(norm)
-
-
-# --- whose parameters they are --------------------------------------------------------------------------------------
 
 
 class Models:
@@ -223,9 +217,6 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
     return (memory, int(tensor.storage_offset())) if memory else None
 
 
-# --- backward --------------------------------------------------------------------------------------------------------
-
-
 _arguments = inspect.signature(torch.autograd.backward)
 
 
@@ -284,9 +275,6 @@ def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
     listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
     slots = [slot for slot, each in enumerate(listed) if each is param]
     return [form.leaves[slot] for form in handle.forms.values() for slot in slots]
-
-
-# --- the table -------------------------------------------------------------------------------------------------------
 
 
 class Replaced(NamedTuple):

@@ -50,8 +50,6 @@ class Trace:
         self._recorder: _Recorder | None = None
         self._undo = ExitStack()
 
-    # --- recording ----------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Trace:
         if self._steps is None:
             self.begin()
@@ -105,8 +103,6 @@ class Trace:
             self._steps -= 1
             if not self._steps:
                 self.end()
-
-    # --- what it shows ------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """Return for each unit how long ranks waited for it, its bytes and padding, and how far ranks were apart.

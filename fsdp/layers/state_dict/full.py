@@ -187,9 +187,6 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
     return moved.clone() if moved.data_ptr() in live else moved
 
 
-# --- loading --------------------------------------------------------------------------------------------------------
-
-
 def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
@@ -317,9 +314,6 @@ def _is_users(function: Any) -> bool:
     return is_lazy or not origin.startswith(("torch.nn.modules.", f"{__name__.partition('.')[0]}."))
 
 
-# A state dict that only the first rank has
-
-
 def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any) -> Mapping[str, Any]:
     """Collective. Return the first rank's state dict, on other ranks with sharded parameters on the meta device.
 
@@ -353,9 +347,6 @@ def _sharded_keys(source: FirstRank, wrapper: nn.Module) -> set[str]:
         if unit is not None and source.serves(unit):
             found |= {join(clean_name(name), key) for key in keys_of(unit)}
     return found
-
-
-# Recording
 
 
 def _recording(unit: Unit, form: LoadPass) -> Exposure:
@@ -432,9 +423,6 @@ def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
         for unit in units:
             if not unit.in_full_precision:
                 unit.buffers.narrow()
-
-
-# Keeping
 
 
 def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:

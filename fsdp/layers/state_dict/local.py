@@ -100,9 +100,6 @@ def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
     return None if found is None else tuple(found)
 
 
-# --- metadata -------------------------------------------------------------------------------------------------------
-
-
 def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
     """Return the metadata of this rank's shards for `consolidate`, in FairScale's format.
 
@@ -192,9 +189,6 @@ def _entries(root: nn.Module) -> dict[str, Tensor | None]:
     return found
 
 
-# --- loading --------------------------------------------------------------------------------------------------------
-
-
 class LocalLoad:
     """A load of this rank's shards inside `local`. Creation only checks the state dict; values change when it runs.
 
@@ -234,8 +228,6 @@ class LocalLoad:
                 raise RuntimeError(f"two keys of this local state dict stand for {name!r}: leave one of them out")
             values[name] = value
         return values
-
-    # --- checks -------------------------------------------------------------------------------------------------
 
     def _other_ranks(self) -> Iterator[str]:
         """Yield a problem for each unit with a shard that was saved by another rank."""
@@ -288,8 +280,6 @@ class LocalLoad:
 
     def _handle(self, listed: Tensor) -> FlatParamHandle:
         return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
-
-    # --- changes ------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
         """Load, and return torch's result with the plain names of missing and unexpected keys."""

@@ -237,9 +237,6 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
         )
 
 
-# --- what modules see -------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.

@@ -184,8 +184,6 @@ class TensorPart(Tensor):
             )
         return do(*args, **(kwargs or {}))
 
-    # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
-
     def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
         """Return the items to be written: an item for each box, and no items on a rank without elements."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -242,9 +240,6 @@ def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, a
     return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
-# Operations that give the same for a part as for the whole tensor
-
-
 def _alias(tensor: TensorPart) -> Any:
     return type(tensor).around(tensor.part, tensor._held)
 
@@ -295,9 +290,6 @@ _MEANINGFUL: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
     aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
 }
-
-
-# --- taking and loading ---------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -255,9 +255,6 @@ def listed_at(place: ParamInfo) -> nn.Parameter | None:
     return place.module._parameters.get(place.name)
 
 
-# --- loading: record, agree, commit -----------------------------------------------------------------------------------
-
-
 class LoadTarget(nn.Parameter):
     """A placeholder for a tensor while a state is loaded: it records in `source` the value copied into it.
 
@@ -322,9 +319,6 @@ def recorded(exposure: Exposure) -> Values:
         for key, param in exposure.numbered()
         if isinstance(param, LoadTarget) and param.source is not None
     }
-
-
-# --- summon_full_params in all its forms ----------------------------------------------------------------------------
 
 
 @contextmanager
