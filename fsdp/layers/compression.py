@@ -369,7 +369,6 @@ def _require_possible(runtime: Runtime, reduce: Any, gather: Any, replicas: Any)
 
 
 def _problems(unit: Unit, reduce: Any, gather: Any, replicas: Any) -> Iterator[str]:
-    """Yield the features of a unit that quantised communication does not support."""
     if (reduce or gather or replicas) and unit.placements.is_nested:
         yield f"{unit.name} has optimizer state that is sharded over replicas as well: use HYBRID_SHARD or FULL_SHARD"
     if reduce and unit.policy.comm_hook is not None:

@@ -40,7 +40,6 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
 
 class _Check:
     def gradient(self, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
-        """Raise RuntimeError for a gradient that is not finite."""
         if not local_part(gradient).isfinite().all():
             raise RuntimeError(
                 f"rank {own_rank()}: the gradient of {handle.layout.slots[slot].name} of unit '{handle.unit_name}' is "

@@ -71,7 +71,6 @@ _examined: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Examined] = weakref
 
 @uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Prepare a step: at once, or when its closure has made the gradients."""
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
     if closure is None:
         _prepare(optimizer)
@@ -189,7 +188,6 @@ def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 
 def _stepping() -> list[tuple[torch.optim.Optimizer, _Examined]]:
-    """Return the optimizers that have stepped parameters of ours."""
     return [(each, known) for each, known in list(_examined.items()) if known.has_stepped and known.ours]
 
 
@@ -281,7 +279,6 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
 
 
 def _is_uneven(param: Any) -> bool:
-    """Return whether a `DTensor` has other numbers of rows on other ranks."""
     return any(
         placement.is_shard() and param.shape[placement.dim] % param.device_mesh.size(number)
         for number, placement in enumerate(param.placements)
@@ -347,7 +344,6 @@ def impossible(kind: str) -> str:
 
 
 def _warn_of_more(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Warn of an optimizer that can do on no shards what it does on unsharded parameters."""
     kind = type(optimizer).__name__
     if (reason := impossible(kind)) and any(map(_is_spread, ours)):
         warnings.warn(
@@ -407,7 +403,6 @@ def _options(group: dict[str, Any]) -> str:
 
 
 def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
-    """Return the shapes of the original parameters that a shard is made of."""
     return param._shapes if param is param.owner else (param.unsharded_shape,)
 
 
@@ -416,7 +411,6 @@ def _names_in(param: Any) -> tuple[str, ...]:
 
 
 def _takes_other_dtypes(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer takes gradients and state of other dtypes than the parameters have."""
     takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
     return takes_them or not type(optimizer).__module__.startswith("torch.optim")
 
@@ -541,7 +535,6 @@ def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[s
 
 
 def _is_of_unsharded(value: Any, param: Any) -> bool:
-    """Return whether something in a state is of an unsharded parameter, of which this rank has a shard."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
         return False
     if is_dtensor(param):

@@ -42,7 +42,6 @@ class _Inner:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def fill(self, packed: Tensor, tensor: Tensor) -> None:
-        """Copy the tensor's values to their bytes."""
         place = self.of(packed)
         if self.dtype.itemsize == 1:  # torch cannot copy all dtypes of less than a byte
             place, tensor = place.view(torch.uint8), tensor.view(torch.uint8)
@@ -198,7 +197,6 @@ _REMEDY = (
 
 
 def _on(device: torch.device, metadata: Any) -> Any:
-    """Return metadata with this device in the place of each device in its tuples, lists and dictionaries."""
     if isinstance(metadata, torch.device):
         return device
     if type(metadata) is dict:

@@ -163,7 +163,6 @@ def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) ->
 
 
 def _most_in(span: Span, memory: Sequence[tuple[int, int]]) -> int:
-    """Return the most bytes in a span, those at its begin included."""
     times = [when for when, _ in memory]
     first, beyond = max(bisect_right(times, span.begin) - 1, 0), bisect_right(times, span.end)
     return max((nbytes for _, nbytes in memory[first:beyond]), default=0)

@@ -255,7 +255,6 @@ class _RanksWithMicroBatches(Participation):
 
 
 def _problems(unit: Unit, ranks: int) -> Iterator[str]:
-    """Yield the features of a unit whose results would depend on the number of ranks."""
     if unit.policy.comm_hook is not None or unit.policy.all_reduce_hook is not None:
         yield f"{unit.name} has a communication hook, which sums in its own way: leave it out"
     if unit.placements.defers_reduction:

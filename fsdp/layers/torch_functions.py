@@ -180,7 +180,6 @@ def _models_of(
 
 
 def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
-    """Return whether torch has no norm of such `DTensor`s."""
     parts = map(MeshPart.of, params)
     return math.isinf(float(norm_type)) or len({None if part is None else part.mesh for part in parts}) > 1
 

@@ -75,7 +75,6 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
 
 
 def _environment(device: torch.device, to_run: bool) -> dict[str, Any]:
-    """Return the versions, and the settings of torch, that affect the results of a computation."""
     autocast = autocast_dtype(device.type) if to_run else None
     return {
         "torch": torch.__version__.split("+")[0],  # whatever it was built for

@@ -400,7 +400,6 @@ def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
 
 
 def _try(tensor: Tensor, value: Tensor) -> None:
-    """Raise the error of torch if `value` cannot be copied into `tensor`."""
     _refuse_meta(value)
     torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(value)
 

@@ -230,7 +230,6 @@ class LocalLoad:
         return values
 
     def _other_ranks(self) -> Iterator[str]:
-        """Yield a problem for each unit with a shard that was saved by another rank."""
         for member in self._members:
             comm, mark = member.unit.comm, shard_mark(self._given, member.path)
             if mark is not None and mark != (comm.rank, comm.world_size):
@@ -240,7 +239,6 @@ class LocalLoad:
                 )
 
     def _misfits(self) -> Iterator[str]:
-        """Yield a problem for each value of another size."""
         for key, own in self._wanted.items():
             value = self._values.get(key)
             if own is None or key not in self._values or (key not in self._shards and self._is_left_alone(key)):

@@ -118,7 +118,6 @@ class _Materializing:
                 self._fill_module(module, self._lacks.get(module, []), self._device)
 
     def fill_unit(self, unit: Unit) -> None:
-        """Initialize the modules of a unit, and shard the values."""
         own, shown = set(own_modules(unit.module)), set(hidden_handles(unit))
         found = {
             module: [lack for lack in lacks if lack.handle is None or lack.handle in shown]
@@ -220,7 +219,6 @@ def _address(lack: Uninitialized) -> int | None:
 
 
 def _require_filled(lack: Uninitialized, module: str) -> None:
-    """Raise unless there are values now; `module` was to bring them."""
     value, name = lack.value, lack.places[0][1]
     if value is None:
         raise RuntimeError(f"{module}: its initialisation removed {name}")

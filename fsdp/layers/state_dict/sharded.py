@@ -245,8 +245,6 @@ def _alias(tensor: TensorPart) -> Any:
 
 
 def _like(make: Callable[..., Tensor], *options: str) -> Callable[..., Any]:
-    """Return a function that applies `make` to the elements, with these options, and returns a part."""
-
     def made(tensor: TensorPart, size: Any = None, **how: Any) -> Any:
         if size is not None and torch.Size(size) != tensor.part.shape:
             raise NotImplementedError(f"a tensor of {list(size)} in the likeness of {tensor}")

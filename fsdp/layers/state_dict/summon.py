@@ -369,7 +369,6 @@ class _Summoned:
         unit.requests[Summoning] = form
 
     def forget(self) -> None:
-        """Shard the values again without changes; not collective."""
         self._unit.requests.pop(Summoning, None)
         self._exposure.close()
 
@@ -410,7 +409,6 @@ class _Summoned:
             raise RuntimeError(problems[0])
 
     def _agree_on(self, changed: Collection[tuple[FlatParamHandle, int]]) -> None:
-        """Collective. Raise RuntimeError if the ranks have made different changes."""
         listed = {(handle, slot): listed_at(handle.places[slot][0]) for (handle, slot), _ in self._exposure.numbered()}
         written = {
             handle.places[slot][0].fqn: 0
@@ -506,7 +504,6 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
 def _with_gradients(
     handle: FlatParamHandle, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return unsharded parameters with these gradients, which may have another dtype."""
     params = _as_params(handle, tensors)
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
@@ -517,7 +514,6 @@ def _with_gradients(
 
 
 def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> None:
-    """Replace this rank's gradient shards by its shards of unsharded gradients."""
     handle.zero_grad()
     handle.flat_param.grad = None
     if all(gradient is None for gradient in gradients):
