@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import clean_name
+from fsdp.engine.names import clean_name, join
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 
@@ -43,7 +43,7 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
     missing: list[str] = []
     for name, unit in units if recurse else units[:1]:
         if unit.awaits_values:
-            found = [clean_name(f"{name}.{inner}" if name else inner) for inner in valueless_in(unit)]
+            found = [clean_name(join(name, inner)) for inner in valueless_in(unit)]
             unit.awaits_values = bool(found)
             missing += found
     if missing:
@@ -69,9 +69,7 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
     except RuntimeError as error:
         problem = error
     own = [str(problem or ""), *(unit.awaits_values for unit in units)]
-    told = [own]
-    if peers_answer(root.everyone):
-        told = from_everyone(root.everyone, own)
+    told = from_everyone(root.everyone, own) if peers_answer(root.everyone) else [own]
     for number, unit in enumerate(units, start=1):
         unit.awaits_values_somewhere = any(one[number] for one in told)
     if problem is not None:
@@ -89,7 +87,7 @@ def valueless_in(unit: Unit) -> Iterator[str]:
     names = {inner: name for name, inner in unit.module.named_modules()}
     for each in uninitialized_in(own_modules(unit.module)):
         inner, name = each.places[0]
-        yield f"{names[inner]}.{name}" if names[inner] else name
+        yield join(names[inner], name)
 
 
 def mark(tensor: Tensor) -> None:
@@ -187,14 +185,6 @@ class Uninitialized:
         if self._before is not None:
             self.put(self._before)
 
-    def keep_if_filled(self) -> None:
-        """Keep the values, or restore the previous tensor if it was not initialized."""
-        value = self.value
-        if value is not None and self.is_filled:
-            self.put(value)
-        else:
-            self.take_back()
-
 
 def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
     """Return the tensors without values that modules list themselves, each once."""
@@ -218,4 +208,7 @@ def memory_to_load_into(units: Iterable[Unit]) -> Iterator[list[Uninitialized]]:
         yield found
     finally:
         for each in found:
-            each.keep_if_filled()
+            if each.value is not None and each.is_filled:
+                each.put(each.value)
+            else:
+                each.take_back()

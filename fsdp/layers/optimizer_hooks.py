@@ -202,11 +202,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     known.has_stepped = True
     # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
-    written = []
-    for param, owner in known.ours:
-        if param.grad is not None:
-            written.append(owner)
-    increment_version(written)
+    increment_version([owner for param, owner in known.ours if param.grad is not None])
     for param in known.on_disk:
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.shard_storage.files for param in known.on_disk} if known.on_disk else ():

@@ -25,7 +25,6 @@ from fsdp.distributed.devices import is_host
 from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
 from fsdp.distributed.tree_sum import TreeSum
 from fsdp.engine.call_stack import uncompiled
-from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.unit import Unit
@@ -260,24 +259,20 @@ def _problems(unit: Unit, ranks: int) -> Iterator[str]:
     if unit.placements.defers_reduction:
         yield f"{unit.name} has PARTIAL gradients, which are summed over micro-batches first: use SHARD_OPTIM_GRADS"
     for handle in unit.handles:
-        yield from _problems_of(handle, ranks)
-
-
-def _problems_of(handle: FlatParamHandle, ranks: int) -> Iterator[str]:
-    own = handle.comm.world_size * handle.replicas.world_size
-    if handle.is_sharded and handle.replica_axis.world_size > 1:
-        yield f"{handle.name} is sharded and replicated (hybrid sharding), which sums twice: use FULL_SHARD"
-    elif own != ranks and handle.layout.numel:
-        yield f"{handle.name} is sharded over {own} ranks, and the model over {ranks}"
-    if any(part is not None for part in handle.flat_param.parts):
-        yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
-    if handle.gradients.dtype.itemsize < torch.float32.itemsize:
-        yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
-    fronts = [each for each in (handle.reduce_comm, handle.replica_axis) if isinstance(each, InFront)]
-    if not all(isinstance(each, SumByMicroBatch) for each in fronts):
-        yield f"{handle.name} has a custom or quantised reduce-scatter, which sums in its own way: leave it out"
-    if not handle.unsharded.is_exact:
-        yield f"{handle.name} is all-gathered in a form that depends on the number of ranks: leave it out"
+        own = handle.comm.world_size * handle.replicas.world_size
+        if handle.is_sharded and handle.replica_axis.world_size > 1:
+            yield f"{handle.name} is sharded and replicated (hybrid sharding), which sums twice: use FULL_SHARD"
+        elif own != ranks and handle.layout.numel:
+            yield f"{handle.name} is sharded over {own} ranks, and the model over {ranks}"
+        if any(part is not None for part in handle.flat_param.parts):
+            yield f"{handle.name} is tensor-parallel, which sums inside of each micro-batch"
+        if handle.gradients.dtype.itemsize < torch.float32.itemsize:
+            yield f"{handle.name} is reduced in {handle.gradients.dtype}: give a reduce dtype of float32"
+        fronts = [each for each in (handle.reduce_comm, handle.replica_axis) if isinstance(each, InFront)]
+        if not all(isinstance(each, SumByMicroBatch) for each in fronts):
+            yield f"{handle.name} has a custom or quantised reduce-scatter, which sums in its own way: leave it out"
+        if not handle.unsharded.is_exact:
+            yield f"{handle.name} is all-gathered in a form that depends on the number of ranks: leave it out"
 
 
 def _mixed(*numbers: int) -> int:

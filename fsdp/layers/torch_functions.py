@@ -66,7 +66,9 @@ def _clip_grad_norm(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if models.whole is not None:
         return models.shown(clip_by_norm(models.whole, max_norm, norm_type, error_if_nonfinite))
-    owned = models.gradients()
+    models.prepare()
+    grads = ((settled_gradient(param), param) for param in params)
+    owned = [(grad, param) for grad, param in grads if grad is not None]
     norm = models.norm(owned, norm_type)
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
     return models.shown(norm)
@@ -123,12 +125,6 @@ class Models:
                 )
             runtime.ensure_idle(f"call {self._function}")
         require_reduced(self._handles)
-
-    def gradients(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Return what this rank has of the parameters' gradients, to be changed in place; raises as `prepare`."""
-        self.prepare()
-        grads = ((settled_gradient(param), param) for param in self._params)
-        return [(grad, param) for grad, param in grads if grad is not None]
 
     def shown(self, norm: Tensor) -> Tensor:
         """A norm as torch gives it: of `DTensor`s it is one."""

@@ -60,9 +60,8 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
     """
     for _, unit in units:
         for handle in unit.handles:
-            handle.comm.ensure_connected()
-            handle.reduce_comm.ensure_connected()
-            handle.replica_axis.ensure_connected()
+            for comm in (handle.comm, handle.reduce_comm, handle.replica_axis):
+                comm.ensure_connected()
     if peers_answer(ranks):
         outside = "none, outside of forward"
         plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]

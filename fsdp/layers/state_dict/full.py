@@ -292,9 +292,8 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     units = [each for _, each in units_in(unit)]
     others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
-    told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
-    if peers_answer(unit.everyone):
-        told = from_everyone(unit.everyone, told[0])
+    own = [is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]
+    told = from_everyone(unit.everyone, own) if peers_answer(unit.everyone) else [own]
     if all(flags[0] for flags in told):
         return None
     return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
