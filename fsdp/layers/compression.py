@@ -160,7 +160,7 @@ class Compression:
                 front = QuantizedReduceScatter(way, sums)
                 for handle in members:
                     handle.connect(handle.comm, front, handle.replicas, handle.replica_axis)
-                self._keep(sums.feedback)
+                self._keep(sums.feedback.values())
         if replicas is not None:
             replicated = (handle for unit, handle in reduced if _has_replicas(unit, handle))
             for axis, members in _by(operator.attrgetter("replica_axis"), replicated):

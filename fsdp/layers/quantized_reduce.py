@@ -93,48 +93,36 @@ class Feedback:
 
 
 class QuantizedSums:
-    """The sums of gradients over the ranks of a communicator.
-
-    Args:
-        codes: the format of messages.
-        handles: those that reduce over the communicator.
-        comm: the communicator, without a front.
-        has_feedback: keep rounding errors.
-
-    Attributes:
-        codes, handles: the arguments.
-        feedback: an object for each handle; none without error feedback.
-    """
+    """The sums of the gradients of all handles that reduce over a communicator, with error feedback for each handle."""
 
     def __init__(
         self, codes: BlockCodes, handles: Sequence[FlatParamHandle], comm: Communicator, has_feedback: bool
     ) -> None:
-        self.codes = codes
-        self.feedback = [Feedback(handle, comm) for handle in handles] if has_feedback else []
-        self.handles = list(handles)
-        self._numbers: dict[int | str, int] = {}  # of the handles, by their tags
+        self.codes, self._handles = codes, list(handles)
+        self.feedback = {handle: Feedback(handle, comm) for handle in handles} if has_feedback else {}
+        self._by_tag: dict[int | str, FlatParamHandle] = {}
 
-    def numbers_of(self, tag: Tag) -> list[int]:
-        """Return the numbers of the handles whose gradients are reduced together under a tag."""
+    def handles_of(self, tag: Tag) -> list[FlatParamHandle]:
+        """Return the handles whose gradients are reduced together under a tag."""
         tags = tag if isinstance(tag, tuple) else (tag,)
-        if not all(each in self._numbers for each in tags):  # ranks have agreed anew
-            self._numbers = {handle.reduce_tag: number for number, handle in enumerate(self.handles)}
-        return [self._numbers[each] for each in tags]
+        if not all(each in self._by_tag for each in tags):  # ranks have agreed anew
+            self._by_tag = {handle.reduce_tag: handle for handle in self._handles}
+        return [self._by_tag[each] for each in tags]
 
-    def prepared(self, rows: Tensor, number: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    def prepared(self, rows: Tensor, handle: FlatParamHandle, comm: Communicator) -> tuple[Tensor, Tensor]:
         """Return the messages of a handle ``[world_size - 1, bytes]`` for other ranks, and this rank's own row ``[n]``.
 
         The `rows` ``[world_size, n]`` are the gradient's pieces, one for each rank. They are overwritten.
         """
-        rows = rows.float()
-        if self.feedback:
-            self.feedback[number].add_to(rows)
+        rows, feedback = rows.float(), self.feedback.get(handle)
+        if feedback is not None:
+            feedback.add_to(rows)
         values = rows[peers_of(comm)]  # a copy
         messages = self.codes.encoded(values)
-        if self.feedback:
+        if feedback is not None:
             errors = values.sub_(self.codes.decoded(messages, values.shape[1]))
             # A step with infinities is skipped, and they must not return in the next one.
-            self.feedback[number].keep(errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            feedback.keep(errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         return messages, rows[comm.rank].clone()
 
 
@@ -158,11 +146,10 @@ class QuantizedReduceScatter(Quantizing):
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         require_quantizable(full, what)
         sums, kind = self._collective, dtype or full.dtype
-        numbers = sums.numbers_of(tag)
-        handles = [sums.handles[number] for number in numbers]
+        handles = sums.handles_of(tag)
         numels = [handle.gradients.layout.shard_numel for handle in handles]
         rows = full.view(self.world_size, -1).split(numels, dim=1)
-        each = [sums.prepared(one, number, self) for one, number in zip(rows, numbers, strict=True)]
+        each = [sums.prepared(one, handle, self) for one, handle in zip(rows, handles, strict=True)]
         outgoing = list(torch.cat([messages for messages, _ in each], dim=1))
         outgoing.insert(self.rank, torch.cat([own for _, own in each]))
 
