@@ -186,13 +186,7 @@ def placed_elsewhere(
 class DTensorParams(OrigParams):
     """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
 
-    Args:
-        flat_param: this rank's shard.
-        layout: in which all is in rows.
-        rank: this rank.
-        places: for each parameter, where it is used.
-        spread: over the ranks.
-        params: made before, for another flat parameter that these were in; they are to be of this one.
+    Parameters that were made for another flat parameter (`params`) become parameters of this one.
     """
 
     def __init__(

@@ -29,14 +29,10 @@ class Gathered:
     """A parameter's tensors in all-gathers: those of this rank, and memory for those of all ranks.
 
     Args:
-        layout: in rows.
-        slot: the number of the parameter.
+        layout, slot: in rows, and the number of the parameter in it.
         sharded: its `DTensor`.
         device, dtype: of the computation.
         arguments: of ``fsdp_pre_all_gather``.
-
-    Attributes:
-        received: the tensors of all ranks, for each plain tensor that is sent; empty before the first all-gather.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class Gathered:
         self._sent: list[tuple[torch.Size, torch.dtype]] = []  # of each plain tensor
         self._kinds: list[Tensor | None] = []  # of each tensor from the class, an example if it is of a class itself
         self._metadata: Any = None
-        self.received: list[Tensor] = []
+        self.received: list[Tensor] = []  # of all ranks, for each plain tensor that is sent
 
     @property
     def rows(self) -> Any:

@@ -12,11 +12,6 @@ class Forwarding(dict[str, Any]):
     """The ``_parameters`` or ``_buffers`` of a wrapper, to which names of the wrapped module's own belong as well.
 
     An assignment to such a name changes that module. No entry is listed twice.
-
-    Args:
-        entries: the wrapper's own.
-        wrapped: gives the wrapped module.
-        kind: ``_parameters`` or ``_buffers``.
     """
 
     def __init__(self, entries: dict[str, Any], wrapped: Callable[[], nn.Module], kind: str) -> None:

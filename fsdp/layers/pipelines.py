@@ -12,11 +12,7 @@ from fsdp.engine.unit import Unit, units_in
 
 @dataclass(frozen=True)
 class FSDPState:
-    """The state of a sharded module, see ``fully_shard.state``.
-
-    Attributes:
-        unit: of the module.
-    """
+    """The state of a sharded module, see ``fully_shard.state``."""
 
     unit: Unit
 

@@ -22,10 +22,7 @@ from fsdp.engine.unsharded_params import UnshardedParameters
 class QuantizedParameters(UnshardedParameters):
     """The parameters of a layout, with the same bits on all ranks: each rank dequantises its own shard as well.
 
-    Args:
-        flat_param, layout, full: see `UnshardedParameters`.
-        codes: the format of messages.
-        others: see `UnshardedParameters`.
+    Messages have the format `codes`. For other arguments see `UnshardedParameters`.
     """
 
     is_exact = False

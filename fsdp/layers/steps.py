@@ -56,30 +56,18 @@ _SLOT_BITS = 32  # of a parameter's number, which has its handle's before
 
 
 class Rest:
-    """A shard as the last optimizer step has left it.
-
-    Attributes:
-        handle: the handle of the shard.
-        listed: the parameters that modules list for it, which have the gradients.
-        tensors: the tensors whose versions count all writes to the shard; `version` returns that of a tensor.
-        left: the versions after the last step; None before the first step.
-    """
+    """A shard as the last optimizer step has left it."""
 
     def __init__(self, handle: FlatParamHandle) -> None:
-        self.handle, self.listed = handle, list(handle.listed_params)
+        self.handle, self.listed = handle, list(handle.listed_params)  # these have the gradients
         has_rows = handle.orig_params is not None and is_dtensor(handle.orig_params.params[0])
-        self.tensors = self.listed if has_rows else [handle.flat_param]
-        self.version = _VERSION_OF_DTENSOR if has_rows else _VERSION
-        self.left: list[Any] | None = None
+        self.tensors = self.listed if has_rows else [handle.flat_param]  # their versions count all writes to the shard
+        self.version = _VERSION_OF_DTENSOR if has_rows else _VERSION  # returns the version of one of these
+        self.left: list[Any] | None = None  # the versions after the last step; None before the first step
 
 
 class Part:
-    """The shards of a single model that an optimizer steps.
-
-    Args:
-        steps: of the model.
-        handles: of the shards.
-    """
+    """The shards of a single model that an optimizer steps."""
 
     def __init__(self, steps: Steps, handles: Sequence[FlatParamHandle]) -> None:
         self.steps, self.handles = steps, handles
@@ -113,8 +101,6 @@ class Steps:
     Attributes:
         backwards: the number of backwards that have ended and reduced gradients.
         taken: the number of steps.
-        journals: of this model.
-        root: the outermost unit.
     """
 
     def __init__(self, root: Unit) -> None:

@@ -233,11 +233,7 @@ def beside_ours(module: nn.Module) -> Iterator[Entry]:
 def standing_in(
     entries: Iterable[Entry], stand_in: Callable[[Tensor], _StandIn]
 ) -> Iterator[list[tuple[dict[str, Any], str, _StandIn]]]:
-    """Modules list inside what `stand_in` returns for each tensor, and afterwards the tensors again.
-
-    Yields:
-        The entries with the tensors that stand in.
-    """
+    """List what `stand_in` returns for each tensor inside the context, and yield the entries with these tensors."""
     before = list(entries)
     shown: list[tuple[dict[str, Any], str, _StandIn]] = []
     try:
