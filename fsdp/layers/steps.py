@@ -162,8 +162,12 @@ class Steps:
             RuntimeError: if it is known that the ranks' models differ.
         """
         for journal in self.journals:
-            if journal.difference or journal.warning:
-                self._report(journal)
+            if journal.difference:
+                journal.is_raised = True
+                raise RuntimeError(journal.difference)
+            if journal.warning and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(journal.warning, stacklevel=6)
         for notify in self.root.observers.step:
             notify(optimizer)
         self._begun = weakref.ref(optimizer), _version(optimizer)
@@ -192,14 +196,6 @@ class Steps:
             part.counts, part.written = counts, list(_written_gradients(counts))
         for change in part.written:
             self._journal.notes.setdefault(self._journal.page, {})[object(), change] = 1
-
-    def _report(self, journal: Journal) -> None:
-        if journal.difference:
-            journal.is_raised = True
-            raise RuntimeError(journal.difference)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(journal.warning, stacklevel=7)
 
     def _note(self, change: str) -> None:
         if self._journal is not None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.devices import HOST, default_generators, return_freed_memory
+from fsdp.distributed.devices import HOST, default_generators, is_host, return_freed_memory
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import plain_name
 from fsdp.engine.originals import is_ours
@@ -265,23 +265,16 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
 @contextmanager
 def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
     """Start torch's generators from a number made of `seed` and a module's name, and put them back afterwards."""
-    if seed is None:
+    number, devices = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], [] if is_host(device) else [device]
+    with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type):
+        for generator in () if seed is None else default_generators(device):
+            generator.manual_seed(int.from_bytes(number, "big") >> 1)
         yield
-        return
-    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
-    generators = default_generators(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(number)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
-@contextmanager
-def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> Iterator[None]:
+def _out_of_reach(
+    module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]
+) -> AbstractContextManager[object]:
     """Replace values that an initialization of `module` must not change by temporary copies.
 
     The initialization may change the new values of children (`below`), except tensors shared with another module.
@@ -295,8 +288,7 @@ def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collec
         for entries, name, tensor in beside_ours(inner)
         if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
     ]
-    with standing_in(others, _copied):
-        yield
+    return standing_in(others, _copied)
 
 
 def _copied(tensor: Tensor) -> Tensor:

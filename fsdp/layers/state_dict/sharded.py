@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -297,16 +297,12 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
     None must be saved if there is a reason (`unfit`); `rank` is this rank's number for messages.
     """
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
-    with closing(Exposure(unit, parts)):
-        blanks: list[Uninitialized] = []
-        try:
-            if unit.awaits_values:
-                _show_blanks(unit, rank, blanks)
-            with serving([unit], ShardedState()):
-                yield [part for each in parts.values() for part in each]
-        finally:
-            for blank in blanks:
-                blank.take_back()
+    with closing(Exposure(unit, parts)), ExitStack() as undo, serving([unit], ShardedState()):
+        for blank in uninitialized_in(own_modules(unit.module)) if unit.awaits_values else ():
+            if not is_dtensor(blank.value):  # DCP takes care of these
+                undo.callback(blank.take_back)
+                _show_blank(blank, unit.device, rank)
+        yield [part for each in parts.values() for part in each]
 
 
 def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart]:
@@ -320,21 +316,14 @@ def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart
     return found
 
 
-def _show_blanks(unit: Unit, rank: int, shown: list[Uninitialized]) -> None:
-    """Allocate memory for buffers and ignored parameters without values; it can be loaded, but not saved.
-
-    Appends to `shown` the tensors that the caller removes afterwards.
-    """
-    for blank in uninitialized_in(own_modules(unit.module)):
-        if is_dtensor(blank.value):
-            continue  # of which DCP takes care
-        shown.append(blank)
-        blank.give_memory(unit.device)
-        given = blank.value
-        if given is not None:
-            part = Part.of_whole(given.shape, blank.places[0][1], rank)
-            own = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
-            blank.put(nn.Parameter(own, given.requires_grad) if isinstance(given, nn.Parameter) else own)
+def _show_blank(blank: Uninitialized, device: torch.device, rank: int) -> None:
+    """Allocate memory for a buffer or ignored parameter without values; it can be loaded, but not saved."""
+    blank.give_memory(device)
+    given = blank.value
+    if given is not None:
+        part = Part.of_whole(given.shape, blank.places[0][1], rank)
+        own = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
+        blank.put(nn.Parameter(own, given.requires_grad) if isinstance(given, nn.Parameter) else own)
 
 
 def _require_shards(handle: FlatParamHandle) -> None:
