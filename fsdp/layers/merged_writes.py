@@ -6,7 +6,7 @@ ranks that wrote it made of it, whether others did or not: what a forward over a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,15 +27,24 @@ def merge_written(handle: FlatParamHandle) -> None:
     own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
     before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
     dealt = [[layout.local_shard_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]
-    merged = Merged(before, dealt[comm.rank])
+    values = [value.contiguous() for value in dealt[comm.rank]]
+    clashing = torch.zeros(len(values), dtype=torch.uint8, device=values[0].device)
     what = f"values that the forward of {handle.unit_name} wrote to its parameters"
-    merged.exchange(comm, dealt, what, handle.tag)
-    merged.exchange(replicas, [merged.values] * replicas.world_size, what, handle.replica_tag)
-    clashes = merged.clashes((comm, replicas))
+    for ranks, sent, tag in (
+        (comm, dealt, handle.tag),
+        (replicas, [values] * replicas.world_size, handle.replica_tag),  # as merged among the shards
+    ):
+        for made_there in _exchanged(ranks, sent, what, tag):
+            for number, theirs in enumerate(made_there):
+                was = None if before is None else before[number]
+                values[number], clashes = _merged(values[number], theirs, was)
+                clashing[number] |= clashes
+    for ranks in (comm, replicas):
+        clashing = ranks.all_reduce(clashing, "max").wait()
     for ranks in (comm, replicas):
         ranks.settle()  # what was sent of the shards, and of these values, has arrived
-    if clashes:
-        names = ", ".join(layout.slots[slots[number]].name for number in clashes)
+    if clashing.any():
+        names = ", ".join(layout.slots[slots[number]].name for number in clashing.nonzero().flatten().tolist())
         raise RuntimeError(
             f"{handle.unit_name}: its forward wrote to {names}, and other values on other ranks, from their own "
             "part of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks "
@@ -43,51 +52,33 @@ def merge_written(handle: FlatParamHandle) -> None:
             "`with model.summon_full_params():`."
         )
     if before is not None:
-        for part, value, was in zip(own, merged.values, before, strict=True):
+        for part, value, was in zip(own, values, before, strict=True):
             part.copy_(torch.where(differs(value, was).to(part.device), value.to(part.device, part.dtype), part))
     handle.values.note_written(slots)
     handle.storage.release()
     handle.forget_written()
 
 
-class Merged:
-    """This rank's shards of parameters that every rank has a copy of, and may have written to.
+def _exchanged(comm: Communicator, parts: Sequence[Sequence[Tensor]], what: str, tag: int) -> Iterator[list[Tensor]]:
+    """Collective. Send every rank what is made of its shards (`parts`), and yield what other ranks made of these."""
+    peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
+    outgoing = {peer: [part.contiguous() for part in parts[peer] if part.numel()] for peer in peers}
+    made = {peer: [torch.empty_like(part).contiguous() for part in parts[comm.rank]] for peer in peers}
+    incoming = {peer: [value for value in values if value.numel()] for peer, values in made.items()}
+    comm.exchange(incoming, outgoing, what, tag).wait()
+    yield from made.values()
 
-    They had the values `before`; None if these are unknown, so that all ranks must have written the same.
+
+def _merged(ours: Tensor, theirs: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a shard with what two ranks wrote to it, and whether they wrote different values to an element.
+
+    If the values `before` are unknown, both ranks must have written the same.
     """
-
-    def __init__(self, before: Sequence[Tensor] | None, values: Sequence[Tensor]) -> None:
-        self._before = before
-        self.values = [value.contiguous() for value in values]
-        self._clashes = torch.zeros(len(values), dtype=torch.uint8, device=values[0].device)
-
-    def exchange(self, comm: Communicator, parts: Sequence[Sequence[Tensor]], what: str, tag: int) -> None:
-        """Collective. Send every rank what is made of its shards (`parts`), and add what others made of these."""
-        peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        outgoing = {peer: [part.contiguous() for part in parts[peer] if part.numel()] for peer in peers}
-        made = {peer: [torch.empty_like(value) for value in self.values] for peer in peers}
-        incoming = {peer: [value for value in values if value.numel()] for peer, values in made.items()}
-        comm.exchange(incoming, outgoing, what, tag).wait()
-        for peer in peers:
-            for number, value in enumerate(made[peer]):
-                self._add(number, value)
-
-    def _add(self, number: int, theirs: Tensor) -> None:
-        ours = self.values[number]
-        clashing = differs(theirs, ours)
-        if self._before is not None:
-            before = self._before[number]
-            is_new = differs(theirs, before)
-            clashing &= is_new & differs(ours, before)
-            self.values[number] = torch.where(is_new, theirs, ours)
-        self._clashes[number] |= clashing.any()
-
-    def clashes(self, comms: Sequence[Communicator]) -> list[int]:
-        """Collective. Return the numbers of the parameters of which any ranks made different values."""
-        found = self._clashes
-        for comm in comms:
-            found = comm.all_reduce(found, "max").wait()
-        return found.nonzero().flatten().tolist()
+    clashing = differs(theirs, ours)
+    if before is None:
+        return ours, clashing.any()
+    is_new = differs(theirs, before)
+    return torch.where(is_new, theirs, ours), (clashing & is_new & differs(ours, before)).any()
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
