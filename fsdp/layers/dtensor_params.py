@@ -265,7 +265,11 @@ class DTensorParams(OrigParams):
         return [
             slot
             for slot, local in enumerate(held)
-            if (local is not own[slot][0] if examples[slot] is None else not _are_same(inner_of(local), own[slot]))
+            if (
+                local is not own[slot][0]
+                if examples[slot] is None
+                else list(map(id, inner_of(local))) != list(map(id, own[slot]))
+            )
         ]
 
     def give_memory(self, slots: Iterable[int]) -> None:
@@ -307,10 +311,6 @@ def _seen(slot: Slot, example: Tensor | None) -> Slot:
 def in_class(example: Tensor, values: Tensor) -> Tensor:
     """Return a tensor in the class of `example`, around values as `values_of` returns them."""
     return around(example, [values] if values.dim() == example.dim() else values.unbind())
-
-
-def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,17 +124,13 @@ def report_on(units: Sequence[Unit], records: Sequence[Record]) -> Report:
     for record in records:
         for span in record.spans:
             if span.kind == WAIT:
-                waited[_awaited(span.name, names)][record.rank] += span.end - span.begin
+                _, _, of = span.name.partition(" of ")  # such as "all-gather of layers.3 in forward"
+                unit_name = next((name for name in names if of == name or of.startswith(f"{name} ")), OTHERS)
+                waited[unit_name][record.rank] += span.end - span.begin
     reports = [_report(unit, records, waited[unit.name]) for unit in units]
     reports.append(UnitReport(OTHERS, 0, 0, 0, waited[OTHERS], 0, 0, None))
     steps = sum(span.kind == FORWARD and span.name == units[0].name for span in records[0].spans)
     return Report(steps, tuple(reports))
-
-
-def _awaited(what: str, names: Iterable[str]) -> str:
-    """Return the unit in the name of a collective, such as "all-gather of layers.3 in forward"."""
-    _, _, of = what.partition(" of ")
-    return next((name for name in names if of == name or of.startswith(f"{name} ")), OTHERS)
 
 
 def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) -> UnitReport:

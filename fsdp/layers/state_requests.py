@@ -30,10 +30,6 @@ class Saving:
         """Return whether this rank is to have it."""
         return not self.rank0_only or number_among(self.ranks) == 0
 
-    def is_at_first(self, unit: Unit) -> bool:
-        """Return whether only the first of the unit's ranks needs its parameters."""
-        return self.rank0_only and tuple(self.ranks) == unit.everyone
-
 
 class Exporting:
     """The state dict of the unit itself is being created, rather than an enclosing unit's."""

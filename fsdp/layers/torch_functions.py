@@ -59,7 +59,8 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    params = _reduced(parameters)
+    params = _listed(parameters)
+    reduce_deferred(param.owner for param in params if is_ours(param))
     models = _models_of(params, "clip_grad_norm_", dtensors=_is_beyond_torch(params, norm_type))
     if models is None:
         return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -197,13 +198,6 @@ def _with_parameters(tensors: Sequence[Any]) -> Owned:
 
 def _listed(tensors: Tensors) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _reduced(parameters: Tensors) -> list[Any]:
-    """Collective. Return parameters whose gradients are about to be changed, and are reduced over the ranks."""
-    params = _listed(parameters)
-    reduce_deferred(param.owner for param in params if is_ours(param))
-    return params
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:

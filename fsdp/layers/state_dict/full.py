@@ -136,7 +136,8 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     # Exposed parameters are copies; buffers, and parameters that are ignored or were summoned, are not.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
     before = 0 if destination is None else len(destination)
-    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit), form.device))):
+    at_first = form.rank0_only and tuple(form.ranks) == unit.everyone
+    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, at_first, form.device))):
         with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         # The unit's keys are the last ones: looking at those of all units for each unit would take long.
