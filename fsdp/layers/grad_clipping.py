@@ -167,7 +167,7 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
         grad.clamp_(-clip_value, clip_value)
 
 
-def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
+def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> None:
     """Move the gradients of shards to their parameters' device; raise RuntimeError if they are not reduced yet."""
     for handle in handles:
         handle.storage.check(handle.name)
@@ -176,7 +176,7 @@ def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
         handle.flat_param.bring_gradient()
         if handle.flat_param.has_unreduced:
             raise RuntimeError(
-                f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
+                f"cannot {what}: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
 

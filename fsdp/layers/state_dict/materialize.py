@@ -256,7 +256,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     is_filled = False
     with serving([unit], Filling()):
         try:
-            yield {id(param) for key, param in exposure.numbered() if key not in slots}
+            yield {id(param) for key, param in exposure.numbered.items() if key not in slots}
             is_filled = True
         finally:
             exposure.close(keep if is_filled else None)

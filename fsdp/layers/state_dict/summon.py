@@ -32,6 +32,7 @@ from fsdp.engine.unit import TrainingState, Unit
 from fsdp.engine.user_attributes import give_attributes
 from fsdp.layers.deferred_init import is_marked, mark
 from fsdp.layers.fingerprints import fingerprint
+from fsdp.layers.grad_clipping import require_reduced
 from fsdp.layers.shared_params import restore_order
 from fsdp.layers.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 from fsdp.layers.state_requests import Summoning, serving
@@ -56,9 +57,12 @@ class Exposure:
         self._unit = unit
         self.handles = list(tensors)
         self.params = {handle: _as_params(handle, each) for handle, each in tensors.items() if each is not None}
+        self.numbered = {
+            (handle, slot): param for handle, params in self.params.items() for slot, param in enumerate(params)
+        }
         self._looks = {
             (handle, slot): _Look.at(param, handle.flat_param.packings[slot], by_value)
-            for (handle, slot), param in self.numbered()
+            for (handle, slot), param in self.numbered.items()
         }
         self._outer_state = unit.state
         unit.transition_to(TrainingState.SUMMON_FULL_PARAMS)
@@ -71,17 +75,11 @@ class Exposure:
             self.close()
             raise
 
-    def numbered(self) -> Iterator[tuple[tuple[FlatParamHandle, int], nn.Parameter]]:
-        """Yield the exposed parameters, each after its handle and its number in the handle."""
-        for handle, params in self.params.items():
-            for slot, param in enumerate(params):
-                yield (handle, slot), param
-
     def changed(self) -> list[tuple[FlatParamHandle, int]]:
         """Return which parameters were written, or replaced."""
         return [
             (handle, slot)
-            for (handle, slot), param in self.numbered()
+            for (handle, slot), param in self.numbered.items()
             if listed_at(handle.places[slot][0]) is not param or not self._looks[handle, slot].is_of(param)
         ]
 
@@ -98,26 +96,22 @@ class Exposure:
             for handle in self.handles:
                 handle.settle()  # peers may still be receiving from the shard
             if keep is not None:
-                for (handle, slot), _ in self.numbered():
+                for handle, slot in self.numbered:
                     try:
                         keep(handle, slot)
                     except ValueError as error:
                         problems.append(str(error))
-        finally:
-            self._withdraw()
+        finally:  # also if only some of the parameters are shown
+            for handle in self.handles:
+                handle.presentation.conceal()
+            for handle in self.params:  # after all have left: optimizers number parameters in this order
+                handle.presentation.enter()
+            restore_order(self._unit)
+            if not self._unit.in_full_precision:
+                self._unit.buffers.narrow()
+            self._unit.transition_to(self._outer_state)
         if problems:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
-
-    def _withdraw(self) -> None:
-        """Restore the modules, also if only some of the parameters are shown."""
-        for handle in self.handles:
-            handle.presentation.conceal()
-        for handle in self.params:  # after all have left: optimizers number parameters in this order
-            handle.presentation.enter()
-        restore_order(self._unit)
-        if not self._unit.in_full_precision:
-            self._unit.buffers.narrow()
-        self._unit.transition_to(self._outer_state)
 
 
 def _as_params(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
@@ -312,7 +306,7 @@ def recorded(exposure: Exposure) -> Values:
     """Return the values that were copied into the targets of a `recording`."""
     return {
         key: param.source
-        for key, param in exposure.numbered()
+        for key, param in exposure.numbered.items()
         if isinstance(param, LoadTarget) and param.source is not None
     }
 
@@ -405,7 +399,7 @@ class _Summoned:
             raise RuntimeError(problems[0])
 
     def _agree_on(self, changed: Collection[tuple[FlatParamHandle, int]]) -> None:
-        listed = {(handle, slot): listed_at(handle.places[slot][0]) for (handle, slot), _ in self._exposure.numbered()}
+        listed = {(handle, slot): listed_at(handle.places[slot][0]) for handle, slot in self._exposure.numbered}
         written = {
             handle.places[slot][0].fqn: 0
             if (handle, slot) not in changed or value is None
@@ -476,14 +470,7 @@ def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
 
 def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
     """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
-    if handle.has_unreduced:
-        raise RuntimeError(
-            f"the gradients of {handle.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
-            "can be shown. Run the last backward of the step outside no_sync()."
-        )
-    if handle.orig_params is not None:
-        handle.orig_params.collect_gradients()
-    handle.flat_param.bring_gradient()
+    require_reduced([handle], "show gradients")
     grad = handle.flat_param.grad
     if grad is None:
         return [None] * len(handle.places)
