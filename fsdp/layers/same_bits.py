@@ -73,7 +73,7 @@ class SameBits:
     def __init__(self, model: nn.Module, micro_batches: int, seed: int = 0) -> None:
         self._runtime = runtime_of_root(require_sharded(model, "fsdp.SameBits"), "fsdp.SameBits", "module")
         self._runtime.ensure_idle(_MAKE)
-        root = self._root
+        root = self._root = self._runtime.root
         done_by_all([root.everyone], _MAKE, lambda: self._require_possible(micro_batches))
         settings = f"{micro_batches} micro-batches, seed {seed}, {torch.get_num_threads()} threads"
         agree_on(root.everyone, "settings of fsdp.SameBits", settings)
@@ -99,10 +99,6 @@ class SameBits:
                 method(optimizer)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
-
-    @property
-    def _root(self) -> Unit:
-        return self._runtime.root
 
     def step(self, number: int) -> Iterator[int]:
         """Collective. Yield the numbers of this rank's micro-batches of a step.

@@ -65,8 +65,8 @@ def _clip_grad_norm(
     if models is None:
         return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if models.whole is not None:
-        return models.shown(clip_by_norm(models.whole, max_norm, norm_type, error_if_nonfinite))
+    if (whole := models.whole) is not None:
+        return models.shown(clip_by_norm(whole, max_norm, norm_type, error_if_nonfinite))
     models.prepare()
     grads = ((settled_gradient(param), param) for param in params)
     owned = [(grad, param) for grad, param in grads if grad is not None]
@@ -105,13 +105,13 @@ class Models:
         found = [handles[id(param.owner)] for param in params if is_ours(param) and id(param.owner) in handles]
         self._runtimes = list(dict.fromkeys(runtime for runtime, _ in found))
         self._handles = dict.fromkeys(handle for _, handle in found)
-        self.whole = self._whole({id(param) for param in params})
 
-    def _whole(self, given: set[int]) -> Runtime | None:
+    @property
+    def whole(self) -> Runtime | None:
         """The only model, if all of its parameters that are trained or have gradients were given, and no others."""
         if len(self._runtimes) != 1:
             return None
-        runtime = self._runtimes[0]
+        runtime, given = self._runtimes[0], {id(param) for param in self._params}
         own = [*_parameters(runtime), *unsharded_parameters(runtime.root)]
         needed = {id(param) for param in own if param.requires_grad or param.grad is not None}
         return runtime if needed <= given <= {id(param) for param in own} else None

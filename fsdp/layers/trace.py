@@ -68,13 +68,9 @@ class Trace:
         with during("fsdp.trace()"):
             from_everyone(self._runtime.root.everyone, None)  # so that all begin together
         self._recorder = _Recorder(self._runtime, self._end_step)
-        try:
-            self._undo.enter_context(attached(self._recorder, self._runtime.units))
-            communicator.wait_observers += (self._recorder.wait,)
-            self._undo.callback(_forget_waits, self._recorder.wait)
-        except BaseException:
-            self._undo.close()
-            raise
+        self._undo.enter_context(attached(self._recorder, self._runtime.units))
+        communicator.wait_observers += (self._recorder.wait,)
+        self._undo.callback(_forget_waits, self._recorder.wait)
 
     def end(self) -> None:
         """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted."""

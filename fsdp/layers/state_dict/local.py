@@ -116,7 +116,8 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
                     if name != primary:
                         is_inside = not member.path or name.startswith(f"{member.path}.")
                         holder, path = (entry, member.path) if is_inside else (entries[0], "")
-                        holder["shared_param_info"].append((_below(primary, path), _below(name, path)))
+                        pair = primary.removeprefix(f"{path}."), name.removeprefix(f"{path}.")
+                        holder["shared_param_info"].append(pair)
     beside = [key for key, tensor in _entries(root).items() if tensor is None or not is_ours(tensor)]
     return {"param_metadata": entries, "buffer_names": beside}
 
@@ -169,10 +170,6 @@ def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, di
                 "padding": padding if member.is_counted else listed.numel(),
             },
         )
-
-
-def _below(name: str, path: str) -> str:
-    return name[len(path) + 1 :] if path else name
 
 
 def _entries(root: nn.Module) -> dict[str, Tensor | None]:
