@@ -99,12 +99,9 @@ class _Materializing:
         self._lacks: dict[nn.Module, Lacks] = {}  # by the module that is to initialise them
         numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
         for lack in _lacks_in(self._order, self._units):
-            inside = [place for place in lack.places if place[0] in numbers]
-            if inside:
-                first = min(inside, key=lambda place: numbers[place[0]])
-                lack.places.remove(first)
-                lack.places.insert(0, first)
-                self._lacks.setdefault(first[0], []).append(lack)
+            lack.places.sort(key=lambda place: numbers.get(place[0], len(numbers)))
+            if (first := lack.places[0][0]) in numbers:
+                self._lacks.setdefault(first, []).append(lack)
 
     def fill_all(self) -> None:
         in_units = {module for unit in self._units for module in own_modules(unit.module)}
@@ -124,11 +121,29 @@ class _Materializing:
             for module, lacks in self._lacks.items()
             if module in own
         }
-        if not any(found.values()):
+        wanted = {(lack.handle, lack.slot) for lacks in found.values() for lack in lacks}
+        if not wanted:
             return
-        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as self._scratch:
-            for module in sorted(found, key=self._numbers.__getitem__):
-                self._fill_module(module, found[module], unit.device)
+        # Modules see memory in the place of all parameters, and only values of those wanted are kept.
+        memory = {one: as_modules_see(one, blanks(one, one.storage.device)) for one in hidden_handles(unit)}
+        for handle, tensors in memory.items():
+            for slot, tensor in enumerate(tensors):
+                if (handle, slot) in wanted:
+                    mark(tensor)
+
+        def keep(handle: FlatParamHandle, slot: int) -> None:
+            if (handle, slot) in wanted:
+                handle.values.store(slot, handle.presentation.replacement(slot))
+
+        exposure, is_filled = Exposure(unit, memory), False
+        self._scratch = {id(param) for key, param in exposure.numbered.items() if key not in wanted}
+        with serving([unit], Filling()):
+            try:
+                for module in sorted(found, key=self._numbers.__getitem__):
+                    self._fill_module(module, found[module], unit.device)
+                is_filled = True
+            finally:
+                exposure.close(keep if is_filled else None)
         for module, lacks in found.items():
             self._filled[module] = [lack for lack in lacks if lack.handle is None]  # the others are sharded now
         unit.awaits_values = True  # until it is looked at
@@ -233,33 +248,6 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
             f"{module}: its initialisation left {name} {where}. Give a param_init_fn that initialises every "
             "parameter and buffer that is directly in the module that it is called with."
         )
-
-
-@contextmanager
-def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
-    """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
-
-    Yields the ids of the other parameters, which stand for those that have values and are forgotten.
-    """
-    slots = {(lack.handle, lack.slot) for lack in wanted}
-    memory = {handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)}
-    for handle, tensors in memory.items():
-        for slot, tensor in enumerate(tensors):
-            if (handle, slot) in slots:
-                mark(tensor)
-
-    def keep(handle: FlatParamHandle, slot: int) -> None:
-        if (handle, slot) in slots:
-            handle.values.store(slot, handle.presentation.replacement(slot))
-
-    exposure = Exposure(unit, memory)
-    is_filled = False
-    with serving([unit], Filling()):
-        try:
-            yield {id(param) for key, param in exposure.numbered.items() if key not in slots}
-            is_filled = True
-        finally:
-            exposure.close(keep if is_filled else None)
 
 
 @contextmanager
