@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -136,30 +136,23 @@ class MappedFiles:
         for region in self._regions.values():
             region.release()
 
-    def _open(self, path: str) -> int:
+    def _open(self, path: str) -> IO[bytes]:
         if self._keep:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        if hasattr(os, "O_TMPFILE"):
-            with suppress(OSError):  # not every file system has files without names
-                return os.open(self.folder, os.O_RDWR | os.O_TMPFILE, 0o600)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.unlink(path)
-        return fd
+            return open(path, "x+b", opener=lambda name, flags: os.open(name, flags, 0o600))
+        return tempfile.TemporaryFile(dir=self.folder)
 
     def _map(self, nbytes: int, role: str) -> tuple[mmap.mmap, str]:
         self._count += 1
         path = os.path.join(self.folder, f"{self._count:05d}-{role.replace(' ', '-')}.bin")
         try:
-            fd = self._open(path)
-            try:
-                _reserve(fd, nbytes)
-                mapping = mmap.mmap(fd, nbytes)
-            except OSError:
-                if self._keep:
-                    os.unlink(path)
-                raise
-            finally:
-                os.close(fd)
+            with self._open(path) as file:
+                try:
+                    _reserve(file.fileno(), nbytes)
+                    mapping = mmap.mmap(file.fileno(), nbytes)
+                except OSError:
+                    if self._keep:
+                        os.unlink(path)
+                    raise
         except OSError as error:
             free: int | str = "no longer known how many"
             with suppress(OSError):
