@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 ALIGNED = 16  # bytes; each inner tensor begins at such a multiple, and each parameter has one
 _PLAIN = Tensor, nn.Parameter
@@ -65,7 +66,7 @@ class _Outer:
 
     def of(self, packed: Tensor) -> Tensor:
         inner = {name: each.of(packed) for name, each in self.inner.items()}
-        metadata = _on(packed.device, self.metadata)
+        metadata = tree_map_only(torch.device, lambda _: packed.device, self.metadata)
         made: Tensor = self.kind.__tensor_unflatten__(inner, metadata, self.shape, self.stride)
         return made
 
@@ -109,7 +110,8 @@ class Packing:
         except Exception as error:
             raise TypeError(f"{self.name}: {kind.__name__}.{_FLATTEN} failed ({error!r}): {_REMEDY}") from error
         inner = {name: self._form_of(each) for name, each in tensors.items()}
-        shown = re.sub(r" at 0x[0-9a-f]+", "", repr(_on(torch.device("meta"), metadata)))
+        shown = repr(tree_map_only(torch.device, lambda _: torch.device("meta"), metadata))
+        shown = re.sub(r" at 0x[0-9a-f]+", "", shown)
         return _Outer(kind, inner, metadata, shown, tensor.shape, tensor.stride())
 
     @property
@@ -194,16 +196,6 @@ _REMEDY = (
     "it cannot be sharded as bytes. Convert it to a tensor of plain inner tensors, or pass it in ignored_parameters "
     "(ignored_params of fully_shard)"
 )
-
-
-def _on(device: torch.device, metadata: Any) -> Any:
-    if isinstance(metadata, torch.device):
-        return device
-    if type(metadata) is dict:
-        return {key: _on(device, each) for key, each in metadata.items()}
-    if type(metadata) in (tuple, list):
-        return type(metadata)(_on(device, each) for each in metadata)
-    return metadata
 
 
 def _inner_of(tensor: Any, form: _Outer | _Inner) -> Iterator[tuple[_Inner, Any]]:

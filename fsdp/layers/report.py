@@ -9,6 +9,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from fsdp.engine.unit import Unit
@@ -159,9 +160,8 @@ def _report(unit: Unit, records: Sequence[Record], waited: Mapping[int, int]) ->
 
 
 def _most_in(span: Span, memory: Sequence[tuple[int, int]]) -> int:
-    times = [when for when, _ in memory]
-    first, beyond = max(bisect_right(times, span.begin) - 1, 0), bisect_right(times, span.end)
-    return max((nbytes for _, nbytes in memory[first:beyond]), default=0)
+    first, beyond = (bisect_right(memory, time, key=itemgetter(0)) for time in (span.begin, span.end))
+    return max((nbytes for _, nbytes in memory[max(first - 1, 0) : beyond]), default=0)
 
 
 _last: weakref.WeakKeyDictionary[Unit, Report] = weakref.WeakKeyDictionary()
