@@ -8,6 +8,7 @@ its runs.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
             chosen = [unit for unit in every if not unit.policy.keeps_for_inference]
             _unshard(chosen)
         runtime.checks = orders
-        with attached(_Runs(), runtime.units):
+        with attached(orders, runtime.units):
             yield tuple(unit.name for unit in every)
     finally:
         orders.restore()
@@ -92,14 +93,8 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
 _runs: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()  # forwards without gradients in contexts
 
 
-class _Runs:
-    def forward(self, unit: Unit, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            _runs[unit] = _runs.get(unit, 0) + 1
-
-
 class _Orders(Checks):
-    """Checks that also give forwards without gradients a recorded order of their own.
+    """Checks that also count forwards without gradients, and give them a recorded order of their own.
 
     Ranks may run different numbers of them. The order of forwards with gradients, by which units are prefetched and
     kept for the backward, is the same on all ranks.
@@ -111,6 +106,10 @@ class _Orders(Checks):
         around = runtime.checks
         self._training: ExecutionOrder[Unit] = around._training if isinstance(around, _Orders) else self._before
         self._inference: ExecutionOrder[Unit] = ExecutionOrder()
+
+    def forward(self, unit: Unit, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            _runs[unit] = _runs.get(unit, 0) + 1
 
     def before_forward(self, unit: Unit) -> None:
         self._checks.before_forward(unit)
@@ -145,11 +144,11 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
     ranked = sorted(
         zip(runtime.units, runs, sizes, strict=True), key=lambda each: (-each[1], -depths[each[0]], each[2])
     )
-    found, left = [], budget_bytes
+    found, left = [], math.inf if budget_bytes is None else budget_bytes
     for unit, _, nbytes in ranked:
-        if left is None or nbytes <= left:
+        if nbytes <= left:
             found.append(unit)
-            left = None if left is None else left - nbytes
+            left -= nbytes
     return found
 
 
