@@ -148,10 +148,8 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
     before = _examined.get(optimizer)
     if optimizer not in _seen:
         _seen.add(optimizer)
-        _warn_of_unsharded_parameters(optimizer, ours)
-        _warn_of_more(optimizer, ours)
-        _warn_of_groups(optimizer)
-        _warn_of_parameters_apart(optimizer, params, ours)
+        for mistake in _mistakes(optimizer, params, ours):
+            warnings.warn(mistake, stacklevel=5)
         optimizer.register_state_dict_post_hook(lambda signed, state_dict: sign(state_dict, _listed(signed)))
     _refuse_mixed_state(optimizer, ours)
     owners = list({id(param.owner): param.owner for param in ours}.values())
@@ -320,37 +318,53 @@ _OF_MORE = {
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
-def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Warn of an optimizer that cannot do on flat shards what it does on unsharded parameters."""
-    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are as they were
-    if ours and _OF_UNSHARDED_PARAMETERS.search(type(optimizer).__name__):
-        warnings.warn(
-            f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
-            f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
-            "saved whole. Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that "
-            "works element by element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with "
-            "ignored_parameters, summing their gradients over the ranks yourself.",
-            stacklevel=6,
-        )
-
-
 def impossible(kind: str) -> str:
     """Return why an optimizer of a class of this name cannot train what is sharded; empty if it can."""
     return next((reason for names, reason in _OF_MORE.items() if names.search(kind)), "")
 
 
-def _warn_of_more(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+def _mistakes(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> Iterator[str]:
+    """Yield what an optimizer is not likely to do as the user expects."""
     kind = type(optimizer).__name__
+    flat = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are as they were
+    if flat and _OF_UNSHARDED_PARAMETERS.search(kind):
+        yield (
+            f"{kind} goes by the rows, columns or norms of whole parameters, and gets flat shards, as that with "
+            f"{flat[0].owner._names[0]}: it does not train as without sharding, and its state may not be saved whole. "
+            "Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that works element by "
+            "element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with ignored_parameters, "
+            "summing their gradients over the ranks yourself."
+        )
     if (reason := impossible(kind)) and any(map(_is_spread, ours)):
-        warnings.warn(
+        yield (
             f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
-            "(docs/optimizers.md has a table).",
-            stacklevel=6,
+            "(docs/optimizers.md has a table)."
+        )
+    if names := _names_of_mixed_group(optimizer):
+        yield (
+            f"a group of this {kind} has no sharded parameters, and another one has all, matrices and vectors alike "
+            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards are 1-D, and a flat parameter is "
+            "many in one, so rules like `param.ndim >= 2`, or by name, do not tell them apart. Wrap with "
+            "use_orig_params=True and make groups by names, or by `len(param.unsharded_shape)`; or wrap with group_by, "
+            "and make groups by `param.group`."
+        )
+    if not any(is_dtensor(param) or _is_spread(param) for param in ours):
+        return
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
+    if apart:
+        ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+        apart = [param for param in apart if id(param) not in ignored]
+    if apart:  # the outermost module was forgotten
+        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        yield (
+            f"this {kind} steps sharded parameters, and {len(apart)} that are not (of shapes {shapes}): nobody "
+            "averages their gradients over the ranks, so each rank trains its own. Shard the outermost module as well, "
+            "with these ignored if you average them yourself."
         )
 
 
-def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Warn if groups were made by a rule that took shards of matrices and of biases for the same, both being 1-D.
+def _names_of_mixed_group(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names in a group by a rule that took shards of matrices and of biases for the same, both being 1-D.
 
     The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
     the shards. A rule by names does the same with flat parameters, whose names say nothing.
@@ -364,34 +378,8 @@ def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
             is_empty = not other["params"] and _options(other) != _options(of_shards)
             decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
             if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
-                names = [name for param in shards_among(params) for name in _names_in(param)]
-                warnings.warn(
-                    f"a group of this {type(optimizer).__name__} has no sharded parameters, and another one has all, "
-                    f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
-                    "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
-                    "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
-                    "`len(param.unsharded_shape)`; or wrap with group_by, and make groups by `param.group`.",
-                    stacklevel=6,
-                )
-                return
-
-
-def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
-    """Warn if it steps, beside shards, what is not sharded: the outermost module was forgotten."""
-    if not any(is_dtensor(param) or _is_spread(param) for param in ours):
-        return
-    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
-    if apart:
-        ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
-        apart = [param for param in apart if id(param) not in ignored]
-    if apart:
-        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
-        warnings.warn(
-            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are not (of "
-            f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
-            "trains its own. Shard the outermost module as well, with these ignored if you average them yourself.",
-            stacklevel=6,
-        )
+                return [name for param in shards_among(params) for name in _names_in(param)]
+    return []
 
 
 def _options(group: dict[str, Any]) -> str:

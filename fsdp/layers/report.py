@@ -111,10 +111,8 @@ class Report:
         lines = [f"{self.steps} steps on {len(ranks)} ranks", "", *aligned(rows)]
         if others:
             average = milliseconds(sum(map(waited.__getitem__, others)) // len(others))
-            lines += [
-                "",
-                f"Rank {least} waits least, for {milliseconds(waited[least])}, others for {average} on average.",
-            ]
+            least_time = milliseconds(waited[least])
+            lines += ["", f"Rank {least} waits least, for {least_time}, others for {average} on average."]
         return "\n".join(lines)
 
 
