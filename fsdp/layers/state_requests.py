@@ -7,7 +7,7 @@ units.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -152,11 +152,6 @@ def saving(root: Unit, form: Saving) -> Iterator[Saving]:
     form = replace(form, device=form.device or next(filter(None, wanted), None))
     with serving(units, form):
         yield form
-
-
-def loading(root: Unit, form: LoadPass) -> AbstractContextManager[None]:
-    """Load a state dict into all units of the tree in this form."""
-    return serving([unit for _, unit in units_in(root)], form)
 
 
 @contextmanager

@@ -63,7 +63,6 @@ from fsdp.layers.state_requests import (
     Saving,
     ShardedState,
     Summoning,
-    loading,
     saving,
     serving,
 )
@@ -213,11 +212,12 @@ def load_full(
     form = LoadPass(read=_agree_to_read(unit, wrapper), source=source)
     if form.read is None:
         return _record_and_commit(wrapper, unit, form, load)
-    with loading(unit, form):
+    units = [each for _, each in units_in(unit)]
+    with serving(units, form):
         try:
             return _done(unit, source, load)
         finally:
-            for _, each in units_in(unit):
+            for each in units:
                 each.end_load()
 
 
@@ -572,7 +572,8 @@ class Loading:
         self._entered, unit.unfinished_load = module, self.close
         if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
             ensure_agreed(unit)
-            self._exit.enter_context(loading(unit, LoadPass(read=_agree_to_read(unit, unit.module))))
+            form, units = LoadPass(read=_agree_to_read(unit, unit.module)), [each for _, each in units_in(unit)]
+            self._exit.enter_context(serving(units, form))
         self._exit.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
