@@ -75,7 +75,12 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
             runtime.checks.trust_values(root)
             every = _chosen(runtime, budget_bytes)
             chosen = [unit for unit in every if not unit.policy.keeps_for_inference]
-            _unshard(chosen)
+            for place, unit in enumerate(chosen):
+                unit.policy.keeps_for_inference = True
+                for started in chosen[place : place + 2]:  # one all-gather in advance
+                    started.unshard()
+                unit.wait_for_unshard()
+                unit.is_spare = True  # no backward will need it
         runtime.checks = orders
         with attached(orders, runtime.units):
             yield tuple(unit.name for unit in every)
@@ -150,13 +155,3 @@ def _chosen(runtime: Runtime, budget_bytes: int | None) -> list[Unit]:
             found.append(unit)
             left -= nbytes
     return found
-
-
-def _unshard(units: Sequence[Unit]) -> None:
-    """Collective. Unshard units, with one all-gather in advance."""
-    for place, unit in enumerate(units):
-        unit.policy.keeps_for_inference = True
-        for started in units[place : place + 2]:
-            started.unshard()
-        unit.wait_for_unshard()
-        unit.is_spare = True  # no backward will need it
