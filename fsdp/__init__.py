@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from fsdp.layers.resident import resident
     from fsdp.layers.same_bits import SameBits
     from fsdp.layers.standalone_handle import StandaloneHandle, flat_param_handles
-    from fsdp.layers.state_dict.full import no_pre_load_state_dict_hook
+    from fsdp.layers.state_dict.loading import no_pre_load_state_dict_hook
     from fsdp.layers.state_dict.materialize import materialize
     from fsdp.layers.trace import trace
     from fsdp.optim_utils.ema import EMA
@@ -101,7 +101,7 @@ _LAYERS = {
     "fsdp.layers.same_bits": "SameBits",
     "fsdp.engine.shard_metadata": "FlatParamShardMetadata",
     "fsdp.layers.standalone_handle": "StandaloneHandle flat_param_handles",
-    "fsdp.layers.state_dict.full": "no_pre_load_state_dict_hook",
+    "fsdp.layers.state_dict.loading": "no_pre_load_state_dict_hook",
     "fsdp.layers.state_dict.materialize": "materialize",
     "fsdp.layers.trace": "trace",
     "fsdp.optim_utils.ema": "EMA",

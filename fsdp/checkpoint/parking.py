@@ -30,7 +30,6 @@ from fsdp.engine.observers import attached
 from fsdp.engine.precision import Buffers
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.unit import Unit, units_in
-from fsdp.layers.offload import DiskStorage
 from fsdp.layers.state_dict.full import buffers_in_own_precision
 from fsdp.layers.state_requests import require_shards
 from fsdp.layers.verify import require_sharded
@@ -359,7 +358,7 @@ def _gradients(root: Unit) -> Iterator[Named]:
 def _mapped(root: Unit) -> set[int]:
     """Return the addresses of tensors in files, which the system reads and writes by itself; free their pages."""
     storages = (handle.flat_param.shard_storage for handle in _handles(root))
-    files = {storage.files for storage in storages if isinstance(storage, DiskStorage)}
+    files = {storage.files for storage in storages if storage.files is not None}
     for each in files:
         each.release()
     return {address for each in files for address in each.addresses}

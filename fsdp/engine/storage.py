@@ -25,6 +25,7 @@ class ShardStorage:
     is_elsewhere = False  # the shard has to be brought to the compute device
     keeps_shards = False  # shards and gradients stay where they are when the module is moved
     is_resident = True  # shard and gradient are on the compute device, and nothing is to be done for that
+    files: Any = None  # the mapped files that hold shards, of storages on disk
     state_device: torch.device | None = None  # of tensors of state dicts; None leaves them on the compute device
 
     def __init__(self, device: torch.device) -> None:

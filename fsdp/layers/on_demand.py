@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fsdp.layers.report import Report, last_report
     from fsdp.layers.sharded_methods import explain_methods
     from fsdp.layers.state_dict.full import (
-        Loading,
         ensure_agreed,
         ensure_same_values,
         explain,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         save_full,
         with_wrapped_metadata,
     )
+    from fsdp.layers.state_dict.loading import Loading
     from fsdp.layers.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
     from fsdp.layers.state_dict.materialize import ParamInit, materialize_unit
     from fsdp.layers.state_dict.sharded import TensorPart, _rebuild, load_sharded_state, sharded_state
@@ -54,8 +54,8 @@ _HOMES = {
     "fsdp.layers.pipelines": "FSDPState refuse_separate_backwards",
     "fsdp.layers.report": "Report last_report",
     "fsdp.layers.sharded_methods": "explain_methods",
-    "fsdp.layers.state_dict.full": "Loading ensure_agreed ensure_same_values explain load_full save_full "
-    "with_wrapped_metadata",
+    "fsdp.layers.state_dict.full": "ensure_agreed ensure_same_values explain load_full save_full with_wrapped_metadata",
+    "fsdp.layers.state_dict.loading": "Loading",
     "fsdp.layers.state_dict.local": "LocalLoad local local_metadata local_state members_in",
     "fsdp.layers.state_dict.materialize": "ParamInit materialize_unit",
     "fsdp.layers.state_dict.sharded": "TensorPart _rebuild load_sharded_state sharded_state",

@@ -28,7 +28,6 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, taken_by, times_taken
 from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.engine.storage import ShardStorage
-from fsdp.layers.offload import DiskStorage
 
 if TYPE_CHECKING:
     from fsdp.layers.steps import Part
@@ -160,7 +159,7 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
         list(map(weakref.ref, parts)),
         sum(len(part.handles) for part in parts) == len(owners),
         [owner for owner in owners if type(owner.shard_storage) is not ShardStorage],
-        [param for param in ours if isinstance(param.owner.shard_storage, DiskStorage)],
+        [param for param in ours if param.owner.shard_storage.files is not None],
         before is not None and before.has_stepped,
     )
     return known, parts

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +15,7 @@ from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.unit import Unit
 
 if TYPE_CHECKING:
-    from fsdp.layers.offload import Offload
+    from fsdp.engine.storage import ShardStorage
 
 # Flags that a `MixedPrecision` says in one object, with the values that say nothing.
 _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
@@ -31,6 +34,57 @@ _COMPARED = (
     "state_dict_on_rank_0_only",
     "no_broadcast_optim_state",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """The shards and gradients that a unit keeps away from the compute device."""
+
+    params: bool = False
+    grads: bool = False
+    folder: str | None = None  # shards, gradients and optimizer state lie below it
+    keep_files: bool = False
+
+    @classmethod
+    def of_options(
+        cls,
+        *,
+        offload: str | None,
+        offload_folder: Any,
+        keep_offload_files: bool,
+        move_params_to_cpu: bool,
+        move_grads_to_cpu: bool | None,
+    ) -> Offload:
+        """Resolve the constructor's arguments; ValueError for a contradiction, or the disk without a folder."""
+        if offload not in (None, "cpu", "disk"):
+            raise ValueError(f"offload must be None, 'cpu' or 'disk', got {offload!r}")
+        if offload is not None and (move_params_to_cpu or move_grads_to_cpu is not None):
+            raise ValueError(
+                f"offload={offload!r} says where shards and gradients live: leave move_params_to_cpu, cpu_offload and "
+                "move_grads_to_cpu at their defaults"
+            )
+        if offload != "disk":
+            if offload_folder is not None or keep_offload_files:
+                raise ValueError("offload_folder and keep_offload_files are for offload='disk'")
+            params = offload == "cpu" or move_params_to_cpu
+            return cls(params=params, grads=params if move_grads_to_cpu is None else move_grads_to_cpu)
+        if offload_folder is None:
+            raise ValueError("offload='disk' needs offload_folder: a folder on a disk with room for the model's shards")
+        return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
+
+    def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
+        """Return a function that creates a storage for a flat parameter with the compute device `device`."""
+        if not (self.params or self.grads):
+            from fsdp.engine.storage import ShardStorage  # which nothing needs before a module is sharded
+
+            return partial(ShardStorage, device)
+        from fsdp.layers.offload import DiskStorage, HostStorage  # storages that most units do not use
+
+        if self.folder is None:
+            return partial(HostStorage, device, self.params, self.grads)
+        from fsdp.layers.mapped_files import files_under  # which nothing but offloading to disk needs
+
+        return partial(DiskStorage, device, files_under(self.folder, self.keep_files))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +176,6 @@ class Options:
                 "use_orig_params=True is for flattened parameters; with flatten_parameters=False optimizers see each "
                 "parameter's shard already. Choose one."
             )
-        from fsdp.layers.offload import Offload  # with storages that most units do not use
-
         storage = Offload.of_options(
             offload=self.offload,
             offload_folder=self.offload_folder,

@@ -28,7 +28,6 @@ from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import units_in
-from fsdp.layers.offload import DiskStorage
 from fsdp.layers.optimizer_hooks import (
     expect_shards_of,
     impossible,
@@ -724,7 +723,7 @@ def _refuse_unsupported(one: OptimParam, original: Original) -> None:
             f"{original.name} has no values yet: make the OwnedOptimizer after fsdp.materialize, or after to_empty() "
             "and a load"
         )
-    if handle is not None and isinstance(handle.storage, DiskStorage):
+    if handle is not None and handle.storage.files is not None:
         raise NotImplementedError(
             f"the shard of {original.name} is on disk, where an OwnedOptimizer does not keep state. Offload to the "
             "host (cpu_offload) instead, or use torch's AdamW as it is."

@@ -26,7 +26,6 @@ from fsdp.distributed.gather_extension import around, inner_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.originals import taken_by
-from fsdp.layers.offload import DiskStorage
 from fsdp.layers.optimizer_hooks import SHARDS_OF, is_number
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
@@ -255,7 +254,7 @@ def release(params: Iterable[OptimParam]) -> None:
     storages = {one.handle.storage for one in params if one.handle is not None}
     for storage in storages:
         storage.release()
-    for files in {storage.files for storage in storages if isinstance(storage, DiskStorage)}:
+    for files in {storage.files for storage in storages if storage.files is not None}:
         files.release()
 
 

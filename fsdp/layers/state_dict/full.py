@@ -14,7 +14,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -31,9 +30,9 @@ from fsdp.distributed.consensus import (
     peers_answer,
     sent_by_first,
 )
-from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread_loaded
+from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
+from fsdp.engine.names import clean_name, foreign_prefix, join, prefix_problem
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, units_in
 from fsdp.layers.deferred_init import memory_to_load_into, require_values_everywhere
@@ -59,7 +58,6 @@ from fsdp.layers.state_requests import (
     Exporting,
     FirstRank,
     LoadPass,
-    LocalState,
     Saving,
     ShardedState,
     Summoning,
@@ -440,6 +438,18 @@ def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
 
 
 @contextmanager
+def loading_in_place(unit: Unit) -> Iterator[None]:
+    """Collective, unless a load around it is recorded. Let torch load into the unit's parameters inside."""
+    with ExitStack() as stack:
+        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
+            ensure_agreed(unit)
+            form, units = LoadPass(read=_agree_to_read(unit, unit.module)), [each for _, each in units_in(unit)]
+            stack.enter_context(serving(units, form))
+        stack.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
+        yield
+
+
+@contextmanager
 def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
     """Make a unit's modules loadable inside the context; written values are stored, even after an exception."""
     source = form.source_of(unit)
@@ -498,89 +508,9 @@ def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
     return copied
 
 
-_adds_path_parts: ContextVar[bool] = ContextVar("_adds_path_parts", default=True)
-
-
-@contextmanager
-def no_pre_load_state_dict_hook() -> Iterator[None]:
-    """Inside, ``load_state_dict`` takes raw names only, with the wrappers' path parts, and adds none to plain ones.
-
-    For a state dict that no wrapper made, such as ``dict(model.named_parameters())`` of a tool that knows them. Keys
-    with path parts are taken as they are outside of it as well. FairScale's name.
-    """
-    token = _adds_path_parts.set(False)
-    try:
-        yield
-    finally:
-        _adds_path_parts.reset(token)
-
-
 def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
     """Add a remedy to an error of loading into a module (`plain`) if every key has the same extra prefix."""
     front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
     if front:
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
         error.args = (f"{error}\n\t{prefix_problem(front, remedy)}",)
-
-
-class Loading:
-    """Lets `nn.Module.load_state_dict` load a wrapped module like an unwrapped module, a unit at a time.
-
-    torch iterates over the module tree and loads each module from the keys under its path. At the beginning of a
-    wrapper, the keys get the path parts of the wrapper. At the beginning of a wrapper, or of a module of its unit that
-    is loaded by itself, the unit's parameters are exposed, unless the complete load is recorded; at the end they are
-    sharded again.
-    """
-
-    def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
-        self._unit = unit
-        self._entered: nn.Module | None = None
-        self._exit = ExitStack()  # ends what began when that was entered
-        wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
-        wrapper.register_load_state_dict_post_hook(self._clean)
-        for module in (wrapper, *own_modules(unit.module)):
-            unit.hooks += [
-                module.register_load_state_dict_pre_hook(self._enter),
-                module.register_load_state_dict_pre_hook(spread_loaded),
-                module.register_load_state_dict_post_hook(self._leave),
-            ]
-
-    def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        *_, missing, unexpected, self._error_msgs = rest
-        # What modules outside of this one have reported: theirs are to clean, and they may be many.
-        self._known = len(missing), len(unexpected), len(self._error_msgs)
-        inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
-        for key in [key for key in state_dict if key.startswith(prefix)] if _adds_path_parts.get() else ():
-            if not key.startswith(prefix + FSDP_PART):
-                state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
-
-    def _clean(self, module: nn.Module, incompatible: object) -> None:
-        if not _adds_path_parts.get():
-            return  # or a key without its path parts would be called missing and unexpected by the same name
-        lists = incompatible.missing_keys, incompatible.unexpected_keys  # type: ignore[attr-defined]
-        for keys, known in zip(lists, self._known, strict=False):
-            keys[known:] = [clean_name(key) for key in keys[known:]]
-        *_, known = self._known
-        self._error_msgs[known:] = [clean_text(message) for message in self._error_msgs[known:]]
-
-    def _enter(self, module: nn.Module, *rest: Any) -> None:
-        unit = self._unit
-        if unit.request(LocalState) or unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            return  # the shards are loaded already, or what is to be written is listed
-        if unit.runtime is not None:
-            unit.runtime.ensure_idle("load a state dict")
-        self._entered, unit.unfinished_load = module, self.close
-        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
-            ensure_agreed(unit)
-            form, units = LoadPass(read=_agree_to_read(unit, unit.module)), [each for _, each in units_in(unit)]
-            self._exit.enter_context(serving(units, form))
-        self._exit.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
-
-    def _leave(self, module: nn.Module, incompatible: object) -> None:
-        if self._entered is module:
-            self.close()
-
-    def close(self) -> None:
-        """Shard the parameters that are still exposed, even after an exception."""
-        self._unit.unfinished_load = self._entered = None
-        self._exit.close()
