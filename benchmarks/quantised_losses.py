@@ -15,11 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,8 +54,12 @@ WAYS: dict[str, Compress] = {
         model, gather=QuantizedGather(8), reduce=QuantizedReduce(4, feedback=True)
     ),
     "4-bit gather": lambda model: fsdp.compress(model, gather=QuantizedGather(4)),
+    "8-bit sum over replicas": lambda model: fsdp.compress(model, replicas=QuantizedReduce(8)),
+    "4-bit sum over replicas": lambda model: fsdp.compress(model, replicas=QuantizedReduce(4)),
+    "4-bit sum over replicas, feedback": lambda model: fsdp.compress(model, replicas=QuantizedReduce(4, feedback=True)),
 }
 REPLICAS = 2
+HYBRID = {way for way in WAYS if "replicas" in way}
 OUTER = {f"outer optimizer, every {every} steps": every for every in (10, 50)}
 
 
@@ -89,18 +94,19 @@ def _train_all(ways: Sequence[str], steps: int, seeds: Sequence[int]) -> None:
 def _print_errors(ways: Sequence[str]) -> None:
     """Collective. Print the relative errors of a gradient, and of the sum of gradients with the same weights."""
     corpus = load_corpus(None, context=CONFIG.context, max_bytes=4_000_000)
-    exact = _gradients("float32", corpus)
     for way in ways:
+        exact = _gradients(way, corpus, is_exact=True)
         found = [_distance(*pair) for pair in zip(_gradients(way, corpus), exact, strict=True)]
         if dist.get_rank() == 0:
             print(f"{way:40} one {found[0]:.5f}   sum of {NUM_SUMMED} {found[1]:.5f}", flush=True)
 
 
-def _gradients(way: str, corpus: Corpus) -> list[Tensor]:
+def _gradients(way: str, corpus: Corpus, *, is_exact: bool = False) -> list[Tensor]:
     """Collective. Return this rank's shards of the gradient of one batch, and of the sum over several batches."""
     torch.manual_seed(0)
-    model = fsdp.shard(GPT(CONFIG), units={Block})
-    WAYS[way](model)
+    model, _ = _sharded(way)
+    if not is_exact:
+        WAYS[way](model)
     batches = training_batches(corpus.train, batch=BATCH, context=CONFIG.context, seed=dist.get_rank())
     found = []
     for number in range(1, NUM_SUMMED + 1):
@@ -117,15 +123,19 @@ def _distance(found: Tensor, exact: Tensor) -> float:
     return (squares[0] / squares[1]).sqrt().item()
 
 
+def _sharded(way: str) -> tuple[Any, DeviceMesh]:
+    """Collective. Return the sharded model of a way, and the mesh of its replicas, if it has any."""
+    mesh = init_device_mesh("cpu", (REPLICAS, dist.get_world_size() // REPLICAS), mesh_dim_names=("replica", "rank"))
+    over = mesh["rank"].get_group() if way in OUTER else mesh if way in HYBRID else None
+    return fsdp.shard(GPT(CONFIG), units={Block}, process_group=over), mesh
+
+
 def _train(way: str, steps: int, seed: int, corpus: Corpus) -> float:
     """Collective. Return the validation loss after so many steps."""
     place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     torch.manual_seed(seed)
-    if way in OUTER:
-        mesh = init_device_mesh("cpu", (REPLICAS, place.world_size // REPLICAS), mesh_dim_names=("replica", "rank"))
-        model = fsdp.shard(GPT(CONFIG), units={Block}, process_group=mesh["rank"].get_group())
-    else:
-        model = fsdp.shard(GPT(CONFIG), units={Block})
+    model, mesh = _sharded(way)
+    if way in WAYS:
         WAYS[way](model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     outer = OuterOptimizer(optimizer, mesh["replica"], every=OUTER[way]) if way in OUTER else None
