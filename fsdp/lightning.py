@@ -33,7 +33,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -172,7 +172,11 @@ class FullyShardedStrategy(DDPStrategy):
             raise ValueError("min_num_params and auto_wrap_policy both choose the units: pass only one")
         self._policy()  # which checks it
         self.options: dict[str, Any] = options
-        self._checkpoints = Checkpoints(self, self._required_wrapper, state_dict_type)
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type is 'full' or 'sharded', got {state_dict_type!r}")
+        self._is_full = state_dict_type == "full"
+        self._saver: fsdp.checkpoint.Saver | None = None
+        self._removals: list[Callable[[], None]] = []  # that wait for pending writes
         self._for_setup: tuple[Mapping[str, Any], bool] | None = None
 
     # --- what Lightning asks a strategy -----------------------------------------------------------------------------
@@ -191,7 +195,7 @@ class FullyShardedStrategy(DDPStrategy):
     @property
     def state_dict_type(self) -> str:
         """Return the kind of checkpoints that are written, "full" or "sharded"."""
-        return self._checkpoints.kind
+        return "full" if self._is_full else "sharded"
 
     @property
     def precision_plugin(self) -> Any:
@@ -257,7 +261,7 @@ class FullyShardedStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if self._for_setup is not None:
             restored, self._for_setup = self._for_setup, None
-            self._checkpoints.load_model(*restored)
+            self.load_model_state_dict(*restored)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, of the wrapped model's parameters."""
@@ -276,43 +280,151 @@ class FullyShardedStrategy(DDPStrategy):
         module, model, optimizers = self._lightning_module, self.model, self.optimizers
         self._lightning_module, self.model, self.optimizers = None, None, []  # would be moved to the host
         try:
-            with closing(self._checkpoints):
-                super().teardown()
+            super().teardown()
         finally:
             self._lightning_module, self.model, self.optimizers = module, model, optimizers
+            self._close_saver()
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Return the full state on rank 0; an empty dict on other ranks, or if it is not gathered."""
-        return self._checkpoints.model_state()
+        return self._required_wrapper().state_dict(rank0_only=True) if self._is_full else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Collective. Return an optimizer's full state on rank 0, with the unsharded model's numbers."""
-        return self._checkpoints.optimizer_state(optimizer)
+        return _numbered_state(self._required_wrapper(), _plain(optimizer)) if self._is_full else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective. Write a checkpoint. All ranks raise an error if any rank cannot write."""
-        self._checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        path = self.broadcast(filepath)
+        if not self._is_full:
+            self._save_folder(checkpoint, path, storage_options)
+            return
+        write = super().save_checkpoint
+
+        def write_file() -> None:
+            if os.path.isdir(path):
+                raise IsADirectoryError(f"{path} is a folder, and state_dict_type='full' writes a file: choose another")
+            write(checkpoint, path, storage_options)
+
+        self._together(f"write {path}", write_file)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint on rank 0, after a checkpoint that is being written is complete."""
-        self._checkpoints.remove(functools.partial(super().remove_checkpoint, filepath))
+        remove = functools.partial(super().remove_checkpoint, filepath)
+        if self._saver is None:
+            remove()
+        else:
+            self._removals.append(remove)
+
+    def _close_saver(self) -> None:
+        """Wait for this rank's writes. On failure, raise the error, or print it during another exception."""
+        if self._saver is None:
+            return
+        try:
+            self._saver.__exit__(*sys.exc_info())
+            self._finish_saving()
+        finally:
+            self._saver, self._removals = None, []
+
+    def _finish_saving(self) -> None:
+        if self._saver is not None and self._saver.wait() is not None:
+            while self._removals:
+                self._removals.pop(0)()
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        if storage_options is not None or not self._is_stock():
+            raise ValueError(
+                "state_dict_type='sharded' writes folders by itself, without storage_options and CheckpointIO plugins "
+                "other than AsyncCheckpointIO: leave them out, or choose state_dict_type='full'"
+            )
+        if "://" in os.fspath(path):
+            raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
+        # The model's and the optimizers' state in it are empty.
+
+        def packed() -> bytes:
+            content = io.BytesIO()
+            if self.is_global_zero:
+                torch.save(checkpoint, content)
+            return content.getvalue()
+
+        content = self._together(f"write {path}", packed)
+        self._together("save the last checkpoint", self._finish_saving)
+        save: Callable[..., Any] = fsdp.save
+        module = self.lightning_module
+        # Only then will the Trainer wait for pending writes at its end.
+        is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO) and is_running:
+            self._saver = self._saver or fsdp.checkpoint.Saver()
+            save = self._saver.save
+        optimizers = self._plain_optimizers() if "optimizer_states" in checkpoint else None
+        save(path, self._required_wrapper(), optimizers, values={_TRAINER: content}, generators=False)
+
+    # --- loading ----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective. Return a checkpoint without the model's tensors, which are read when they are wanted."""
-        return self._checkpoints.open(checkpoint_path, weights_only, super().load_checkpoint)
+        path, read = self.broadcast(checkpoint_path), super().load_checkpoint
+        self._together("save the last checkpoint", self._finish_saving)
+
+        def look() -> dict[str, Any]:
+            if os.path.isdir(path):
+                return _open_folder(path, weights_only)
+            if self._is_stock() and zipfile.is_zipfile(path):
+                # Memory-mapped: ranks of a machine share the file's pages, and each reads only the pages of its part.
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            return read(path, weights_only=weights_only)
+
+        return self._together(f"read {path}", look)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Collective. Load the model, now or in `setup`: see the note on restoring."""
+        """Collective. Load the model, now or in `setup`, and the optimizers with it if a folder contains them.
+
+        See the note on restoring.
+        """
         if self.wrapper is None:
             self._for_setup = (checkpoint, strict)
-        else:
-            self._checkpoints.load_model(checkpoint, strict)
+            return
+        folder = checkpoint.get(_FOLDER)
+        if folder is None:
+            self.wrapper.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        module = self.lightning_module
+        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._plain_optimizers() if is_fitting and "optimizer_states" in checkpoint else None
+        fsdp.load(folder, self.wrapper, optimizers, strict=strict, generators=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Load each rank's shards into its optimizers."""
-        self._checkpoints.load_optimizers(checkpoint)
+        """Collective. Load the optimizers from a single file; from a folder they were loaded with the model."""
+        if _FOLDER in checkpoint:
+            return
+        saved, optimizers = checkpoint["optimizer_states"], self.optimizers
+        if len(saved) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} optimizers, and configure_optimizers returned {len(optimizers)}"
+            )
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            _load_numbered_state(self._required_wrapper(), _plain(optimizer), state)
+
+    def _is_stock(self) -> bool:
+        """Return whether files are written and read as Lightning itself does it."""
+        return type(self.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
+
+    def _plain_optimizers(self) -> Any:
+        found = [_plain(each) for each in self.optimizers]
+        return found[0] if len(found) == 1 else found or None
+
+    def _together(self, what: str, do: Callable[[], _Result]) -> _Result:
+        """Collective. Call a function on each rank; if it fails on any rank, all ranks raise an error."""
+        try:
+            result = do()
+        except Exception:
+            self.reduce_boolean_decision(False)
+            raise
+        if not self.reduce_boolean_decision(True):
+            raise RuntimeError(f"another rank could not {what}: its error says why")
+        return result
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -571,157 +683,6 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
         name, is_trained = known.get(id(param), ("", False))
         if is_trained and id(param) not in stepped:
             raise ValueError(f"no optimizer steps {name}, which contains the parameters outside inner units. {hint}")
-
-
-class Checkpoints:
-    """The checkpoints of a strategy, with "full" or "sharded" state; `wrapper` returns the outermost wrapper."""
-
-    def __init__(self, strategy: DDPStrategy, wrapper: Callable[[], Any], kind: str) -> None:
-        if kind not in ("full", "sharded"):
-            raise ValueError(f"state_dict_type is 'full' or 'sharded', got {kind!r}")
-        self.kind = kind
-        self._strategy, self._wrapper, self._is_full = strategy, wrapper, kind == "full"
-        self._saver: fsdp.checkpoint.Saver | None = None
-        self._removals: list[Callable[[], None]] = []  # that wait for pending writes
-
-    # --- saving -----------------------------------------------------------------------------------------------------
-
-    def model_state(self) -> dict[str, Any]:
-        """Collective. Return the full state on rank 0; an empty dict on other ranks, and if shards are saved."""
-        if not self._is_full:
-            return {}
-        return self._wrapper().state_dict(rank0_only=True)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Collective. Return the same for an optimizer."""
-        return _numbered_state(self._wrapper(), _plain(optimizer)) if self._is_full else {}
-
-    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, write: Callable[..., None]) -> None:
-        """Collective. Write the Trainer's checkpoint, with `write` if it is a single file."""
-        path = self._strategy.broadcast(filepath)
-        if not self._is_full:
-            self._save_folder(checkpoint, path, storage_options)
-            return
-
-        def write_file() -> None:
-            if os.path.isdir(path):
-                raise IsADirectoryError(f"{path} is a folder, and state_dict_type='full' writes a file: choose another")
-            write(checkpoint, path, storage_options)
-
-        self._together(f"write {path}", write_file)
-
-    def remove(self, remove: Callable[[], None]) -> None:
-        """Remove a checkpoint, after a checkpoint that is being written is complete."""
-        if self._saver is None:
-            remove()
-        else:
-            self._removals.append(remove)
-
-    def close(self) -> None:
-        """Wait for this rank's writes. On failure, raise the error, or print it during another exception."""
-        if self._saver is None:
-            return
-        try:
-            self._saver.__exit__(*sys.exc_info())
-            self._finish()
-        finally:
-            self._saver, self._removals = None, []
-
-    def _finish(self) -> None:
-        if self._saver is not None and self._saver.wait() is not None:
-            while self._removals:
-                self._removals.pop(0)()
-
-    def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        if storage_options is not None or not self._is_stock():
-            raise ValueError(
-                "state_dict_type='sharded' writes folders by itself, without storage_options and CheckpointIO plugins "
-                "other than AsyncCheckpointIO: leave them out, or choose state_dict_type='full'"
-            )
-        if "://" in os.fspath(path):
-            raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
-        # The model's and the optimizers' state in it are empty.
-
-        def packed() -> bytes:
-            content = io.BytesIO()
-            if self._strategy.is_global_zero:
-                torch.save(checkpoint, content)
-            return content.getvalue()
-
-        content = self._together(f"write {path}", packed)
-        self._together("save the last checkpoint", self._finish)
-        save: Callable[..., Any] = fsdp.save
-        module = self._strategy.lightning_module
-        # Only then will the Trainer wait for pending writes at its end.
-        is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
-        if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and is_running:
-            self._saver = self._saver or fsdp.checkpoint.Saver()
-            save = self._saver.save
-        optimizers = self._optimizers() if "optimizer_states" in checkpoint else None
-        save(path, self._wrapper(), optimizers, values={_TRAINER: content}, generators=False)
-
-    # --- loading ----------------------------------------------------------------------------------------------------
-
-    def open(
-        self, checkpoint_path: Any, weights_only: bool | None, read: Callable[..., dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Collective. Return the content of a checkpoint, by `read` if it is a file that a plugin must read."""
-        path = self._strategy.broadcast(checkpoint_path)
-        self._together("save the last checkpoint", self._finish)
-
-        def look() -> dict[str, Any]:
-            if os.path.isdir(path):
-                return _open_folder(path, weights_only)
-            if self._is_stock() and zipfile.is_zipfile(path):
-                # Memory-mapped: ranks of a machine share the file's pages, and each reads only the pages of its part.
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return read(path, weights_only=weights_only)
-
-        return self._together(f"read {path}", look)
-
-    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Collective. Load the model, and from a folder the optimizers too if the Trainer fits and it has them."""
-        wrapper, folder = self._wrapper(), checkpoint.get(_FOLDER)
-        if folder is None:
-            wrapper.load_state_dict(checkpoint["state_dict"], strict=strict)
-            return
-        module = self._strategy.lightning_module
-        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self._optimizers() if is_fitting and "optimizer_states" in checkpoint else None
-        fsdp.load(folder, wrapper, optimizers, strict=strict, generators=False)
-
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Load the optimizers from a single file; from a folder they were loaded with the model."""
-        if _FOLDER in checkpoint:
-            return
-        saved, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
-        if len(saved) != len(optimizers):
-            raise ValueError(
-                f"the checkpoint has {len(saved)} optimizers, and configure_optimizers returned {len(optimizers)}"
-            )
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            _load_numbered_state(self._wrapper(), _plain(optimizer), state)
-
-    # ----------------------------------------------------------------------------------------------------------------
-
-    def _is_stock(self) -> bool:
-        """Return whether files are written and read as Lightning itself does it."""
-        return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
-
-    def _optimizers(self) -> Any:
-        found = [_plain(each) for each in self._strategy.optimizers]
-        return found[0] if len(found) == 1 else found or None
-
-    def _together(self, what: str, do: Callable[[], _Result]) -> _Result:
-        """Collective. Call a function on each rank; if it fails on any rank, all ranks raise an error."""
-        try:
-            result = do()
-        except Exception:
-            self._strategy.reduce_boolean_decision(False)
-            raise
-        if not self._strategy.reduce_boolean_decision(True):
-            raise RuntimeError(f"another rank could not {what}: its error says why")
-        return result
 
 
 def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
