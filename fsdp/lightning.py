@@ -236,8 +236,15 @@ class FullyShardedStrategy(DDPStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Surround `configure_model`: `fsdp.wrap` and `fsdp.auto_wrap` make units with this strategy's arguments."""
-        with self._wrapping():
-            yield
+        options = {**self._precision_arguments(), **self._wrapper_options(), "compute_device": self.root_device}
+        try:
+            with fsdp.enable_wrap(self._policy(), wrapper_cls=fsdp.FullyShardedDataParallel, **options):
+                yield
+        except ValueError as error:
+            if "param_dtype" not in str(error) and "mixed_precision" not in str(error):
+                raise
+            precision = self.precision_plugin.precision
+            raise ValueError(f"{error} Under a Trainer, precision={precision!r} chooses it.") from error
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -450,20 +457,6 @@ class FullyShardedStrategy(DDPStrategy):
             raise TypeError(f"auto_wrap_policy is a policy or a set of module classes, got {given!r}")
         return given
 
-    @contextmanager
-    def _wrapping(self) -> Iterator[None]:
-        try:
-            with fsdp.enable_wrap(self._policy(), wrapper_cls=fsdp.FullyShardedDataParallel, **self._arguments()):
-                yield
-        except ValueError as error:
-            if "param_dtype" not in str(error) and "mixed_precision" not in str(error):
-                raise
-            precision = self.precision_plugin.precision
-            raise ValueError(f"{error} Under a Trainer, precision={precision!r} chooses it.") from error
-
-    def _arguments(self) -> dict[str, Any]:
-        return {**self._precision_arguments(), **self._wrapper_options(), "compute_device": self.root_device}
-
     def _wrapper_options(self) -> dict[str, Any]:
         shows_originals = self.flatten_parameters and "group_by" not in self.options
         defaults = {"use_orig_params": shows_originals, "sync_module_states": True}
@@ -508,7 +501,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         wrapped: Any
-        with self._wrapping():
+        with self.model_sharded_context():
             if module.automatic_optimization:
                 wrapped = fsdp.auto_wrap(module, keep_wrapped=True)
             else:

@@ -102,7 +102,7 @@ def test_gradients_are_summed_in_the_dtype_that_is_asked_for(in_float32: bool) -
     strategy = lit.fsdp.lightning.FullyShardedStrategy(fp32_reduce_scatter=in_float32, compute_dtype=torch.float16)
     with lit.quiet():
         lit.trainer(strategy=strategy, precision="bf16-mixed")
-    policy = strategy._arguments()["mixed_precision"]
+    policy = strategy._precision_arguments()["mixed_precision"]
     assert policy.reduce_dtype is (torch.float32 if in_float32 else None)  # None: that of the computation
     assert policy.param_dtype is torch.float16
 
