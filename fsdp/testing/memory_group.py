@@ -119,7 +119,7 @@ class MemoryGroup(dist.ProcessGroup):
         network, rank, members = self.network, self._number(self._rank), self._members
         self._calls += 1
         key = self.options.group_name, self._calls
-        work = Work(network, what, rank, members, [*given, *wanted])
+        work = Work(network, rank, what, members, [*given, *wanted])
         with network.schedule.turn(rank):
             network.check(rank, work.peers)
             fault = network.fault(rank)

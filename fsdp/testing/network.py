@@ -47,26 +47,20 @@ class Death(BaseException):
 class Transfer:
     """A transfer that a rank can wait for.
 
+    Args:
+        what: the description of the transfer that a rank waits for.
+        peers: the ranks without which it cannot end.
+
     Attributes:
         is_done: whether it has ended.
         error: the error if it has failed.
         waiters: threads that wait for it.
     """
 
-    def __init__(self, network: Network, rank: int) -> None:
-        self.network, self.rank = network, rank
+    def __init__(self, network: Network, rank: int, what: str, peers: Sequence[int]) -> None:
+        self.network, self.rank, self.what, self.peers = network, rank, what, peers
         self.is_done, self.error = False, ""
         self.waiters: list[Task] | None = None
-
-    @property
-    def what(self) -> str:
-        """The description of the transfer that a rank waits for."""
-        raise NotImplementedError
-
-    @property
-    def peers(self) -> Sequence[int]:
-        """The ranks without which it cannot end."""
-        raise NotImplementedError
 
     def deliver(self) -> None:
         """Complete the transfer if all its requirements are met."""
@@ -105,17 +99,10 @@ class Message(Transfer):
     """An end of a message, with the other end if it is known."""
 
     def __init__(self, network: Network, rank: int, peer: int, tensor: Tensor, is_sent: bool, fault: str = "") -> None:
-        super().__init__(network, rank)
-        self.peer, self.tensor, self.is_sent, self.fault = peer, tensor, is_sent, fault
+        what = f"rank {peer} to take a message" if is_sent else f"a message of rank {peer}"
+        super().__init__(network, rank, what, (peer,))
+        self.tensor, self.is_sent, self.fault = tensor, is_sent, fault
         self.other: Message | None = None
-
-    @property
-    def what(self) -> str:
-        return f"rank {self.peer} to take a message" if self.is_sent else f"a message of rank {self.peer}"
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return (self.peer,)
 
     def deliver(self) -> None:
         other = self.other
@@ -134,8 +121,6 @@ class Work(Transfer, dist.Work):
     """A collective under way, as torch takes it also in C++.
 
     Args:
-        what: it is, for people.
-        members: of the group.
         tensors: that it reads or writes; they live until it has ended.
 
     Attributes:
@@ -143,20 +128,12 @@ class Work(Transfer, dist.Work):
     """
 
     def __init__(
-        self, network: Network, what: str, rank: int, members: Sequence[int], tensors: Sequence[Tensor]
+        self, network: Network, rank: int, what: str, members: Sequence[int], tensors: Sequence[Tensor]
     ) -> None:
         dist.Work.__init__(self)
-        Transfer.__init__(self, network, rank)
-        self._what, self._members, self._tensors = what, members, tensors
+        Transfer.__init__(self, network, rank, what, members)
+        self._tensors = tensors
         self.complete: Callable[[], None] | None = None
-
-    @property
-    def what(self) -> str:
-        return self._what
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return self._members
 
     def deliver(self) -> None:
         if self.complete is not None:
@@ -194,7 +171,7 @@ class Network:
         self._faults = {(fault.rank, fault.at): fault for fault in faults}
         self._sent: _Ends = {}  # what nobody has asked for yet
         self._asked: _Ends = {}  # what nobody has sent yet
-        self.values: dict[str, bytes] = {}  # of the store
+        self.values = dist.HashStore()  # of all ranks
         self.store_waiters: list[Task] = []
         self.meetings: dict[Any, Any] = {}  # collectives that some ranks have come to
 
@@ -290,45 +267,40 @@ class MemoryStore(dist.Store):
 
     def __init__(self, network: Network, rank: int) -> None:
         super().__init__()
-        self._network, self._rank = network, rank
+        self._network, self._rank, self._values = network, rank, network.values
+
+    def _changed(self, change: Callable[..., Any], *args: Any) -> Any:
+        with self._network.schedule.turn(self._rank):
+            result = change(*args)
+            self._network.schedule.wake(self._network.store_waiters)
+            return result
 
     def set(self, key: str, value: Any) -> None:
-        with self._network.schedule.turn(self._rank):
-            self._network.values[key] = _as_bytes(value)
-            self._network.schedule.wake(self._network.store_waiters)
+        self._changed(self._values.set, key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._network.values[key]
+        return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        with self._network.schedule.turn(self._rank):
-            total = int(self._network.values.get(key, b"0")) + amount
-            self.set(key, str(total))
-            return total
+        total: int = self._changed(self._values.add, key, amount)
+        return total
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        with self._network.schedule.turn(self._rank):
-            found = self._network.values.get(key, b"")
-            if found == _as_bytes(expected):
-                self.set(key, desired)
-            return self._network.values.get(key, _as_bytes(expected))
+        found: bytes = self._changed(self._values.compare_set, key, expected, desired)
+        return found
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._network.values for key in keys)
+        return self._values.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        return self._network.values.pop(key, None) is not None
+        return self._values.delete_key(key)
 
     def num_keys(self) -> int:
-        return len(self._network.values)
+        return self._values.num_keys()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         with self._network.schedule.turn(self._rank):
             while not self.check(keys):
                 self._network.check(self._rank, ())
                 self._network.schedule.block(self._network.store_waiters, f"the other ranks ({', '.join(keys)})")
-
-
-def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
