@@ -40,50 +40,38 @@ class Operand(NamedTuple):
     writes: bool | None
 
 
-class Accelerator:
-    """The accelerator that is observed or simulated.
+class Accelerator(threading.local):
+    """The accelerator that is observed or simulated, with the state of each thread.
 
     Args:
         device: the device, with its index.
         simulated: whether tensors only report this device.
         timeline: a function that returns the timeline of a stream, by default of this thread's current stream.
+
+    Attributes:
+        target: the reported device of this thread's new tensors, and whether they are pinned; None: the operands'.
+        is_unnoted: True where this thread is in torch's own code that waits for a collective, and may copy its result.
+        stream: this thread's current stream if it is simulated; None for the default stream.
+        work: this thread's last work, which is kept so that the caller receives this Python object.
     """
+
+    target: tuple[torch.device, bool] | None = None
+    is_unnoted = False
+    stream: Any = None
+    work: Any = None
 
     def __init__(self, device: torch.device, simulated: bool, timeline: Callable[..., Timeline]) -> None:
         self.device, self.simulated, self.timeline = device, simulated, timeline
-        self._local = threading.local()
-
-    @property
-    def target(self) -> tuple[torch.device, bool] | None:
-        """The reported device of this thread's new tensors, and whether they are pinned; None: the operands'."""
-        return getattr(self._local, "target", None)
-
-    @property
-    def is_unnoted(self) -> bool:
-        """True where this thread is in torch's own code that waits for a collective, and may copy its result."""
-        return getattr(self._local, "is_unnoted", False)
 
     @contextmanager
-    def unnoted(self) -> Iterator[None]:
-        """Note no operators inside."""
-        before, self._local.is_unnoted = self.is_unnoted, True
+    def here(self, **state: Any) -> Iterator[None]:
+        """Change the state of this thread inside the context."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
         try:
             yield
         finally:
-            self._local.is_unnoted = before
-
-    def hold(self, work: Any) -> None:
-        """Keep a work until this thread's next work, so that the caller receives this Python object."""
-        self._local.work = work
-
-    @contextmanager
-    def making_on(self, device: torch.device, pinned: bool = False) -> Iterator[None]:
-        """Make tensors that are created inside report a device."""
-        before, self._local.target = self.target, (device, pinned)
-        try:
-            yield
-        finally:
-            self._local.target = before
+            vars(self).update(before)
 
 
 class NoteOperators(TorchDispatchMode):
@@ -193,7 +181,7 @@ class NoteOperators(TorchDispatchMode):
             order.note(accesses[-1], tensor, bool(writes) or not is_read)
         work = _work_of(result)
         if work is not None:
-            self._accelerator.hold(work)
+            self._accelerator.work = work
             order.begin(work, timeline, accesses)
 
 

@@ -122,7 +122,7 @@ class SimulatedTensors:
     def _pin_memory(self, tensor: Tensor) -> Tensor:
         if self._is_pinned(tensor):
             return tensor
-        with self._accelerator.making_on(HOST, pinned=True):
+        with self._accelerator.here(target=(HOST, True)):
             return tensor.clone()
 
     def _making(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -137,7 +137,7 @@ class SimulatedTensors:
             if make in (_tensor, _as_tensor):
                 whole = make(*args, device=None if args and isinstance(args[0], Tensor) else HOST, **kwargs)
                 return self._moved(whole.detach(), wanted, None, False, False).requires_grad_(whole.requires_grad)
-            with self._accelerator.making_on(wanted, pin_memory):
+            with self._accelerator.here(target=(wanted, pin_memory)):
                 return make(*args, device=HOST, **kwargs)
 
         return made
@@ -163,7 +163,7 @@ class SimulatedTensors:
     def copied(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
         """Return a copy of a tensor that is said to be on another device."""
         # As in torch: copies that the host does not wait for use pinned memory.
-        with self._accelerator.making_on(device, pinned=non_blocking and is_host(device)):
+        with self._accelerator.here(target=(device, non_blocking and is_host(device))):
             copied: Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, non_blocking=non_blocking)
             return copied
 

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -215,7 +215,7 @@ class _Observed:
         real, has_come = getattr(dist.Work, name), name == "is_completed"
 
         def noting(work: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._accelerator.unnoted():
+            with self._accelerator.here(is_unnoted=True):
                 result = real(work, *args, **kwargs)
             if result or not has_come:
                 self._order.finish(work, self.timeline(), on_host=has_come)
@@ -251,27 +251,22 @@ class _Simulated(_Observed):
 
     def __init__(self, order: StreamOrder, device: torch.device) -> None:
         super().__init__(order, device)
-        self._local = threading.local()
         self.Stream, self.Event = self._classes(_SimulatedStream, _SimulatedEvent, lambda kind, device: kind())
         self.Stream.of_device, self.Stream.numbers = device, itertools.count()
         self._default = self.Stream()
 
     def current_stream(self, device: Any = None) -> Any:
-        return getattr(self._local, "stream", self._default)
+        return self._accelerator.stream or self._default
 
     def set_stream(self, stream: Any) -> None:
         """Make a stream this thread's current stream."""
-        self._local.stream = stream
+        self._accelerator.stream = stream
 
     @contextmanager
     def entered(self, stream: Any) -> Iterator[Any]:
         """Make a stream current inside the context; None has no effect."""
-        before = self.current_stream()
-        self.set_stream(stream or before)
-        try:
+        with self._accelerator.here(stream=stream or self._accelerator.stream):
             yield stream
-        finally:
-            self.set_stream(before)
 
     def names(self) -> Names:
         kind = self._device.type
@@ -286,11 +281,16 @@ class _Simulated(_Observed):
             "set_stream": self.set_stream,
             "synchronize": self._noting_all(lambda device=None: None),
         }
+        locked = self._order.page_locked
+        page_locks = SimpleNamespace(  # by CUDA's names; both return that there was no error
+            cudaHostRegister=lambda address, nbytes, flags: locked.update({address: nbytes}) or 0,
+            cudaHostUnregister=lambda address: locked.pop(address) and 0,
+        )
         module.__dict__.update(
             both,
             Stream=self.Stream,
             Event=self.Event,
-            cudart=lambda: _PageLocks(self._order.page_locked),
+            cudart=lambda: page_locks,
             current_device=lambda: 0,
             default_generators=(torch.Generator(),),
             default_stream=lambda device=None: self._default,
@@ -361,18 +361,3 @@ class _SimulatedStream:
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
-
-
-class _PageLocks:
-    """Stands for CUDA's runtime where host memory is pinned by its address."""
-
-    def __init__(self, locked: dict[int, int]) -> None:
-        self._locked = locked
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
-        self._locked[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 (CUDA's name)
-        del self._locked[address]
-        return 0
