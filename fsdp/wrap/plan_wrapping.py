@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,25 +42,6 @@ _HOW = {
     PRECISION: "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
     OFFLOAD: "offload='cpu'",
 }
-
-
-class _Progress:
-    """Reports on stderr how far a long search is, on the first rank: a large model takes seconds for each plan."""
-
-    def __init__(self, memory_budget: int) -> None:
-        self._budget, self._start, self._count = memory_budget, time.monotonic(), 0
-
-    def add(self, planned: Plan) -> None:
-        self._count += 1
-        seconds = time.monotonic() - self._start
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        if seconds >= _SILENT_SECONDS and is_first:
-            print(
-                f"fsdp.plan_wrapping: plan {self._count} after {seconds:.0f} s has a peak of "
-                f"{size_text(planned.peak)}, the budget is {size_text(self._budget)}",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 class _NamedPolicy:
@@ -154,21 +134,20 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     for name in ("auto_wrap_policy", "reshard_after_forward"):
         if name in arguments:
             raise TypeError(f"plan_wrapping() chooses {name}: leave it out")
-    progress = _Progress(int(memory_budget))
-    judge = partial(_judge, module, world_size, int(memory_budget), arguments, progress)
+    search = _Search(module, world_size, int(memory_budget), arguments)
     ignored = Ignored.of(arguments.get("ignored_modules"), arguments.get("ignored_parameters"))
     granularities = _granularities(ModuleGraph(module, ignored))
     found: list[PlannedWrapping] = []
     for names in granularities:
         try:
-            found.append(judge(dict.fromkeys(names, True)))
+            found.append(search.judge(dict.fromkeys(names, True)))
         except RuntimeError:  # weights of a layer are read by others, who do not call it, as those of an embedding
             larger = [name for name in names if any(module.get_submodule(name).children())]
             if larger == names:
                 raise
-            found.append(judge(dict.fromkeys(larger, True)))
+            found.append(search.judge(dict.fromkeys(larger, True)))
         if found[-1].fits:
-            found[-1] = _keep_most(judge, found[-1])
+            found[-1] = search.keep_most(found[-1])
             planned = found[-1].plan
             # How much of what is sent is saved at most by another unit that is kept.
             saving = max((unit.unsharded_bytes for unit in planned.units[1:]), default=0) / max(planned.bytes_sent, 1)
@@ -177,53 +156,93 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     best = min(found, key=lambda one: (one.missing, one.plan.bytes_sent))
     if best.fits:
         return best
-    return replace(best, remedies=_remedies(best, module, world_size, arguments, granularities[0], progress))
+    return replace(best, remedies=search.remedies(best, granularities[0]))
 
 
-def _judge(
-    module: nn.Module,
-    world_size: int,
-    budget: int,
-    arguments: Mapping[str, Any],
-    progress: _Progress,
-    units: Mapping[str, bool],
-) -> PlannedWrapping:
-    """Return a candidate with its plan, and with the units that it has: ties keep some modules from being one."""
-    policy = _NamedPolicy(units)
-    planned = plan(module, world_size, auto_wrap_policy=policy, **arguments)
-    progress.add(planned)
-    found = {unit.name: units[unit.name] for unit in planned.units if unit.name in units}
-    return PlannedWrapping(found, planned, budget, {}, policy)
+class _Search:
+    """The plans of a search. If it takes long, the first rank reports each plan on stderr."""
 
+    def __init__(self, module: nn.Module, world_size: int, budget: int, arguments: Mapping[str, Any]) -> None:
+        self._module, self._world_size, self._budget, self._arguments = module, world_size, budget, arguments
+        self._start, self._count = time.monotonic(), 0
 
-def _keep_most(judge: Callable[[Mapping[str, bool]], PlannedWrapping], resharding: PlannedWrapping) -> PlannedWrapping:
-    """Return the candidate in which most units stay unsharded after forward, those that run last first."""
-    names = list(resharding.units)
+    def _plan(self, module: nn.Module, policy: AutoWrapPolicy, arguments: Mapping[str, Any]) -> Plan:
+        planned = plan(module, self._world_size, auto_wrap_policy=policy, **arguments)
+        self._count += 1
+        seconds = time.monotonic() - self._start
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if seconds >= _SILENT_SECONDS and is_first:
+            print(
+                f"fsdp.plan_wrapping: plan {self._count} after {seconds:.0f} s has a peak of "
+                f"{size_text(planned.peak)}, the budget is {size_text(self._budget)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return planned
 
-    def keeping(count: int) -> PlannedWrapping:
-        return judge({name: place < len(names) - count for place, name in enumerate(names)})
+    def judge(self, units: Mapping[str, bool]) -> PlannedWrapping:
+        """Return a candidate with its plan, and with the units that it has: ties keep some modules from being one."""
+        policy = _NamedPolicy(units)
+        planned = self._plan(self._module, policy, self._arguments)
+        found = {unit.name: units[unit.name] for unit in planned.units if unit.name in units}
+        return PlannedWrapping(found, planned, self._budget, {}, policy)
 
-    best, fitting, beyond = resharding, 0, len(names)
-    worst = keeping(beyond) if names else best
-    if worst.fits:
-        return min(best, worst, key=lambda one: one.plan.bytes_sent)
-    nbytes = {unit.name: unit.unsharded_bytes for unit in best.plan.units}
-    guesses = cycle((True, True, False))
-    while beyond - fitting > 1:
-        count = (fitting + beyond) // 2
-        if next(guesses):
-            # Each further unit that is resharded lowers the peak by its unsharded parameters, as long as the peak is
-            # where they are. So a guess and the number above it are mostly the last two; if not, halving ends it.
-            count, over = beyond, worst.missing
-            while over > 0 and count > fitting + 1:
-                count -= 1
-                over -= nbytes[names[len(names) - count - 1]]
-        tried = keeping(count)
-        if tried.fits:
-            best, fitting = tried, count
-        else:
-            worst, beyond = tried, count
-    return best
+    def keep_most(self, resharding: PlannedWrapping) -> PlannedWrapping:
+        """Return the candidate in which most units stay unsharded after forward, those that run last first."""
+        names = list(resharding.units)
+
+        def keeping(count: int) -> PlannedWrapping:
+            return self.judge({name: place < len(names) - count for place, name in enumerate(names)})
+
+        best, fitting, beyond = resharding, 0, len(names)
+        worst = keeping(beyond) if names else best
+        if worst.fits:
+            return min(best, worst, key=lambda one: one.plan.bytes_sent)
+        nbytes = {unit.name: unit.unsharded_bytes for unit in best.plan.units}
+        guesses = cycle((True, True, False))
+        while beyond - fitting > 1:
+            count = (fitting + beyond) // 2
+            if next(guesses):
+                # Each further unit that is resharded lowers the peak by its unsharded parameters, as long as the peak
+                # is where they are. So a guess and the number above it are mostly the last two; if not, halving ends
+                # it.
+                count, over = beyond, worst.missing
+                while over > 0 and count > fitting + 1:
+                    count -= 1
+                    over -= nbytes[names[len(names) - count - 1]]
+            tried = keeping(count)
+            if tried.fits:
+                best, fitting = tried, count
+            else:
+                worst, beyond = tried, count
+        return best
+
+    def remedies(self, closest: PlannedWrapping, blocks: Iterable[str]) -> dict[str, Plan]:
+        """Return plans with what makes the peak of a candidate lower."""
+
+        def planned(remedies: Collection[str]) -> Plan:
+            trained, options = self._module, dict(self._arguments)
+            if CHECKPOINTING in remedies:
+                trained, ignored = copy_on_meta(self._module, self._arguments)
+                options |= ignored
+                for name in blocks:
+                    checkpoint_wrapper(trained.get_submodule(name))
+            if PRECISION in remedies:
+                options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+            if OFFLOAD in remedies:
+                options["offload"] = "cpu"
+            return self._plan(trained, closest._policy, options)
+
+        possible = {
+            CHECKPOINTING: self._arguments.get("sample") is not None,
+            PRECISION: not any(map(self._arguments.get, ("mixed_precision", "compute_dtype"))),
+            OFFLOAD: not any(map(self._arguments.get, ("offload", "move_params_to_cpu", "cpu_offload"))),
+        }
+        found = {remedy: planned({remedy}) for remedy, is_possible in possible.items() if is_possible}
+        found = {remedy: one for remedy, one in found.items() if one.peak < closest.plan.peak}
+        if len(found) > 1:
+            found[TOGETHER] = planned(set(found))
+        return found
 
 
 def _granularities(graph: ModuleGraph) -> list[list[str]]:
@@ -255,43 +274,6 @@ def _largest(graph: ModuleGraph, numel: Mapping[nn.Module, int], limit: int) -> 
                 visit(child)
 
     visit(graph.root)
-    return found
-
-
-def _remedies(
-    closest: PlannedWrapping,
-    module: nn.Module,
-    world_size: int,
-    arguments: Mapping[str, Any],
-    blocks: Iterable[str],
-    progress: _Progress,
-) -> dict[str, Plan]:
-    """Return plans with what makes the peak of a candidate lower."""
-
-    def planned(remedies: Collection[str]) -> Plan:
-        trained, options = module, dict(arguments)
-        if CHECKPOINTING in remedies:
-            trained, ignored = copy_on_meta(module, arguments)
-            options |= ignored
-            for name in blocks:
-                checkpoint_wrapper(trained.get_submodule(name))
-        if PRECISION in remedies:
-            options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
-        if OFFLOAD in remedies:
-            options["offload"] = "cpu"
-        found = plan(trained, world_size, auto_wrap_policy=closest._policy, **options)
-        progress.add(found)
-        return found
-
-    possible = {
-        CHECKPOINTING: arguments.get("sample") is not None,
-        PRECISION: not any(map(arguments.get, ("mixed_precision", "compute_dtype"))),
-        OFFLOAD: not any(map(arguments.get, ("offload", "move_params_to_cpu", "cpu_offload"))),
-    }
-    found = {remedy: planned({remedy}) for remedy, is_possible in possible.items() if is_possible}
-    found = {remedy: one for remedy, one in found.items() if one.peak < closest.plan.peak}
-    if len(found) > 1:
-        found[TOGETHER] = planned(set(found))
     return found
 
 
