@@ -107,15 +107,38 @@ class QueuedArrival(Arrival):
         self._event.synchronize()
 
 
-class SideStream(CopyStream):
+class QueuedCopies(CopyStream):
+    """Copies to the host that are used after they have arrived; subclasses define `copied_to_host`."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[tuple[Arrival, Tensor, Callable[[Tensor], None]]] = deque()
+        self._last_source: Tensor | None = None
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
+        # now, and the compute stream first waits for its copy, which by now is done or nearly so.
+        if self._leaving:
+            self._leaving[-1][0].wait()
+        host, copied = self.copied_to_host(source)
+        self._leaving.append((copied, host, use))
+        self._last_source = source
+
+    def settle(self) -> None:
+        while self._leaving:
+            copied, host, use = self._leaving.popleft()
+            copied.synchronize()
+            use(host)
+        self._last_source = None
+
+
+class SideStream(QueuedCopies):
     """A copy stream for each direction, apart from the compute stream (the current stream at each call)."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._module = torch.get_device_module(device)
         self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
         self._has_forked = False
-        self._leaving: deque[tuple[Arrival, Tensor, Callable[[Tensor], None]]] = deque()
-        self._last_source: Tensor | None = None
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -138,21 +161,8 @@ class SideStream(CopyStream):
             host.copy_(source, non_blocking=True)
         return host, QueuedArrival(self._outward)
 
-    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
-        # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
-        # now, and the compute stream first waits for its copy, which by now is done or nearly so.
-        if self._leaving:
-            self._leaving[-1][0].wait()
-        host, copied = self.copied_to_host(source)
-        self._leaving.append((copied, host, use))
-        self._last_source = source
-
     def settle(self) -> None:
-        while self._leaving:
-            copied, host, use = self._leaving.popleft()
-            copied.synchronize()
-            use(host)
-        self._last_source = None
+        super().settle()
         if self._has_forked:
             self._has_forked = False
             self._inward.synchronize()

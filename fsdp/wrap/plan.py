@@ -22,7 +22,7 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
 from fsdp.distributed import devices
-from fsdp.distributed.devices import Arrival, CopyStream
+from fsdp.distributed.devices import Arrival, QueuedCopies
 from fsdp.distributed.imagined import META, ImaginedGroup, Message
 from fsdp.engine.autograd import differentiable_tensors
 from fsdp.engine.flat_param import FlatParameter
@@ -212,12 +212,16 @@ def plan(
     over = shard_group if replicas == 1 else (shard_group, replica_group)
     copied, ignored = copy_on_meta(module, options)
     live = LiveBytes(META.type, ON_HOST)
-    with shard_group.reachable(), replica_group.reachable(), _imagined_host(live), _without_warnings(), live:
+    with shard_group.reachable(), replica_group.reachable(), _imagined_host(live), warnings.catch_warnings(), live:
+        warnings.simplefilter("ignore")
         for buffer in copied.buffers():
             live.assign(buffer, BUFFERS)
         settings = {**options, **ignored, "process_group": over, "compute_device": META}
         with live.allocating(PARAMETERS):
-            model = _sharded(copied, auto_wrap_policy, settings)
+            if auto_wrap_policy is None:
+                model = FullyShardedDataParallel(copied, **settings)
+            else:
+                model = shard(copied, auto_wrap_policy, **settings)
         training = _Training(model, live, optimizer, (shard_group, replica_group))
         call = _listed_order(training.units) if sample is None else partial(_call, sample=_on_meta(sample, live))
         with _fused_attention():
@@ -265,28 +269,16 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
     return copied, {name: [memo[id(part)] for part in parts] for name, parts in named.items()}
 
 
-class _HostCopies(CopyStream):
+class _HostCopies(QueuedCopies):
     """Copies to the imagined host: a source lives until the next copy, as on an accelerator."""
 
     def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
         self._live = live
-        self._leaving: list[tuple[Tensor, Callable[[Tensor], None]]] = []
-        self._last_source: Tensor | None = None
 
     def copied_to_host(self, source: Tensor) -> tuple[Tensor, Arrival]:
         with self._live.allocating(ON_HOST):
             return source.clone(), Arrival()
-
-    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
-        host, _ = self.copied_to_host(source)
-        self._leaving.append((host, use))
-        self._last_source = source
-
-    def settle(self) -> None:
-        while self._leaving:
-            host, use = self._leaving.pop(0)
-            use(host)
-        self._last_source = None
 
 
 class _ImaginedHostStorage(HostStorage):
@@ -315,17 +307,6 @@ def _imagined_host(live: LiveBytes) -> Iterator[None]:
         mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # which is that of the meta device
     ):
         yield
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _sharded(module: nn.Module, units: Any, settings: dict[str, Any]) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(module, **settings) if units is None else shard(module, units, **settings)
 
 
 def _on_meta(sample: Any, live: LiveBytes) -> Any:
