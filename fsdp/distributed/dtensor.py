@@ -76,11 +76,6 @@ def arrived(tensor: Tensor) -> Tensor:
     return tensor.wait() if _is_in_flight(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def memory_at(tensor: Tensor) -> int:
-    """The address of the first element that this rank holds."""
-    return local_part(tensor).data_ptr()
-
-
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 and 2.13)
@@ -158,18 +153,12 @@ class MeshPart:
         return tuple(found)
 
     @cached_property
-    def _extents(self) -> tuple[tuple[int, int], ...]:
-        """Along each dimension, where the local part begins in the unsharded tensor, and its size."""
-        found = [(0, size) for size in self.shape]
-        for sharding in self.shardings:
-            begin, size = sharding.range(sharding.place)
-            found[sharding.dim] = found[sharding.dim][0] + begin, size
-        return tuple(found)
-
-    @property
     def offsets(self) -> tuple[int, ...]:
         """The first index of the local part along each dimension of the unsharded tensor."""
-        return tuple(first for first, _ in self._extents)
+        found = [0] * len(self.shape)
+        for sharding in self.shardings:
+            found[sharding.dim] += sharding.range(sharding.place)[0]
+        return tuple(found)
 
     @property
     def kind(self) -> Hashable:

@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -313,12 +313,13 @@ class Watchdog:
         self._give_up(self._given_up or why, key)
         names = {rank: f"meeting {number} of {zlib.crc32(repr(key).encode())}: {rank}" for rank in key}
         self._store.set(names[self._rank], json.dumps(state))
-        communicator.finish([_Arrival(self, names)], "the meeting of all ranks in fsdp.recover()")
+        arrival = SimpleNamespace(wait=lambda: self._await_all(names))  # is awaited like a collective
+        communicator.finish([arrival], "the meeting of all ranks in fsdp.recover()")
         self._meetings[key] = number + 1
         self._given_up = ""
         return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
-    def await_all(self, names: Mapping[int, str]) -> None:
+    def _await_all(self, names: Mapping[int, str]) -> None:
         """Block until each rank has set its name in the store.
 
         Raises:
@@ -351,7 +352,7 @@ class Watchdog:
             if settings.raises:
                 self._give_up(message["report"])
         elif "meeting" in message:
-            time.sleep(_POLL)  # see `await_all`: now the others answer what they were asked for last
+            time.sleep(_POLL)  # see `_await_all`: now the others answer what they were asked for last
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
                 self._give_up(message["why"], message["ranks"])
         elif "where" in message:
@@ -381,16 +382,6 @@ class Watchdog:
         with ThreadPoolExecutor(max_workers=64) as pool:
             answers = pool.map(lambda rank: _tell(self._addresses[rank], message), known)
             return dict(zip(known, answers, strict=True))
-
-
-class _Arrival:
-    """The arrival of all ranks at a meeting, to be waited for as for a collective."""
-
-    def __init__(self, watchdog: Watchdog, names: Mapping[int, str]) -> None:
-        self._watchdog, self._names = watchdog, names
-
-    def wait(self) -> None:
-        self._watchdog.await_all(self._names)
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp.distributed.dtensor import local_part, memory_at, memory_of, set_local_part
+from fsdp.distributed.dtensor import local_part, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
@@ -205,7 +205,7 @@ class UnshardedParameters:
         return [
             number
             for number in self.written()
-            if self._placed[number] and memory_at(self.leaves[number]) != views[number].data_ptr()
+            if self._placed[number] and local_part(self.leaves[number]).data_ptr() != views[number].data_ptr()
         ]
 
     def _views(self) -> list[Tensor]:
