@@ -52,7 +52,7 @@ class Update:
             ValueError: if a tensor is divided among buckets; use `state` or `buckets` then.
         """
         if not self.plan.is_whole:
-            self._fail("a tensor is larger than a bucket")
+            self.stop("a tensor is larger than a bucket")
             raise ValueError("a tensor is larger than a bucket: send with larger buckets, or use state() or buckets()")
         for number, bucket in self.buckets():
             yield from self.plan.named(number, bucket).items()
@@ -89,9 +89,9 @@ class Update:
                 self._kept.stream = self.plan.stream
             for link in self._links:
                 link.send(Kind.DONE)
-            self._fail("")  # which only closes the links
+            self.stop("")  # which only closes the links
         except BaseException as error:
-            self._fail("the receiver has stopped" if isinstance(error, GeneratorExit) else text_of(error))
+            self.stop("the receiver has stopped" if isinstance(error, GeneratorExit) else text_of(error))
             raise
         finally:
             pool.shutdown(wait=True)
@@ -148,13 +148,10 @@ class Update:
 
     def stop(self, reason: str = "the receiver has stopped") -> None:
         """End the stream on all ranks, which raise an error with the reason, unless all weights were received."""
-        self._fail(reason)
-
-    def _fail(self, text: str) -> None:
         self._is_over = True
         links, self._links = self._links, ()
         for link in links:
-            link.end(text)
+            link.end(reason)
 
 
 class Receiver:

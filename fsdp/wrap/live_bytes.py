@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-_Result = TypeVar("_Result")
 
 
 def _belongs_to(storage: torch.UntypedStorage, arguments: Any) -> bool:
@@ -48,7 +46,6 @@ class LiveBytes(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self._total = 0
         self._known: dict[int, tuple[str, int]] = {}  # the kind and bytes of each storage, by its id
-        self._patches = ExitStack()
         self.forget_peak()
 
     def forget_peak(self) -> None:
@@ -66,15 +63,13 @@ class LiveBytes(TorchDispatchMode):
             return found
 
         # Private by no name, but no operator: the dispatcher does not see storages resized (torch 2.11 and 2.13).
-        with ExitStack() as patches:
-            patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-            entered = super().__enter__()
-            self._patches = patches.pop_all()
-        return entered
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self._patch.start()
+        return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._patches.close()
+        self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -87,21 +82,12 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """Set the kind of allocations inside the context."""
+        """Set the kind of allocations inside the context, or in calls of a function that this decorates."""
         outer, self.kind = self.kind, kind
         try:
             yield
         finally:
             self.kind = outer
-
-    def call(self, kind: str, function: Callable[..., _Result]) -> Callable[..., _Result]:
-        """Return the function with its allocations assigned to a kind."""
-
-        def called(*args: Any, **kwargs: Any) -> _Result:
-            with self.allocating(kind):
-                return function(*args, **kwargs)
-
-        return called
 
     def assign(self, tensor: Tensor, kind: str) -> None:
         """Assign a kind to a tensor's memory from now on."""

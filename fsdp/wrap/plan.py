@@ -452,7 +452,7 @@ class _Training:
             (handle, "reduce", MESSAGES),
             (handle.gradients, "add", GRAD_BUFFERS),
         ):
-            setattr(owner, name, live.call(kind, getattr(owner, name)))
+            setattr(owner, name, live.allocating(kind)(getattr(owner, name)))
         accept = handle.accept
 
         def accepted(reduced: Tensor) -> None:
