@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -154,15 +154,12 @@ class WeightPlan:
         for piece in self.buckets[number]:
             tensor = self.tensors[piece.tensor]
             rows = Box((piece.first, *(0 for _ in tensor.sizes[1:])), (piece.rows, *tensor.sizes[1:]))
-            for box, start in _boxes(tensor, holding.get(piece.tensor)):
-                common = overlap(box, rows)
-                if common is not None:
-                    at = _aligned(at, tensor.dtype.itemsize)
-                    start += (common.offsets[0] - box.offsets[0]) * math.prod(box.sizes[1:])
-                    found.append(
-                        Run(piece, Box((common.offsets[0] - piece.first, *common.offsets[1:]), common.sizes), start, at)
-                    )
-                    at += common.numel * tensor.dtype.itemsize
+            for held, start, common in shares(tensor, holding.get(piece.tensor), rows):
+                at = _aligned(at, tensor.dtype.itemsize)
+                start += (common.offsets[0] - held.offsets[0]) * math.prod(held.sizes[1:])
+                box = Box((common.offsets[0] - piece.first, *common.offsets[1:]), common.sizes)
+                found.append(Run(piece, box, start, at))
+                at += common.numel * tensor.dtype.itemsize
         return found
 
     def is_direct(self, number: int, part: Holding) -> bool:
@@ -261,19 +258,16 @@ class Share(NamedTuple):
 
 def shares(tensor: PlannedTensor, held: Held | None, wanted: Box) -> list[Share]:
     """Return the parts of a requested box that a rank holds, in the order in which they are sent."""
-    found = ((box, start, overlap(box, wanted)) for box, start in _boxes(tensor, held))
-    return [Share(box, start, common) for box, start, common in found if common is not None]
-
-
-def _boxes(tensor: PlannedTensor, held: Held | None) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes of a tensor that a rank holds, each with the number of its first element in the vector."""
     if held is None:
-        return
-    start = held.offset
-    for box in boxes_of(held.box.sizes, held.start, held.stop):
-        moved = box.moved(held.box.offsets)
-        yield moved if tensor.shape else Box((0,), (1,)), start
+        return []
+    found, start = [], held.offset
+    for part in boxes_of(held.box.sizes, held.start, held.stop):
+        box = part.moved(held.box.offsets) if tensor.shape else Box((0,), (1,))
+        common = overlap(box, wanted)
+        if common is not None:
+            found.append(Share(box, start, common))
         start += box.numel
+    return found
 
 
 def _aligned(nbytes: int, align: int) -> int:
