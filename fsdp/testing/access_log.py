@@ -9,6 +9,7 @@ other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -134,10 +135,7 @@ def spans_of(tensor: Tensor) -> Iterable[Span]:
     while dims and dims[0][0] <= run:
         stride, length = dims.pop(0)
         run += stride * (length - 1)
-    count = 1
-    for _, length in dims:
-        count *= length
-    if count > _MANY_RUNS:
+    if math.prod(length for _, length in dims) > _MANY_RUNS:
         return [(start, start + size * (run + sum(stride * (length - 1) for stride, length in dims)))]
     firsts = [0]
     for stride, length in dims:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.testing.network import Message, Network, Work, copied, flip
+from fsdp.testing.network import Message, Network, Work, copied, flipped
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -44,7 +44,6 @@ class MemoryGroup(dist.ProcessGroup):
     def __init__(self, network: Network, store: Any, rank: int, size: int, timeout: Any = None, **sockets: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a group in Python has no store
         self.network = network
-        self._rank, self._size, self._timeout = rank, size, timeout
         self.options = SimpleNamespace(global_ranks_in_group=[], group_name="", _timeout=timeout)
         self._calls, self._description = 0, ""
 
@@ -68,12 +67,6 @@ class MemoryGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Not needed: there is no state to agree on."""
 
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
     def getBackendName(self) -> str:  # noqa: N802
         return "memory"  # to C++, where DistributedDataParallel asks gloo's own class for its sockets
 
@@ -91,16 +84,18 @@ class MemoryGroup(dist.ProcessGroup):
 
     @property
     def _members(self) -> list[int]:
-        return [self._number(peer) for peer in range(self._size)]
+        return [self._number(peer) for peer in range(self.size())]
 
     # Point to point
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
-        return self.network.send(self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0])
+        return self.network.send(
+            self.options.group_name, self._number(self.rank()), self._number(peer), tag, tensors[0]
+        )
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
         return self.network.receive(
-            self.options.group_name, self._number(self._rank), self._number(peer), tag, tensors[0]
+            self.options.group_name, self._number(self.rank()), self._number(peer), tag, tensors[0]
         )
 
     # Collectives
@@ -116,19 +111,18 @@ class MemoryGroup(dist.ProcessGroup):
             results: a function that is called with the given tensors of each rank after all ranks have arrived. It
                 returns for each rank the tensors that are copied to the wanted ones; none if it has no result.
         """
-        network, rank, members = self.network, self._number(self._rank), self._members
+        network, rank, members = self.network, self._number(self.rank()), self._members
         self._calls += 1
         key = self.options.group_name, self._calls
         work = Work(network, rank, what, members, [*given, *wanted])
         with network.schedule.turn(rank):
             network.check(rank, work.peers)
             fault = network.fault(rank)
-            given = [each.clone() for each in given] if fault == "flip" else given
-            for each in given if fault == "flip" else ():
-                flip(each)
+            if fault == "flip":
+                given = [flipped(each.clone()) for each in given]
             meeting = network.meetings.setdefault(key, {})
             meeting[rank if fault != "lose" else None] = what, given, wanted, work
-            if len(meeting) == self._size and None not in meeting:
+            if len(meeting) == self.size() and None not in meeting:
                 del network.meetings[key]
                 self._complete([meeting[each] for each in members], members, results)
         return work
@@ -158,10 +152,10 @@ class MemoryGroup(dist.ProcessGroup):
             deliver()
 
     def _on_all(self, tensors: Sequence[Tensor]) -> Parts:
-        return [tensors] * self._size
+        return [tensors] * self.size()
 
     def _on(self, root: int, tensors: Sequence[Tensor]) -> Parts:
-        return [tensors if rank == root else () for rank in range(self._size)]
+        return [tensors if rank == root else () for rank in range(self.size())]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         operation = _operation(opts)
@@ -222,7 +216,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._meet(what, flat, wanted, lambda sources: [[each] for each in sources[root]])
 
     def reduce_scatter(self, wanted: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> Work:
-        operation, size = _operation(opts), self._size
+        operation, size = _operation(opts), self.size()
 
         def results(sources: Parts) -> Parts:  # piece by piece, as gloo does
             totals = [reduced(each, operation) for each in zip(*sources, strict=True)]
@@ -232,7 +226,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._meet(f"reduce_scatter{_shapes(flat)} {operation}", flat, wanted, results)
 
     def reduce_scatter_single_coalesced(self, wanted: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
-        operation, size = _operation(opts), self._size
+        operation, size = _operation(opts), self.size()
 
         def results(sources: Parts) -> Parts:  # by an all-reduce, as gloo does
             totals = [reduced(each, operation).view(size, -1) for each in zip(*sources, strict=True)]
@@ -253,7 +247,7 @@ class MemoryGroup(dist.ProcessGroup):
         self, wanted: Tensor, given: Tensor, wanted_sizes: list[int], given_sizes: list[int], opts: Any = None
     ) -> Work:
         def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-            return list(tensor.detach().split(list(sizes) or tensor.shape[0] // self._size))
+            return list(tensor.detach().split(list(sizes) or tensor.shape[0] // self.size()))
 
         return self._swap(split(wanted, wanted_sizes), split(given, given_sizes))
 

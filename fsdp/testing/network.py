@@ -111,7 +111,7 @@ class Message(Transfer):
         sent, asked = (self, other) if self.is_sent else (other, self)
         error = copied(sent.tensor, asked.tensor, f"from rank {sent.rank} to rank {asked.rank}")
         if sent.fault and not error:
-            flip(asked.tensor)
+            flipped(asked.tensor)
         self.other = other.other = None
         self.end(error)
         other.end(error)
@@ -255,11 +255,12 @@ def copied(source: Tensor, target: Tensor, way: str) -> str:
     return ""
 
 
-def flip(tensor: Tensor) -> None:
-    """Change a bit in the middle of a tensor's memory."""
+def flipped(tensor: Tensor) -> Tensor:
+    """Change a bit in the middle of a tensor's memory, and return the tensor."""
     if tensor.nbytes:
         memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         memory[tensor.nbytes // 2] ^= 1
+    return tensor
 
 
 class MemoryStore(dist.Store):

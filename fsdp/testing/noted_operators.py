@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -88,7 +88,8 @@ class NoteOperators(TorchDispatchMode):
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             # Wrappers, whose inner tensors are handled next.
             return NotImplemented
-        operands = list(_operands(func, args, kwargs))
+        given = {name: args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(_arguments(func))}
+        operands = [Operand(each, name, _arguments(func)[name]) for name in given for each in tensors_in(given[name])]
         with self._order.lock:
             held = [self._order.held(each.tensor.untyped_storage()) for each in operands]
         is_collective = func.namespace in ("c10d", "_c10d_functional")
@@ -99,9 +100,9 @@ class NoteOperators(TorchDispatchMode):
         with self._order.lock:
             self._order.collect()
             if is_collective:
-                self._note_collective(func, operands, held, result, _group_of(func, args, kwargs))
+                self._note_collective(func, operands, held, result, _group_of(given))
             else:
-                self._note(func, operands, held, result, _is_non_blocking(func, args, kwargs))
+                self._note(func, operands, held, result, bool(given.get("non_blocking")))
         return result
 
     def _note(self, func: Any, operands: list[Operand], held: list[Held], result: Any, non_blocking: bool) -> None:
@@ -185,22 +186,16 @@ class NoteOperators(TorchDispatchMode):
             order.begin(work, timeline, accesses)
 
 
-def _operands(func: Any, args: Any, kwargs: Any) -> Iterator[Operand]:
-    for number, (name, writes) in enumerate(_arguments(func)):
-        for tensor in tensors_in(args[number] if number < len(args) else kwargs.get(name)):
-            yield Operand(tensor, name, writes)
-
-
 @cache
-def _arguments(func: Any) -> list[tuple[str, bool | None]]:
+def _arguments(func: Any) -> dict[str, bool | None]:
     """Return the arguments of an operator, and whether each is written; None if it is neither read nor written."""
     name = func._opname
     only_shape = name.endswith("_like") or name.startswith("new_")
-    found: list[tuple[str, bool | None]] = []
+    found: dict[str, bool | None] = {}
     for each in func._schema.arguments:
         is_written = each.alias_info is not None and each.alias_info.is_write
         is_looked_at = only_shape or (each.alias_info is not None and not is_written)
-        found.append((each.name, None if is_looked_at else is_written))
+        found[each.name] = None if is_looked_at else is_written
     return found
 
 
@@ -221,18 +216,11 @@ def real_device(tensor: Tensor) -> torch.device:
         return torch._C.TensorBase.device.__get__(tensor)
 
 
-def _is_non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
-    return bool(kwargs.get("non_blocking", len(args) > 2 and func._opname == "copy_" and args[2]))
-
-
-def _group_of(func: Any, args: Any, kwargs: Any) -> str | None:
-    for number, (name, _) in enumerate(_arguments(func)):
-        given = args[number] if number < len(args) else kwargs.get(name)
-        if name == "process_group":
-            return str(dist.ProcessGroup.unbox(given).group_name)
-        if name == "group_name":
-            return str(getattr(given, "group_name", given))
-    return None
+def _group_of(given: Mapping[str, Any]) -> str | None:
+    if "process_group" in given:
+        return str(dist.ProcessGroup.unbox(given["process_group"]).group_name)
+    named = given.get("group_name")
+    return None if named is None else str(getattr(named, "group_name", named))
 
 
 def _work_of(result: Any) -> Any:
