@@ -86,8 +86,6 @@ class Accelerator(_PlainAccelerator):
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             self.scaler = fsdp.ShardedGradScaler(device=self.device.type, **options)
 
-    # --- preparing ----------------------------------------------------------------------------------------------
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -106,8 +104,6 @@ class Accelerator(_PlainAccelerator):
         return super().unwrap_model(
             model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model, *args, **kwargs
         )
-
-    # --- training -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -135,8 +131,6 @@ class Accelerator(_PlainAccelerator):
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = super().clip_grad_norm_(listed, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors have a part of theirs
-
-    # --- saving -------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Collective. Return the state as `accelerate` does; a sharded model's on the first rank only."""

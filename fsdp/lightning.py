@@ -179,8 +179,6 @@ class FullyShardedStrategy(DDPStrategy):
         self._removals: list[Callable[[], None]] = []  # that wait for pending writes
         self._for_setup: tuple[Mapping[str, Any], bool] | None = None
 
-    # --- what Lightning asks a strategy -----------------------------------------------------------------------------
-
     @property
     def wrapper(self) -> fsdp.FullyShardedDataParallel | None:
         """Return the outermost wrapper, as ``trainer.model``; None before the model is set up."""
@@ -292,8 +290,6 @@ class FullyShardedStrategy(DDPStrategy):
             self._lightning_module, self.model, self.optimizers = module, model, optimizers
             self._close_saver()
 
-    # --- saving -----------------------------------------------------------------------------------------------------
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Return the full state on rank 0; an empty dict on other ranks, or if it is not gathered."""
         return self._required_wrapper().state_dict(rank0_only=True) if self._is_full else {}
@@ -368,8 +364,6 @@ class FullyShardedStrategy(DDPStrategy):
         optimizers = self._plain_optimizers() if "optimizer_states" in checkpoint else None
         save(path, self._required_wrapper(), optimizers, values={_TRAINER: content}, generators=False)
 
-    # --- loading ----------------------------------------------------------------------------------------------------
-
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective. Return a checkpoint without the model's tensors, which are read when they are wanted."""
         path, read = self.broadcast(checkpoint_path), super().load_checkpoint
@@ -438,8 +432,6 @@ class FullyShardedStrategy(DDPStrategy):
         """Register the strategy's names, when `fsdp.lightning` is imported."""
         for name in (cls.strategy_name, "ddp_fully_sharded"):
             strategy_registry.register(name, cls, description="Fully sharded training with fsdp", override=True)
-
-    # --- wrapping ---------------------------------------------------------------------------------------------------
 
     def _required_wrapper(self) -> fsdp.FullyShardedDataParallel:
         if self.wrapper is None:
@@ -514,9 +506,6 @@ class FullyShardedStrategy(DDPStrategy):
             pass
         self.model = wrapped
         module.__dict__[_WRAPPED] = _Wrapped(wrapped, WeakSet(wrapped.modules()), self._settings())
-
-
-# --- checks, so that nothing goes wrong in silence --------------------------------------------------------------------
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -690,9 +679,6 @@ def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
 
 def _plain(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-# --- optimizers in files ----------------------------------------------------------------------------------------------
 
 
 def _numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dict[str, Any]:

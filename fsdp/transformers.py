@@ -103,8 +103,6 @@ class Trainer(_PlainTrainer):
             )
         return super().create_optimizer(model)
 
-    # --- saving and loading -------------------------------------------------------------------------------------
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Collective. Save the model so that `from_pretrained` loads it: gathered, from the first rank's host memory.
 

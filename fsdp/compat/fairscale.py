@@ -32,8 +32,6 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group, default_group
 from fsdp.optim_utils.full import ADDED
 
-# --- small things that clients import, and that this library itself has no use for ---
-
 Callback = Callable[[Tensor], None]
 
 
@@ -325,8 +323,6 @@ def build_unflat_state_dict(
     original_sd |= {"state": whole, "param_groups": groups, **added}
     return original_sd
 
-
-# --- what is found where ---
 
 _ROOT = "fairscale"
 

@@ -52,9 +52,6 @@ def accelerator() -> torch.device | None:
     return None if found is None or not has_streams(found.type) else current_device(found.type)
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 class Arrival:
     """An arrival represents the work that a stream has queued until now; on a CPU this work has finished."""
 
@@ -206,9 +203,6 @@ def finish_queued(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-# --- pinned host memory -----------------------------------------------------------------------------------------------
-
-
 def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
     """Pin host memory that torch has allocated without pinning.
 
@@ -242,9 +236,6 @@ def can_page_lock() -> bool:
     return torch.cuda.is_available()
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
 def default_generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that operations on a device draw from if they are given none, and those on the host."""
     found = [torch.default_generator]
@@ -270,9 +261,6 @@ def set_generator_state(kind: str, state: Tensor) -> None:
     device = accelerator()
     if device is not None and device.type == kind:
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-# --- memory of the device, and of the host ---------------------------------------------------------------------------
 
 
 def return_cached_memory(device: torch.device) -> None:

@@ -244,9 +244,6 @@ def settled_gradient(param: Tensor) -> Tensor | None:
     return grad
 
 
-# Parameters that can be sharded
-
-
 def check_placements(name: str, param: Tensor) -> None:
     """Raise TypeError or ValueError for a `DTensor` with a local part that cannot be flattened."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -317,9 +314,6 @@ def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.devi
             )
 
 
-# All meshes of a model
-
-
 @dataclass(frozen=True)
 class MeshGroups:
     """The groups of ranks that a model's `DTensor`s are spread over: together, the tensor-parallel ranks.
@@ -377,9 +371,6 @@ def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
     """Return the ranks outside `group` that hold parts of the same parameters as this rank."""
     ranks = {rank for part in parts if part is not None for rank in part.mesh.mesh.flatten().tolist()}
     return sorted(ranks - set(ranks_of(group)))
-
-
-# State dicts
 
 
 def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -442,8 +442,6 @@ def _own_ip(world_size: int) -> str:
     return _LOOPBACK
 
 
-# --- the one of this process ----------------------------------------------------------------------------------------
-
 SWITCH = (
     "FSDP_WATCHDOG"  # an environment variable; with the value 0 there is no watchdog unless `set_watchdog` is called
 )

@@ -86,8 +86,6 @@ class MemoryGroup(dist.ProcessGroup):
     def _members(self) -> list[int]:
         return [self._number(peer) for peer in range(self.size())]
 
-    # Point to point
-
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
         return self.network.send(
             self.options.group_name, self._number(self.rank()), self._number(peer), tag, tensors[0]
@@ -97,8 +95,6 @@ class MemoryGroup(dist.ProcessGroup):
         return self.network.receive(
             self.options.group_name, self._number(self.rank()), self._number(peer), tag, tensors[0]
         )
-
-    # Collectives
 
     def _meet(
         self, what: str, given: Sequence[Tensor], wanted: Sequence[Tensor], results: Callable[[Parts], Parts]

@@ -131,8 +131,6 @@ class StreamOrder:
         """Return the timeline of a stream or backend."""
         return self._streams.setdefault(key, Timeline(name))
 
-    # --- memory -----------------------------------------------------------------------------------------------------
-
     def held(self, storage: UntypedStorage) -> Held:
         """Return the record of a storage, also of an older storage, or a storage that torch has not allocated."""
         found = getattr(storage, _HELD, None)
@@ -188,8 +186,6 @@ class StreamOrder:
             elif memory.owner is not None and any(memory.not_before(memory.owner)):
                 self._freed.setdefault(memory.owner, []).append(memory)
 
-    # --- accesses ---------------------------------------------------------------------------------------------------
-
     def access(self, operator: str, timeline: Timeline) -> Access:
         """Return a new access, which comes after all that the host has waited for."""
         if timeline is not self.host:
@@ -224,8 +220,6 @@ class StreamOrder:
         report = Report(*ends, places[0], places[1], memory, (has, does))
         self._reports.setdefault(key, report)
 
-    # --- what waits for what ----------------------------------------------------------------------------------------
-
     def wait(self, timeline: Timeline, moment: Moment) -> None:
         """Note that a timeline waits for a moment of another."""
         with self.lock:
@@ -236,8 +230,6 @@ class StreamOrder:
         """Note that the host waits for all streams."""
         for timeline in list(self._streams.values()):
             self.wait(self.host, timeline.moment())
-
-    # --- collectives ------------------------------------------------------------------------------------------------
 
     def begin(self, work: Any, timeline: Timeline, accesses: list[Access]) -> None:
         """Record accesses that are in flight until `work` is awaited."""

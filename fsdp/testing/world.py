@@ -281,8 +281,6 @@ class _Run:
                 thread.join(_TICK)
             raise
 
-    # Information that ranks exchange
-
     def _passed(self, last: int, now: int) -> None:
         if last >= 0:
             self._states[last].keep()

@@ -142,8 +142,6 @@ class Joining:
             elif all(row.subject == END for row in waiting):
                 visits.end_followed_backward()
 
-    # --- what ranks with batches tell ---------------------------------------------------------------------------
-
     def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool:
         """Make finished ranks do the same. Return False if there are none."""
         if self._is_finished or not self.is_uneven:
@@ -185,8 +183,6 @@ class Joining:
                 "cannot know theirs. Set the same options of the optimizer on all ranks."
             )
         return pickle.loads(given[0])
-
-    # --- what ranks without batches do --------------------------------------------------------------------------
 
     def perform(self, event: Message) -> None:
         """Perform the announced operation."""

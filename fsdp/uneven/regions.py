@@ -262,8 +262,6 @@ class Visits(Participation):
         self._without_graph: set[Unit] = set()  # whose last forward has no graph on this rank
         self._of_root: Visit | None = None
 
-    # --- forward, as the runtime reports it ---------------------------------------------------------------------
-
     @property
     def is_joining(self) -> bool:
         """True if some ranks may have no more batches."""
@@ -385,8 +383,6 @@ class Visits(Participation):
         for things in (self._open, self._owed, self._visited, self._touched):
             things.clear()
 
-    # --- backward, as the runtime reports it --------------------------------------------------------------------
-
     def begin_backward(self) -> None:
         """A backward begins."""
         for region in self._directory.regions.values():
@@ -463,8 +459,6 @@ class Visits(Participation):
             if handle.requires_grad and not handle.is_reduced:
                 handle.owe()  # all ranks must reduce it in the end
 
-    # --- rounds -------------------------------------------------------------------------------------------------
-
     def announce(self, message: Message) -> list[Message]:
         """Announce this rank's next operation, and take part in earlier ones; return the messages of all ranks."""
         while True:
@@ -499,8 +493,6 @@ class Visits(Participation):
     def _wait_at(self, position: int) -> None:
         while not self.serve_one(position):
             pass
-
-    # --- taking part --------------------------------------------------------------------------------------------
 
     def perform(self, event: Message, rows: Sequence[Message]) -> None:
         """Take part in another rank's operation."""
@@ -555,8 +547,6 @@ class Visits(Participation):
             region.order(message.kind == Kind.BACKWARD).enter(self._directory.units[message.subject])
             if region.last is not None:
                 region.last.add(self._directory.units[message.subject])
-
-    # --- visits -------------------------------------------------------------------------------------------------
 
     def visit(self, module: nn.Module, run_here: bool, compute: Callable[[], Any]) -> Any:
         """Collective. Return the result of `compute` if `run_here`; otherwise take part in its collectives."""

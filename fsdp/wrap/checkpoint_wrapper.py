@@ -194,9 +194,6 @@ class _Call:
             return self._forward(*args, **kwargs)
 
 
-# --- what is going on -------------------------------------------------------------------------------------------
-
-
 class _Modes(threading.local):
     """Modes of this thread; on CUDA, backward and its recomputations run in a different thread."""
 
@@ -236,9 +233,6 @@ def disable_checkpointing() -> AbstractContextManager[None]:
     return _mode(disabled=True)
 
 
-# --- offload ----------------------------------------------------------------------------------------------------
-
-
 class _Kept:
     """A saved tensor that is on the host already. torch doesn't look after it any more, so we do."""
 
@@ -275,8 +269,6 @@ def _offloading() -> saved_tensors_hooks:
         lambda tensor: _Kept(tensor) if tensor.device == HOST else _Offloaded(tensor), lambda packed: packed.get()
     )
 
-
-# --- batch norms ------------------------------------------------------------------------------------------------
 
 # The attribute for the statistics of a patched batch norm while it computes with copies.
 _ASIDE = "_fsdp_statistics"

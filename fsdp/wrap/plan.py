@@ -570,9 +570,6 @@ def _number(message: Message) -> Any:
     return next((part for part in tag if isinstance(part, int)), None)
 
 
-# --- as text --------------------------------------------------------------------------------------------------------
-
-
 def _described(plan: Plan) -> Iterator[str]:
     replicas = f", of which {plan.replicas} hold the same shard" if plan.replicas > 1 else ""
     yield f"One rank of {plan.world_size}{replicas}, in one step"
