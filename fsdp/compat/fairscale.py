@@ -28,11 +28,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.serialization import add_safe_globals
 
 import fsdp
-from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import Group, default_group
 from fsdp.optim_utils.full import ADDED
 
 Callback = Callable[[Tensor], None]
+_Input = tuple[Sequence[Tensor], Callback | None]  # a tensor for each rank
 
 
 class DummyProcessGroup:
@@ -138,34 +139,10 @@ class OSS(_Refused):
     instead = "wrap with FullyShardedDataParallel, after which any optimizer of its parameters() is sharded"
 
 
-# A bucketer of its own; training here has the buckets of `engine.reduction`
-
-
-class _Bucket:
-    """The tensors that wait for a reduction over the ranks of `comm`."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.waiting: list[tuple[Sequence[Tensor], Callback | None]] = []
-        self.offset = 0  # elements for each rank that wait
-        self._comm, self._tag = comm, comm.new_tag()
-
-    def flush(self) -> None:
-        waiting, self.waiting, self.offset = self.waiting, [], 0
-        if waiting:
-            self.reduce(waiting)
-
-    def reduce(self, waiting: Sequence[tuple[Sequence[Tensor], Callback | None]]) -> None:
-        ranks = range(self._comm.world_size)
-        full = torch.cat([inputs[rank].reshape(-1) for rank in ranks for inputs, _ in waiting])
-        reduced = self._comm.reduce_scatter(full, "a bucket of reductions", self._tag).wait()
-        parts = reduced.split([inputs[0].numel() for inputs, _ in waiting])
-        for part, (inputs, callback) in zip(parts, waiting, strict=True):
-            if callback is not None:
-                callback(part.view_as(inputs[0]))
-
-
 class ReduceScatterBucketer:
     """Sum lists of tensors over ranks and return each rank's own tensor; small tensors are reduced together.
+
+    Training here does not use this class: it has the buckets of `engine.reduction`.
 
     Args:
         bucket_cap_mb: maximum MiB in a bucket, over all ranks; with 0 or less, each tensor is reduced immediately.
@@ -173,7 +150,8 @@ class ReduceScatterBucketer:
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
         self.bucket_cap_mb = bucket_cap_mb
-        self.buckets: dict[tuple[torch.dtype, torch.device, Any], _Bucket] = {}
+        # What waits for a reduction, by dtype, device and group.
+        self.buckets: dict[tuple[torch.dtype, torch.device, Any], list[_Input]] = {}
 
     @torch.no_grad()
     def reduce_scatter_async(
@@ -197,23 +175,20 @@ class ReduceScatterBucketer:
             raise ValueError("reduce_scatter_async needs tensors of one shape, dtype and device for all ranks")
         key = (first.dtype, first.device, group)
         capacity = int(max(self.bucket_cap_mb, 0) * 2**20) // first.element_size() // group.size()
-        if key not in self.buckets:
-            self.buckets[key] = _Bucket(communicator(group, first.device))
-        bucket = self.buckets[key]
         if first.numel() > capacity:
-            bucket.reduce([(input_list, callback_fn)])
+            _reduce(group, [(input_list, callback_fn)])
             return
-        if bucket.offset + first.numel() > capacity:
-            bucket.flush()
+        bucket = self.buckets.setdefault(key, [])
+        if sum(inputs[0].numel() for inputs, _ in bucket) + first.numel() > capacity:
+            _reduce(group, bucket)
         # Copies, because callers free their gradients as soon as they have handed them over.
-        bucket.waiting.append(([each.clone() for each in input_list], callback_fn))
-        bucket.offset += first.numel()
+        bucket.append(([each.clone() for each in input_list], callback_fn))
 
     @torch.no_grad()
     def flush(self) -> None:
         """Collective. Reduce all waiting tensors, and call the callbacks."""
-        for bucket in self.buckets.values():
-            bucket.flush()
+        for (_, _, group), bucket in self.buckets.items():
+            _reduce(group, bucket)
 
     def teardown(self) -> None:
         """Release all memory, after `flush`.
@@ -222,9 +197,24 @@ class ReduceScatterBucketer:
             RuntimeError: if a tensor waits.
         """
         for (dtype, _, _), bucket in self.buckets.items():
-            if bucket.waiting:
-                raise RuntimeError(f"teardown: {len(bucket.waiting)} reductions of {dtype} wait; call flush() first")
+            if bucket:
+                raise RuntimeError(f"teardown: {len(bucket)} reductions of {dtype} wait; call flush() first")
         self.buckets.clear()
+
+
+def _reduce(group: Group, bucket: list[_Input]) -> None:
+    """Reduce all that a bucket contains, and empty it."""
+    waiting = bucket.copy()
+    bucket.clear()
+    if not waiting:
+        return
+    full = torch.cat([inputs[rank].reshape(-1) for rank in range(group.size()) for inputs, _ in waiting])
+    comm = communicator(group, full.device)
+    reduced = comm.reduce_scatter(full, "a bucket of reductions", "bucket of reductions").wait()
+    parts = reduced.split([inputs[0].numel() for inputs, _ in waiting])
+    for part, (inputs, callback) in zip(parts, waiting, strict=True):
+        if callback is not None:
+            callback(part.view_as(inputs[0]))
 
 
 # Of `fsdp_optim_utils`: functions of state dictionaries
