@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.distributed.consensus import agree_on
+from fsdp.distributed.consensus import agree_on, from_everyone
 from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -176,7 +176,7 @@ class Joining:
             self._undo.append(undo)
 
     def _share_options(self, payload: bytes) -> list[dict[str, Any]]:
-        given = [found for found in self._visits.talk.all_gather_bytes(payload) if found]
+        given = [found for found in from_everyone(self._visits.talk.comms, payload) if found]
         if any(other != given[0] for other in given[1:]):
             raise RuntimeError(
                 "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from fsdp.distributed.collectives import Communicator
-from fsdp.distributed.consensus import from_everyone
 
 
 class Kind(IntEnum):
@@ -75,13 +74,13 @@ class Talk:
     """Rounds of messages among all ranks of a root, including replicas."""
 
     def __init__(self, comms: Sequence[Communicator], describe: Callable[[Message], str]) -> None:
-        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.peers_answer]
+        self.comms = [comm for comm in comms if comm.world_size > 1 and comm.peers_answer]
         self._describe = describe
 
     def exchange(self, mine: Message) -> list[Message]:
         """Collective. The messages of all ranks in this round, none of which may have failed."""
         rows = torch.tensor([mine], dtype=torch.int64)
-        for comm in self._comms:
+        for comm in self.comms:
             row = rows.view(-1).to(comm.talk_device)
             everyone = row.new_empty(row.numel() * comm.world_size)
             there = comm.for_device(comm.talk_device)
@@ -95,10 +94,6 @@ class Talk:
                     "which took part, gives up as well."
                 )
         return messages
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective. Every rank's payload."""
-        return from_everyone(self._comms, payload)
 
     def event_in(self, messages: Sequence[Message]) -> Message | None:
         """Return the message that all ranks follow next: all-gathers come first, then gradients, then all else."""

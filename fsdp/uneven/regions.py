@@ -124,12 +124,8 @@ class Region:
             if any(place.module in own for places in handle.places for place in places)
         ]
         self.last: Visit | None = None  # of the last forward that reached it; None if no rank ran it
-        self.forward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.backward_order: ExecutionOrder[Unit] = ExecutionOrder()
-
-    def order(self, is_backward: bool) -> ExecutionOrder[Unit]:
-        """The separate order of its units: the root's order does not depend on the ranks that run the region."""
-        return self.backward_order if is_backward else self.forward_order
+        # Of its units in forward (False) and in backward; the root's does not depend on the ranks that run the region.
+        self.orders: dict[bool, ExecutionOrder[Unit]] = {False: ExecutionOrder(), True: ExecutionOrder()}
 
 
 class Visit:
@@ -311,8 +307,7 @@ class Visits(Participation):
         """A unit's forward has raised."""
         if self._of_root is not None and unit is self._runtime.root:
             visit, self._of_root = self._of_root, None
-            error = sys.exc_info()[1]
-            self.give_up(visit, error if isinstance(error, Exception) else None)
+            self.give_up(visit, sys.exc_info()[1])
 
     def _begin_forward(self) -> None:
         self._visited.clear()
@@ -334,7 +329,7 @@ class Visits(Participation):
         if self._mixed_visit(unit, is_backward) is not None:
             self._unshard(unit, is_backward, region)
             return None
-        order = usual if region is None else region.order(is_backward)
+        order = usual if region is None else region.orders[is_backward]
         if not is_backward or not self.is_uneven:
             return order
         order.enter(unit)
@@ -386,7 +381,7 @@ class Visits(Participation):
     def begin_backward(self) -> None:
         """A backward begins."""
         for region in self._directory.regions.values():
-            region.backward_order.begin()
+            region.orders[True].begin()
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
@@ -544,7 +539,7 @@ class Visits(Participation):
         noted = message.extra >> 2
         if noted:
             region = self._directory.region_of_number(noted - 1)
-            region.order(message.kind == Kind.BACKWARD).enter(self._directory.units[message.subject])
+            region.orders[message.kind == Kind.BACKWARD].enter(self._directory.units[message.subject])
             if region.last is not None:
                 region.last.add(self._directory.units[message.subject])
 
@@ -558,7 +553,7 @@ class Visits(Participation):
         try:
             output = self._run(visit, compute)
         except BaseException as error:
-            self.give_up(visit, error if isinstance(error, Exception) else None)
+            self.give_up(visit, error)
             raise
         self.close(visit)
         return output
@@ -618,11 +613,11 @@ class Visits(Participation):
             rows = self.announce(Message(Kind.LEAVE, visit.region.number, visit.is_differentiable))
             self._leave(visit, rows)
 
-    def give_up(self, visit: Visit, error: Exception | None) -> None:
+    def give_up(self, visit: Visit, error: BaseException | None) -> None:
         """The visit's forward was given up here; by an `error`, the ranks that take part in it are told to, as well."""
         is_told = visit.is_mixed and visit.runs_here and visit in self._open
         self.abandon()
-        if error is None or getattr(error, TOLD, False):
+        if not isinstance(error, Exception) or getattr(error, TOLD, False):
             return
         setattr(error, TOLD, True)
         if is_told:
@@ -650,7 +645,7 @@ class Visits(Participation):
                 self._touched.update(region.around)
         if not self._open and self.joining is not None:
             self.joining.is_uneven, self.joining.running_ranks = visit.is_mixed, sum(runs)
-        region.forward_order.begin()
+        region.orders[False].begin()
         self._open.append(visit)
         return visit
 
