@@ -201,7 +201,6 @@ class Accelerator(_PlainAccelerator):
             super().load_state(input_dir, load_kwargs)
 
     def _model_and_optimizers(self, method: str) -> tuple[nn.Module | None, list[torch.optim.Optimizer] | None]:
-        """Return the sharded model, if there is one, and the optimizers that step it."""
         if not any(outermost(model) for model in self._models):
             return None, None
         if len(self._models) > 1:

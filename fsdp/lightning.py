@@ -455,7 +455,6 @@ class FullyShardedStrategy(DDPStrategy):
         return {**defaults, **{name: getattr(self, name) for name in _SHARED}, **self.options}
 
     def _precision_arguments(self) -> dict[str, Any]:
-        """Return those about dtypes, which follow from the Trainer's precision."""
         _check_precision(self)
         if not isinstance(self.precision_plugin, MixedPrecision):
             return {"compute_dtype": self.compute_dtype}
@@ -509,7 +508,6 @@ class FullyShardedStrategy(DDPStrategy):
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Make sure that the wrapper takes them, and that the strategy does not set them."""
     known = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters
     for name in options:
         if name == "mixed_precision" and not isinstance(options[name], fsdp.MixedPrecision):
@@ -527,7 +525,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_precision(strategy: FullyShardedStrategy) -> None:
-    """Make sure that the strategy's arguments about dtypes fit the Trainer's precision."""
     name, dtype = strategy.precision_plugin.precision, strategy.compute_dtype
     if isinstance(strategy.precision_plugin, MixedPrecision):
         for option in ("buffer_dtype", "force_input_to_fp32"):
@@ -553,7 +550,6 @@ def _check_precision(strategy: FullyShardedStrategy) -> None:
 
 
 def _check_trainer(trainer: Any, module: LightningModule) -> None:
-    """Raise an error for Trainer features that do not support a sharded model."""
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         raise ValueError(
             "StochasticWeightAveraging copies the whole model, and this one is sharded: take the callback out, and "

@@ -344,7 +344,6 @@ class Watchdog:
                 next_look = time.monotonic() + _TICK
 
     def _answer(self, message: Message) -> Message:
-        """Return the answer to a message of another rank."""
         if "end" in message:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:

@@ -61,7 +61,6 @@ class SimulatedTensors:
         self._order, self._accelerator = order, accelerator
 
     def names(self) -> Names:
-        """Yield modules and classes of torch, with temporary replacements."""
         # torch caches its factory functions when a `torch.device` is first entered as a context. They have to be its
         # own: with ours in that cache, `with torch.device("meta")` would have no effect after the check.
         with HOST:
@@ -161,7 +160,6 @@ class SimulatedTensors:
         return self.copied(tensor, device, dtype, non_blocking)
 
     def copied(self, tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
-        """Return a copy of a tensor that is said to be on another device."""
         # As in torch: copies that the host does not wait for use pinned memory.
         with self._accelerator.here(target=(device, non_blocking and is_host(device))):
             copied: Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, non_blocking=non_blocking)

@@ -140,17 +140,14 @@ class _Observed:
         return Stream, Event
 
     def timeline(self, stream: Any = None) -> Timeline:
-        """Return the timeline of a stream, by default of the current stream."""
         found = self.current_stream() if stream is None else stream
         name = f"stream {found.stream_id}" if found.stream_id else "the default stream"
         return self._order.timeline((found.device, found.stream_id), f"{name} of {found.device}")
 
     def current_stream(self) -> Any:
-        """Return the stream that is current on this thread."""
         return self._real_stream()
 
     def names(self) -> Names:
-        """Yield modules and classes of torch, with temporary replacements."""
         Stream, Event = self._classes(torch.Stream, torch.Event, lambda kind, device: kind(device))  # noqa: N806
 
         def current_stream(device: Any = None) -> Any:
@@ -259,7 +256,6 @@ class _Simulated(_Observed):
         return self._accelerator.stream or self._default
 
     def set_stream(self, stream: Any) -> None:
-        """Make a stream this thread's current stream."""
         self._accelerator.stream = stream
 
     @contextmanager

@@ -297,7 +297,6 @@ class _Run:
         return {rank: self._roll_calls[rank].answer(message) for rank in ranks}
 
     def _compare_journals(self) -> None:
-        """Compare the journals of all ranks up to the last page."""
         for state in self._states:
             for journal in state.journals:
                 journal.page += 1
@@ -344,7 +343,6 @@ class _Run:
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
 
     def _raise(self) -> None:
-        """Raise the exceptions of the ranks, causes first."""
         errors = sorted(self._errors.items(), key=lambda each: isinstance(each[1], communicator.OtherRankError))
         first = errors[0][1]
         if len(errors) == self._ranks and not any(isinstance(error, Exception) for _, error in errors):

@@ -123,7 +123,6 @@ class Assembly:
         return [-(-self._plan.packed_nbytes(self._runs(number, part)) // ALIGN) * ALIGN for part in parts]
 
     def _runs(self, number: int, part: Holding) -> list[Run]:
-        """Return the runs of a part of a bucket, which are computed once."""
         key = (number, id(part))
         if key not in self._known:
             self._known[key] = self._plan.runs(number, part)

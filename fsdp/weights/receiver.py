@@ -134,7 +134,6 @@ class Update:
         return [pool.submit(link.receive_part, place) for link, place in zip(self._links, places, strict=True)]
 
     def _put(self, number: int, rank: int, received: Tensor, bucket: Tensor) -> None:
-        """Copy the part of a rank to a bucket."""
         runs = self.plan.runs(number, self.plan.parts[rank])
         nbytes = self.plan.packed_nbytes(runs)
         if self.plan.base:

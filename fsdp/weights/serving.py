@@ -369,7 +369,6 @@ def _is_readable(connection: socket.socket | Link) -> bool:
 
 
 def _box(tensor: PlannedTensor, given: Sequence[slice] | None) -> Box:
-    """Return the box of a tensor that slices mean."""
     slices = list(given or ())
     are_plain = all(isinstance(each, slice) and each.step in (None, 1) for each in slices)
     if len(slices) > len(tensor.sizes) or not are_plain:

@@ -68,7 +68,6 @@ class Settings:
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
 
     def renamed(self, name: str) -> str:
-        """Return the name under which a tensor is sent."""
         if self.rename is None:
             return name
         new = self.rename.get(name, name) if isinstance(self.rename, Mapping) else self.rename(name)
@@ -391,7 +390,6 @@ class _Consumption:
         return None
 
     def call(self, what: str, function: Callable[[Sink], object]) -> None:
-        """Call a method of the sink, if this rank has one."""
         sink = self._sink
         if sink is not None and self._error is None:
             self._is_open = True

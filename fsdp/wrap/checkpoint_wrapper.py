@@ -324,7 +324,6 @@ def _put_back(norm: nn.Module, inputs: Any = None, output: Any = None) -> None:
 
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the statistics of batch norms in a module on exit."""
     kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     try:
         for norm in _norms(module):

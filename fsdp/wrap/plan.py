@@ -325,7 +325,6 @@ def _call(model: nn.Module, sample: Any) -> Any:
 
 
 def _sum_of(output: Any) -> Tensor:
-    """Return the sum of all floating-point tensors in what a model returns."""
     sums = [tensor.sum() for tensor in differentiable_tensors(output) if tensor.is_floating_point()]
     if not sums:
         raise ValueError("the model returns no tensor that depends on what it trains: give plan() a loss")
