@@ -236,7 +236,11 @@ class Stream:
             self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
             self._common = self._content.digest(asked)
 
-        error = _attempt(look)
+        error: Exception | None = None
+        try:
+            look()
+        except Exception as raised:  # noqa: BLE001 (the ranks raise it together)
+            error = raised
         known = _plans.setdefault(model, {})
         key = "" if error else f"{self._common} {hashlib.sha256(repr(self._content.held).encode()).hexdigest()}"
         kind = "" if error or self._sink is None else getattr(self._sink, "receives", "buckets")
@@ -321,7 +325,7 @@ class Stream:
         try:
             # All memory is allocated before the ranks depend on each other.
             send = job.attempt("prepare its parts", self._prepare)
-            job.call("open its sink", lambda sink: sink.open(self.plan))
+            job.open(self.plan)
             job.agree(self._ranks)
             if send is not None:
                 send(job)
@@ -375,7 +379,7 @@ class _Consumption:
     """The sink of this rank, and its first exception, after which nothing more is attempted."""
 
     def __init__(self, sink: Sink | None) -> None:
-        self._sink, self._is_open = sink, False
+        self._sink, self._is_open = Sink() if sink is None else sink, False
         self._what = "stream weights"
         self._error: Exception | None = None
 
@@ -389,33 +393,22 @@ class _Consumption:
                 self._error = error
         return None
 
-    def call(self, what: str, function: Callable[[Sink], object]) -> None:
-        sink = self._sink
-        if sink is not None and self._error is None:
-            self._is_open = True
-            self.attempt(what, lambda: function(sink))
+    def open(self, plan: WeightPlan) -> None:
+        self._is_open = self._error is None
+        self.attempt("open its sink", lambda: self._sink.open(plan))
 
     def bucket(self, number: int, tensor: Tensor) -> None:
-        self.call(f"consume bucket {number}", lambda sink: sink.bucket(number, tensor))
+        self.attempt(f"consume bucket {number}", lambda: self._sink.bucket(number, tensor))
 
     def close(self, error: BaseException | None) -> None:
         """Close the sink once, if it was opened; `agree` reports an exception of the sink."""
         if self._is_open:
-            self._error = None
-            self.call("close its sink", lambda sink: sink.close(error))
-            self._is_open = False
+            self._is_open, self._error = False, None
+            self.attempt("close its sink", lambda: self._sink.close(error))
 
     def agree(self, ranks: Ranks) -> None:
         """Collective. Raise the exception of this rank, or report another rank's."""
         agree_on_outcome([ranks], self._what, self._error)
-
-
-def _attempt(job: Callable[[], None]) -> Exception | None:
-    try:
-        job()
-    except Exception as error:  # noqa: BLE001 (the ranks raise it together)
-        return error
-    return None
 
 
 def _comm_of(ranks: Ranks) -> Communicator:

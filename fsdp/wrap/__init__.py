@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -245,9 +244,7 @@ class ConfigAutoWrap:
     def __enter__(self) -> None:
         self.enable_autowrap_context(self.auto_wrap_policy, self.kwargs)
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.disable_autowrap_context()
 
     @staticmethod
