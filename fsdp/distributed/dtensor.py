@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -83,7 +83,6 @@ class Journal:
             self.forget()
 
     def forget(self) -> None:
-        """Forget the oldest page."""
         oldest = next(iter(self.notes))
         self.first_unsent = max(self.first_unsent, oldest + 1)
         del self.notes[oldest]
@@ -95,7 +94,6 @@ class Journal:
         return (self._error, major) if major or minor is None else (minor, list(lines))
 
     def is_error(self, finding: Finding) -> bool:
-        """Return whether the ranks are to raise it."""
         return finding is self._error or settings.raises
 
     def closed(self) -> tuple[int, list[str]]:
@@ -106,7 +104,6 @@ class Journal:
         return kept, digests[kept - first :]
 
     def lines(self, page: int) -> list[str]:
-        """Return the text of a closed page."""
         most: dict[str, int] = {}
         for (_, text), count in self.notes.get(page, {}).items():
             most[text] = max(count, most.get(text, 0))

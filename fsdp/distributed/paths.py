@@ -58,12 +58,10 @@ class Pass:
         return f"{self.name} ({'..., ' * (len(self.units) > _SHOWN)}{', '.join(self.units[-_SHOWN:])})"
 
     def come_to(self, unit: str) -> None:
-        """Note that a unit is about to compute."""
         if len(self.units) < _MOST_UNITS:
             self.units.append(unit)
 
     def is_same(self, other: Pass) -> bool:
-        """Return whether two ranks refer to the same pass."""
         return (self.name, self.model, self.ranks) == (other.name, other.model, other.ranks)
 
     def events(self, *, units: bool = True) -> Iterator[tuple[str, Hashable]]:

@@ -84,7 +84,6 @@ class Position:
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> Position:
-        """Return the position that another rank has sent."""
         return cls(**{**known, "passes": [Pass(**one) for one in known["passes"]]})
 
     def __str__(self) -> str:

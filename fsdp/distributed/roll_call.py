@@ -97,7 +97,6 @@ class RollCall:
         self.answer(message)
 
     def answer(self, message: Message) -> Message:
-        """Return the answer to a message of another rank's roll call."""
         if "journal" in message:
             pages = self._heard.setdefault(message["journal"], {})
             for number, digest in enumerate(message["digests"], message["first"]):

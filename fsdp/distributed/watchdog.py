@@ -139,7 +139,6 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads and close the socket."""
         self._stopped.set()
         self._server.shutdown()
         self._server.server_close()

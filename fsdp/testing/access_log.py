@@ -29,7 +29,6 @@ class Timeline:
         self._seen: dict[Timeline, int] = {self: 0}
 
     def tick(self) -> int:
-        """Advance the clock by 1 and return the time."""
         self._seen[self] += 1
         return self._seen[self]
 

@@ -177,7 +177,6 @@ class Network:
 
     @property
     def faults_to_come(self) -> list[Fault]:
-        """Faults that have not occurred yet."""
         return [fault for fault in self._faults.values() if self.sent[fault.rank] <= fault.at]
 
     def check(self, rank: int, peers: Sequence[int]) -> None:

@@ -82,10 +82,8 @@ class ProcessState:
 
     @property
     def passes(self) -> list[paths.Pass]:
-        """The forwards and backwards that the rank has begun last."""
         return list(cast("paths.Path", self._attributes[paths, "path"]).passes)
 
     @property
     def journals(self) -> Collection[Any]:
-        """The journals of the rank."""
         return cast("set[Any]", self._attributes[journal, "journals"])

@@ -128,7 +128,6 @@ class StreamOrder:
         return list(self._reports.values())
 
     def timeline(self, key: Hashable, name: str) -> Timeline:
-        """Return the timeline of a stream or backend."""
         return self._streams.setdefault(key, Timeline(name))
 
     def held(self, storage: UntypedStorage) -> Held:
@@ -151,7 +150,6 @@ class StreamOrder:
         return held
 
     def is_known(self, storage: UntypedStorage) -> bool:
-        """Return whether a storage has a record."""
         return getattr(getattr(storage, _HELD, None), "order", None) is self
 
     def allocate(self, storage: UntypedStorage, device: torch.device, pinned: bool, access: Access) -> None:
@@ -193,7 +191,6 @@ class StreamOrder:
         return Access(operator, timeline, timeline.tick(), _places())
 
     def note(self, access: Access, tensor: Tensor, writes: bool) -> None:
-        """Note that an operator uses a tensor."""
         storage = tensor.untyped_storage()
         held = self.held(storage)
         if held.memory.nbytes < storage.nbytes():
@@ -202,7 +199,6 @@ class StreamOrder:
             self.note_span(access, held, span, writes)
 
     def note_span(self, access: Access, held: Held, span: Span, writes: bool) -> None:
-        """Note that an operator uses bytes of a storage."""
         if held.within is not None:
             offset = held.address - held.within.address
             held, span = held.within, (span[0] + offset, span[1] + offset)
@@ -221,13 +217,11 @@ class StreamOrder:
         self._reports.setdefault(key, report)
 
     def wait(self, timeline: Timeline, moment: Moment) -> None:
-        """Note that a timeline waits for a moment of another."""
         with self.lock:
             self.collect()
             timeline.wait(moment)
 
     def wait_for_all(self) -> None:
-        """Note that the host waits for all streams."""
         for timeline in list(self._streams.values()):
             self.wait(self.host, timeline.moment())
 

@@ -185,7 +185,6 @@ class Joining:
         return pickle.loads(given[0])
 
     def perform(self, event: Message) -> None:
-        """Perform the announced operation."""
         root, units = self._runtime.root, self._runtime.units
         if event.kind == Kind.CLIP_NORM:
             numbers = float_of(event.argument), float_of(event.extra)

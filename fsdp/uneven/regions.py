@@ -144,7 +144,6 @@ class Visit:
         self.reduced: set[FlatParamHandle] = set()
 
     def add(self, unit: Unit) -> None:
-        """A unit runs in it."""
         if unit not in self.units:
             self.units.append(unit)
 
@@ -170,7 +169,6 @@ class Directory:
         return self.region(self._modules[number][1])
 
     def name(self, number: int) -> str:
-        """The plain name of a region's module."""
         self._number(self._root.module)
         return clean_name(self._modules[number][0]) or self._root.name
 
@@ -260,7 +258,6 @@ class Visits(Participation):
 
     @property
     def is_joining(self) -> bool:
-        """True if some ranks may have no more batches."""
         return self.joining is not None
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
@@ -291,7 +288,6 @@ class Visits(Participation):
             )
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
-        """A unit has computed."""
         if needs_backward:
             if not call.recomputed:
                 self._without_graph.discard(call.unit)
@@ -304,7 +300,6 @@ class Visits(Participation):
             self.close(visit)
 
     def fail(self, unit: Unit) -> None:
-        """A unit's forward has raised."""
         if self._of_root is not None and unit is self._runtime.root:
             visit, self._of_root = self._of_root, None
             self.give_up(visit, sys.exc_info()[1])
@@ -358,12 +353,10 @@ class Visits(Participation):
         unit.unshard()
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        """Make finished ranks clip by the norm as well."""
         if self.joining is not None:
             self.joining.tell(Kind.CLIP_NORM, int(error_if_nonfinite), bits_of(max_norm), bits_of(norm_type))
 
     def announce_clip_value(self, clip_value: float) -> None:
-        """Make finished ranks clip by value as well."""
         if self.joining is not None:
             self.joining.tell(Kind.CLIP_VALUE, 0, bits_of(clip_value))
 
@@ -379,7 +372,6 @@ class Visits(Participation):
             things.clear()
 
     def begin_backward(self) -> None:
-        """A backward begins."""
         for region in self._directory.regions.values():
             region.orders[True].begin()
         for visit in self._owed:
@@ -490,7 +482,6 @@ class Visits(Participation):
             pass
 
     def perform(self, event: Message, rows: Sequence[Message]) -> None:
-        """Take part in another rank's operation."""
         if event.kind in (Kind.FORWARD, Kind.BACKWARD):
             self._serve_gather(event)
         elif event.kind == Kind.REDUCE:

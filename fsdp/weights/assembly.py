@@ -48,7 +48,6 @@ class Shards:
         return memory[:end]
 
     def copy_to(self, bucket: Tensor, runs: Sequence[Run]) -> None:
-        """Copy some runs to their positions in a bucket."""
         for run in runs:
             self.plan.run_view(run, bucket).copy_(self._values(run))
 

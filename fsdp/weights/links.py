@@ -242,7 +242,6 @@ def local_address(name: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of an address; ValueError if it has another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise ValueError(f"an address has the form host:port, got {address!r}")
@@ -424,5 +423,4 @@ def listening(address: str) -> tuple[socket.socket, str]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception as the other end shows it."""
     return f"{type(error).__name__}: {error}"
