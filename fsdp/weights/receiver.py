@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.weights.changes import apply_changes
-from fsdp.weights.links import (
-    CHANGES_BYTES,
-    Kind,
-    Link,
-    accept,
-    is_shared_memory,
-    key_of,
-    listening,
-    text_of,
-)
+from fsdp.weights.links import CHANGES_BYTES, Kind, Link, accept, is_shared_memory, key_of, listening, text_of
 from fsdp.weights.plan import ALIGN, WeightPlan
 
 _HANDSHAKE = 10.0  # seconds, of a process that connects and says nothing

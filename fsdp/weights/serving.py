@@ -24,16 +24,7 @@ from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import done_by_all, from_everyone, number_among
 from fsdp.engine.boxes import Box
 from fsdp.layers.state_dict.full import buffers_in_own_precision
-from fsdp.weights.links import (
-    Kind,
-    Link,
-    accept,
-    connect,
-    is_shared_memory,
-    key_of,
-    listening,
-    text_of,
-)
+from fsdp.weights.links import Kind, Link, accept, connect, is_shared_memory, key_of, listening, text_of
 from fsdp.weights.plan import PlannedTensor, WeightPlan, box_view, shares
 from fsdp.weights.sinks import Sink
 from fsdp.weights.stream import Rename, Settings, Stream, ready

@@ -10,14 +10,7 @@ from torch import nn
 
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp.wrap import (
-    AutoWrapPolicy,
-    ModuleGraph,
-    lambda_wrap_policy,
-    wrap_units,
-    wrapped_in,
-    wrapper_config_of,
-)
+from fsdp.wrap import AutoWrapPolicy, ModuleGraph, lambda_wrap_policy, wrap_units, wrapped_in, wrapper_config_of
 
 
 def shard(
