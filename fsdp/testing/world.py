@@ -151,6 +151,8 @@ def _no_groups() -> SimpleNamespace:
 
 
 class _Run:
+    """A run of all ranks, in the place of their watchdogs: it knows what watchdogs obtain over sockets."""
+
     def __init__(self, ranks: int, seed: int, late: Collection[int], faults: Sequence[Fault], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
         self.schedule = Schedule(ranks, seed, late, self._passed, self._stuck)
@@ -202,7 +204,7 @@ class _Run:
         self.schedule.begin(rank)
         try:
             dist.init_process_group("gloo", store=MemoryStore(self._network, rank), rank=rank, world_size=self._ranks)
-            watchdog.watchdogs[dist.group.WORLD] = _Onlooker(self)
+            watchdog.watchdogs[dist.group.WORLD] = self
             self._results[rank] = body(*args, **kwargs)
         except Death:
             self._network.close(rank)
@@ -334,13 +336,22 @@ class _Run:
         error = self._errors.get(rank)
         return "is gone: it has died" if error is None else f"was ended by {type(error).__name__}: {error}"
 
-    def explain(self) -> str:
+    def explain(self, closed_by: int | None) -> str:
         """Return which ranks have ended, and why; of those that are to blame, if that can be told."""
         if self._network.failure:
             return ""  # the error says it already
         gone = sorted(self._network.gone)
         causes = [rank for rank in gone if not isinstance(self._errors.get(rank), communicator.OtherRankError)]
         return "; ".join(f"rank {rank} {self._end(rank)}" for rank in causes or gone)
+
+    def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
+        raise RuntimeError("fsdp.recover() connects processes anew, and a World has none: use real ones")
+
+    def announce_end(self, error: BaseException, trace: Any) -> None:
+        """Not needed: other ranks detect the exit."""
+
+    def stop(self) -> None:
+        """Not needed: there is no thread."""
 
     def _raise(self) -> None:
         errors = sorted(self._errors.items(), key=lambda each: isinstance(each[1], communicator.OtherRankError))
@@ -358,25 +369,6 @@ class _Run:
         if others := {self._end(rank): rank for rank in range(self._ranks) if rank not in self._errors}:
             parts.append("; ".join(f"rank {rank} {text}" for text, rank in others.items()))
         raise WorldError("\n".join(parts), dict(self._errors), dict(self._results)) from first
-
-
-class _Onlooker:
-    """Replaces a rank's watchdog: the world already has the information that the watchdog obtains over sockets."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-
-    def explain(self, closed_by: int | None) -> str:
-        return self._run.explain()
-
-    def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
-        raise RuntimeError("fsdp.recover() connects processes anew, and a World has none: use real ones")
-
-    def announce_end(self, error: BaseException, trace: Any) -> None:
-        """Not needed: other ranks detect the exit."""
-
-    def stop(self) -> None:
-        """There is no thread."""
 
 
 def _as_rank(own: dict[str, Any], function: Callable[[], None]) -> None:
