@@ -157,35 +157,23 @@ class Assembly:
         what, tag = f"the exchange of bucket {number} of a stream of weights", ("weights", number)
         if number >= len(self._plan.buckets):
             return Pending(what, (), lambda: torch.empty(0)), {}
-        if self._is_direct:
-            return self._comm.exchange(self._places(number), self._values(number), what, tag), {}
-        sizes = self._sizes(number)
-        memory = iter(self._staging[: sum(sizes)].split(sizes))
+        sizes, bucket = self._sizes(number), self._bucket(number)
+        memory = iter(() if self._is_direct else self._staging[: sum(sizes)].split(sizes))
         sent: dict[int, list[Tensor]] = {}
         for part, targets in self._outgoing:
-            packed = self._shards.packed(self._runs(number, part), next(memory))
-            sent |= {target: [packed] for target in targets if len(packed)}
-        received = {}
+            runs = self._runs(number, part)
+            if self._is_direct:
+                values = [self._shards.bytes_of(run) for run in runs]
+            else:
+                values = [self._shards.packed(runs, next(memory))]
+            sent |= {target: values for target in targets if runs}
+        incoming: dict[int, list[Tensor]] = {}
         for source, part in self._incoming.items():
-            nbytes = self._plan.packed_nbytes(self._runs(number, part))
-            received[source] = next(memory)[:nbytes]
-        incoming = {source: [packed] for source, packed in received.items() if len(packed)}
-        return self._comm.exchange(incoming, sent, what, tag), received
-
-    def _places(self, number: int) -> dict[int, list[Tensor]]:
-        """Return the positions in a bucket of the runs of other ranks."""
-        bucket = self._bucket(number)
-        places = {source: self._runs(number, part) for source, part in self._incoming.items()}
-        return {
-            source: [self._plan.run_view(run, bucket).view(-1).view(torch.uint8) for run in runs]
-            for source, runs in places.items()
-            if runs
-        }
-
-    def _values(self, number: int) -> dict[int, list[Tensor]]:
-        """Return the runs of this rank, by the ranks that receive them."""
-        sent: dict[int, list[Tensor]] = {}
-        for part, targets in self._outgoing:
-            values = [self._shards.bytes_of(run) for run in self._runs(number, part)]
-            sent |= {target: values for target in targets if values}
-        return sent
+            runs = self._runs(number, part)
+            if self._is_direct:
+                places = [self._plan.run_view(run, bucket).view(-1).view(torch.uint8) for run in runs]
+            else:
+                places = [next(memory)[: self._plan.packed_nbytes(runs)]]
+            incoming |= {source: places} if runs else {}
+        packed = {} if self._is_direct else {source: places[0] for source, places in incoming.items()}
+        return self._comm.exchange(incoming, sent, what, tag), packed
