@@ -505,10 +505,16 @@ class _Training:
     def plan(self, world_size: int, replicas: int, has_activations: bool, bandwidth: float | None) -> Plan:
         state = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = [value for each in state for value in each.values() if isinstance(value, Tensor)]
+        gathered = [_number(each) for each in self._groups[0].sent if each.kind == "all-gather"]
+
+        def first_gather(unit: Unit) -> int:  # in the step; units that are not gathered come last
+            places = (gathered.index(tag) for tag in map(_tag, unit.handles) if tag in gathered)
+            return min(places, default=len(gathered) if unit.handles else 0)
+
         return Plan(
             world_size=world_size,
             replicas=replicas,
-            units=tuple(map(self._planned, self._in_order())),
+            units=tuple(self._planned(unit, gathered) for unit in sorted(self.units, key=first_gather)),
             parameter_bytes=sum(h.flat_param.nbytes for unit in self.units for h in unit.handles),
             gradient_bytes=self._gradient_bytes,
             optimizer_bytes=sum(tensor.nbytes for tensor in tensors),
@@ -532,18 +538,9 @@ class _Training:
         elements += [(param.numel(), param.dtype) for param in whole]
         return sum(numel * (dtype if own.is_floating_point else own).itemsize for numel, own in elements)
 
-    def _in_order(self) -> list[Unit]:
-        """Return the units in the order in which they are first gathered in a step; others last, as they are listed."""
-        gathered = [_number(each) for each in self._groups[0].sent if each.kind == "all-gather"]
-        first = {number: place for place, number in reversed(list(enumerate(gathered)))}
-        last = len(first)
-        return sorted(self.units, key=lambda unit: min((first.get(_tag(one), last) for one in unit.handles), default=0))
-
-    def _planned(self, unit: Unit) -> PlannedUnit:
+    def _planned(self, unit: Unit, gathered: Sequence[Any]) -> PlannedUnit:
         handles = unit.handles
         trained = [handle for handle in handles if handle.requires_grad]
-        numbers = set(map(_tag, handles))
-        gathers = [each for each in self._groups[0].sent if each.kind == "all-gather" and _number(each) in numbers]
         return PlannedUnit(
             name=self._names[unit],
             parameters=sum(slot.numel for handle in handles for slot in handle.layout.slots),
@@ -554,7 +551,7 @@ class _Training:
             unsharded_bytes=sum(handle.layout.unsharded_numel * handle.dtype.itemsize for handle in handles),
             gradient_bytes=sum(handle.flat_param.nbytes for handle in trained),
             flat_parameters=len(handles),
-            all_gathers=len(gathers),
+            all_gathers=sum(gathered.count(_tag(handle)) for handle in handles),
         )
 
 
