@@ -32,11 +32,6 @@ class Shards:
         self.plan, self.device = plan, device
         self._vectors = vectors
 
-    def memory(self, holding: Holding) -> Tensor:
-        """Return memory for the largest part of a bucket, which all buckets share because new memory is slower."""
-        parts = (self.plan.packed_nbytes(self.plan.runs(each, holding)) for each in range(len(self.plan.buckets)))
-        return torch.empty(max(parts, default=0), dtype=torch.uint8, device=self.device)
-
     def packed(self, runs: Sequence[Run], memory: Tensor) -> Tensor:
         """Copy some runs to memory, cast to the dtypes of the plan, and return their bytes."""
         end = 0

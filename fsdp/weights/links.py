@@ -346,9 +346,7 @@ class SocketSink(Sink):
         numbers = {"stream": plan.stream, "rank": plan.rank, "ranks": len(plan.parts)}
         link.send_json(Kind.STREAM, {**numbers, "plan": content})
         if is_shared_memory(self._address):
-            own = plan.parts[plan.rank]
-            parts = (plan.packed_nbytes(plan.runs(number, own)) for number in range(len(plan.buckets)))
-            link.share(max(parts, default=0) + CHANGES_BYTES)
+            link.share(plan.largest_part(plan.parts[plan.rank]) + CHANGES_BYTES)
 
     def bucket(self, number: int, tensor: Tensor) -> None:
         self._accepted().send_part(tensor.cpu())

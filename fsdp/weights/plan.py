@@ -176,6 +176,10 @@ class WeightPlan:
         """Return the number of bytes of some packed runs."""
         return runs[-1].packed + runs[-1].box.numel * self.dtype_of(runs[-1]).itemsize if runs else 0
 
+    def largest_part(self, holding: Holding) -> int:
+        """Return the number of bytes of the largest packed part of a bucket."""
+        return max((self.packed_nbytes(self.runs(each, holding)) for each in range(len(self.buckets))), default=0)
+
     def packed_view(self, run: Run, packed: Tensor) -> Tensor:
         """Return a run in a rank's packed part of a bucket, as a view with the sizes of its box."""
         dtype = self.dtype_of(run)

@@ -114,15 +114,6 @@ class _Content:
         held = {number: target.held for number, target in enumerate(targets.values())}
         return cls(targets, tuple(tensors), groups, {number: one for number, one in held.items() if one is not None})
 
-    @property
-    def unplaced(self) -> dict[int, Held]:
-        """The held elements without their positions in this rank's vectors, which other ranks do not know."""
-        return {number: replace(held, offset=0) for number, held in self.held.items()}
-
-    def digest(self, settings: Settings) -> str:
-        """Return a hash of the properties that all ranks have in common."""
-        return hashlib.sha256(repr((settings.bucket_bytes, self.tensors, self.groups)).encode()).hexdigest()
-
 
 @dataclass(frozen=True)
 class _Known:
@@ -234,7 +225,7 @@ class Stream:
                 )
             self._content = _Content.of(model, units, asked)
             self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
-            self._common = self._content.digest(asked)
+            self._common = _digest((asked.bucket_bytes, self._content.tensors, self._content.groups))
 
         error: Exception | None = None
         try:
@@ -242,7 +233,7 @@ class Stream:
         except Exception as raised:  # noqa: BLE001 (the ranks raise it together)
             error = raised
         known = _plans.setdefault(model, {})
-        key = "" if error else f"{self._common} {hashlib.sha256(repr(self._content.held).encode()).hexdigest()}"
+        key = "" if error else f"{self._common} {_digest(self._content.held)}"
         kind = "" if error or self._sink is None else getattr(self._sink, "receives", "buckets")
         own = f"{type(error).__name__}: {error}" if error else ""
         comm = _comm_of(ranks)
@@ -285,7 +276,8 @@ class Stream:
         content = self._content
         written = written_here(content.targets, self._ranks, _WHAT)
         numbers = {number for number, name in enumerate(content.targets) if name in written}
-        heard = from_everyone(self._ranks, (content.unplaced, numbers))
+        unplaced = {number: replace(held, offset=0) for number, held in content.held.items()}  # as other ranks see it
+        heard = from_everyone(self._ranks, (unplaced, numbers))
         parts = tuple({number: held[number] for number in sorted(own)} for held, own in heard)
         for number, tensor in enumerate(content.tensors):
             held = sum(part[number].numel for part in parts if number in part)
@@ -347,7 +339,9 @@ class Stream:
         device = self._units[0].device if self._units else next((each.device for each in vectors.values()), HOST)
         shards = Shards(self.plan, vectors, device)
         if "parts" in self._kinds:
-            return partial(self._send_parts, shards, shards.memory(self.own))
+            # All buckets share memory, because new memory is slower.
+            memory = torch.empty(self.plan.largest_part(self.own), dtype=torch.uint8, device=device)
+            return partial(self._send_parts, shards, memory)
         consumers = [rank for rank, kind in enumerate(self._kinds) if kind]
         known, comm = self._known, self._comm.for_device(device)
         assembly = Assembly(shards, self._content.held, known.holdings, known.alike, consumers, comm, self._places)
@@ -409,6 +403,10 @@ class _Consumption:
     def agree(self, ranks: Ranks) -> None:
         """Collective. Raise the exception of this rank, or report another rank's."""
         agree_on_outcome([ranks], self._what, self._error)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _comm_of(ranks: Ranks) -> Communicator:
