@@ -107,15 +107,17 @@ class Joining:
         self._runtime, self._model, self._optimizers = runtime, model, list(optimizers)
         self._visits = visits_of(runtime)
         self._after_step = after_step
-        self.is_uneven = False  # whether a rank had finished when the last forward began
-        self.running_ranks = 0  # that ran the last forward
-        self._is_finished = False
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def running_ranks(self) -> int:
+        """The number of ranks that took part in the last forward with a batch; 0 before the first."""
+        return self._visits.running_ranks
 
     def begin(self) -> None:
         """Announce this rank's operations from now on, until `end`."""
         self._runtime.checks.trust_values(self._runtime.root)
-        self._visits.joining = self
+        self._visits.joining, self._visits.running_ranks = self.perform, 0
         for number, optimizer in enumerate(self._optimizers):
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
             self._undo.append(hook.remove)
@@ -131,7 +133,7 @@ class Joining:
     def serve(self) -> None:
         """Collective with whatever the other ranks do. This rank has no more batches: take part until no rank has."""
         visits = self._visits
-        self._is_finished = True
+        visits.is_finished = True
         while True:
             rows, event = visits.round(Message(Kind.FINISHED))
             waiting = [row for row in rows if row.kind == Kind.WAIT]
@@ -142,13 +144,6 @@ class Joining:
             elif all(row.subject == END for row in waiting):
                 visits.end_followed_backward()
 
-    def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool:
-        """Make finished ranks do the same. Return False if there are none."""
-        if self._is_finished or not self.is_uneven:
-            return False
-        self._visits.announce(Message(kind, subject, argument, extra))
-        return True
-
     @uncompiled
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -156,15 +151,15 @@ class Joining:
                 "fsdp.join: optimizer.step(closure) runs additional forwards, which ranks that have finished do not "
                 "join. Call backward first, and then step() without a closure."
             )
-        if self.tell(Kind.STEP, number):
+        if self._visits.tell(Message(Kind.STEP, number)):
             self._share_options(pickle.dumps(_options(optimizer)))
 
     def _announce_before(self, owner: Any, number: int) -> None:
         original = owner.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if self._visits.joining is self:
-                self.tell(Kind.ZERO_GRAD, number, int(set_to_none))
+            if self._visits.joining == self.perform:
+                self._visits.tell(Message(Kind.ZERO_GRAD, number, int(set_to_none)))
             original(set_to_none)
 
         def undo() -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -204,17 +204,6 @@ class Place(NamedTuple):
     visit: Visit | None = None  # the mixed visit that contains it
 
 
-class StepsOfOthers(Protocol):
-    """The part of `fsdp.join` that visits use: a finished rank performs the other ranks' operations on its shards."""
-
-    is_uneven: bool
-    running_ranks: int
-
-    def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool: ...
-
-    def perform(self, event: Message) -> None: ...
-
-
 _FIRST = Place()
 _MANY = 100_000  # places in a forward, after which visits without a backward are dropped
 
@@ -241,7 +230,10 @@ class Visits(Participation):
         self._runtime = runtime
         self._directory = Directory(runtime.root, runtime.units, runtime.handles)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
-        self.joining: StepsOfOthers | None = None
+        # Of fsdp.join: performs the operations of other ranks on the shards of this rank, which has finished.
+        self.joining: Callable[[Message], None] | None = None
+        self.is_finished = self.are_some_finished = False  # this rank; some ranks when the last forward began
+        self.running_ranks = 0  # that ran the last forward
         self.is_uneven = False
         self._mode = 0  # of the current backward, for ranks that begin one to take part
         self._open: list[Visit] = []  # that are running, the innermost last
@@ -353,16 +345,22 @@ class Visits(Participation):
         unit.unshard()
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        if self.joining is not None:
-            self.joining.tell(Kind.CLIP_NORM, int(error_if_nonfinite), bits_of(max_norm), bits_of(norm_type))
+        self.tell(Message(Kind.CLIP_NORM, int(error_if_nonfinite), bits_of(max_norm), bits_of(norm_type)))
 
     def announce_clip_value(self, clip_value: float) -> None:
-        if self.joining is not None:
-            self.joining.tell(Kind.CLIP_VALUE, 0, bits_of(clip_value))
+        self.tell(Message(Kind.CLIP_VALUE, 0, bits_of(clip_value)))
+
+    def tell(self, message: Message) -> bool:
+        """Make finished ranks do the same. Return False if there are none."""
+        if self.is_finished or not self.are_some_finished:
+            return False
+        self.announce(message)
+        return True
 
     def end_join(self) -> None:
         """All ranks run the same operations again."""
         self.joining = self._of_root = None
+        self.is_finished = self.are_some_finished = False
         self.abandon()
         self._count = 0
 
@@ -494,7 +492,7 @@ class Visits(Participation):
             if visit is not None:
                 self._leave(visit, rows)
         elif self.joining is not None:
-            self.joining.perform(event)
+            self.joining(event)
 
     def _serve_visit(self, event: Message, rows: Sequence[Message]) -> None:
         if not self._open and not self._runtime.is_computing:
@@ -635,7 +633,7 @@ class Visits(Participation):
             if torch.is_grad_enabled():
                 self._touched.update(region.around)
         if not self._open and self.joining is not None:
-            self.joining.is_uneven, self.joining.running_ranks = visit.is_mixed, sum(runs)
+            self.are_some_finished, self.running_ranks = visit.is_mixed, sum(runs)
         region.orders[False].begin()
         self._open.append(visit)
         return visit
