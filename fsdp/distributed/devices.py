@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -224,11 +224,7 @@ def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
             f"pin_memory: CUDA cannot page-lock {storage.nbytes()} bytes (error {failure}). Use pin_memory=False, or "
             "let the process lock more memory (`ulimit -l`)."
         )
-
-    def unlock() -> None:
-        runtime.cudaHostUnregister(address)
-
-    return unlock
+    return partial(runtime.cudaHostUnregister, address)
 
 
 def can_page_lock() -> bool:

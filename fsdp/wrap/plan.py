@@ -212,7 +212,14 @@ def plan(
     over = shard_group if replicas == 1 else (shard_group, replica_group)
     copied, ignored = copy_on_meta(module, options)
     live = LiveBytes(META.type, ON_HOST)
-    with shard_group.reachable(), replica_group.reachable(), _imagined_host(live), warnings.catch_warnings(), live:
+    with (
+        shard_group.reachable(),
+        replica_group.reachable(),
+        mock.patch.object(offload, "HostStorage", partial(_ImaginedHostStorage, live)),
+        mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # which is that of the meta device
+        warnings.catch_warnings(),
+        live,
+    ):
         warnings.simplefilter("ignore")
         for buffer in copied.buffers():
             live.assign(buffer, BUFFERS)
@@ -297,16 +304,6 @@ class _ImaginedHostStorage(HostStorage):
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         return flat_param.vector.clone().to(dtype)
-
-
-@contextmanager
-def _imagined_host(live: LiveBytes) -> Iterator[None]:
-    """Keep offloaded tensors on a host without memory, inside the context."""
-    with (
-        mock.patch.object(offload, "HostStorage", partial(_ImaginedHostStorage, live)),
-        mock.patch.object(devices, "_IN_ORDER", _HostCopies(live)),  # which is that of the meta device
-    ):
-        yield
 
 
 def _on_meta(sample: Any, live: LiveBytes) -> Any:
