@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.engine.forward_hooks import has_forward
-from fsdp.engine.ignored import Ignored
 from fsdp.engine.precision import MixedPrecision
 from fsdp.layers.summary import aligned, size_text
 from fsdp.wrap import AutoWrapPolicy, ModuleGraph, force_leaf_classes
@@ -135,8 +134,7 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
         if name in arguments:
             raise TypeError(f"plan_wrapping() chooses {name}: leave it out")
     search = _Search(module, world_size, int(memory_budget), arguments)
-    ignored = Ignored.of(arguments.get("ignored_modules"), arguments.get("ignored_parameters"))
-    granularities = _granularities(ModuleGraph(module, ignored))
+    granularities = _granularities(ModuleGraph.without(module, (), arguments))
     found: list[PlannedWrapping] = []
     for names in granularities:
         try:
