@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +145,7 @@ class Update:
             link.end(reason)
 
 
-class Receiver:
+class Receiver(AbstractContextManager["Receiver"]):
     """Listens for streams of weights, see `receive`. Iterating over it waits for each next `Update`.
 
     Attributes:
@@ -242,9 +243,6 @@ class Receiver:
         self._stop_last()
         self._drop(but="")
         self._listener.close()
-
-    def __enter__(self) -> Receiver:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

@@ -13,6 +13,7 @@ import select
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -212,7 +213,7 @@ def serve_weights(
     return WeightServer(model, address, secret, settings, timeout)
 
 
-class WeightReader:
+class WeightReader(AbstractContextManager["WeightReader"]):
     """Reads ranges of the weights that the ranks of a training serve. No process group is required.
 
     Creating a reader waits until the training calls `WeightServer.update`. A reader is a context manager.
@@ -235,7 +236,7 @@ class WeightReader:
         self._key, self._timeout = key_of(secret, address), timeout
         self._name, self._count, self.received_nbytes = secrets.token_hex(8), 0, 0
         first, told = self._connect(address)
-        self._links: list[Link | None] = [first, *(None for _ in told["addresses"][1:])]
+        self._links: dict[int, Link] = {0: first}  # by rank, to which this reader connects when it first reads
         self._addresses = told["addresses"]
         self.plan = WeightPlan.from_json(told["plan"])
         self._numbers = {name: number for number, each in enumerate(self.plan.tensors) for name in each.names}
@@ -285,9 +286,9 @@ class WeightReader:
 
     def _read_from(self, request: Any, boxes: Sequence[tuple[int, Box, Tensor]], rank: int) -> tuple[int, str, int]:
         """Read the parts of a rank; return the version, the error of the server, and the number of bytes."""
+        if rank not in self._links:
+            self._links[rank] = self._connect(self._addresses[rank])[0]
         link = self._links[rank]
-        if link is None:
-            link = self._links[rank] = self._connect(self._addresses[rank])[0]
         link.send_json(Kind.REQUEST, request)
         told = link.receive_json(Kind.ACCEPTED)
         if told["error"]:
@@ -308,12 +309,8 @@ class WeightReader:
 
     def close(self) -> None:
         """Disconnect from all ranks."""
-        for link in self._links:
-            if link is not None:
-                link.end()
-
-    def __enter__(self) -> WeightReader:
-        return self
+        for link in self._links.values():
+            link.end()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
