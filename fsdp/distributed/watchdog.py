@@ -488,7 +488,7 @@ def set_watchdog(
     if patience is None:
         for journal in list(journals):
             journal.difference = ""
-        _stop(dist.group.WORLD if dist.is_available() else None)
+        stop(dist.group.WORLD if dist.is_available() else None)
     else:
         _prepare_for_end()
         if communicator.communicators:  # a model was wrapped while there was no watchdog
@@ -518,15 +518,11 @@ def watch() -> None:
     _prepare_for_end()
 
 
-def stop() -> None:
-    """Stop the watchdog of a group that was destroyed, or that ends with the process."""
-    for group in list(watchdogs):
-        _stop(group)
-
-
-def _stop(group: Any) -> None:
-    if (watchdog := watchdogs.pop(group, None)) is not None:
-        watchdog.stop()
+def stop(*groups: Any) -> None:
+    """Stop the watchdogs of some groups, by default of all: they were destroyed, or end with the process."""
+    for group in groups or list(watchdogs):
+        if (watchdog := watchdogs.pop(group, None)) is not None:
+            watchdog.stop()
 
 
 def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
