@@ -21,6 +21,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -429,46 +430,19 @@ class Senders:
                     yield from ((rank, name, *span) for span in spans(*extent))
 
 
-class _Job:
-    """A checkpoint that is being written. Its outcome is reported once."""
-
-    def __init__(self, place: Place, found: Plan, ranks: Ranks) -> None:
-        self._work: tuple[Place, Plan, Ranks] | None = (place, found, ranks)
-        self._error: BaseException | None = None
-        self.saved: Saved | None = None
-        self._thread = threading.Thread(target=self._run, name=f"saves {place.folder}")
-        self._thread.start()  # which the interpreter waits for at its end
-
-    @during("fsdp.checkpoint.Saver.save()")
-    def _run(self) -> None:
-        try:
-            if self._work is not None:
-                self.saved = write(*self._work)
-        except BaseException as error:  # noqa: BLE001 (it is raised by `finish`)
-            self._error = error
-        finally:
-            self._work = None  # the copies can be written over
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def finish(self) -> None:
-        """Wait for the job, and raise its exception unless it was already reported."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
-def _report(jobs: list[_Job]) -> None:
-    """Print the exception of the last job, because no later call can report it."""
+@during("fsdp.checkpoint.Saver.save()")
+def _write_for(job: Future[Saved], place: Place, found: Plan, ranks: Ranks) -> None:
     try:
-        for job in jobs:
-            job.finish()
-    except BaseException:  # noqa: BLE001
+        job.set_result(write(place, found, ranks))
+    except BaseException as error:  # noqa: BLE001 (the job raises it)
+        job.set_exception(error)
+
+
+def _report(jobs: list[Future[Saved]]) -> None:
+    """Print the exception of the last job, because no later call can report it."""
+    for error in filter(None, (job.exception() for job in jobs)):
         print("fsdp: a checkpoint could not be saved:", file=sys.stderr)
-        traceback.print_exc()
+        traceback.print_exception(type(error), error, error.__traceback__)
 
 
 class Saver:
@@ -498,17 +472,14 @@ class Saver:
             raise ValueError(f'when_busy must be "wait" or "raise", got {when_busy!r}')
         self._waits = when_busy == "wait"
         self._stager = StateDictStager(pin_memory, max_bytes=max_bytes)
-        self._jobs: list[_Job] = []  # the last job
+        self._jobs: list[Future[Saved]] = []  # the last job, until its outcome was reported
+        self._saved: Saved | None = None  # by the last job
         weakref.finalize(self, _report, self._jobs)
-
-    @property
-    def _job(self) -> _Job | None:
-        return self._jobs[0] if self._jobs else None
 
     @property
     def is_busy(self) -> bool:
         """Return whether this rank is still writing."""
-        return self._job is not None and self._job.is_running
+        return not all(job.done() for job in self._jobs)
 
     @during("fsdp.checkpoint.Saver.save()")
     def save(
@@ -540,7 +511,12 @@ class Saver:
         found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)
-        self._jobs[:] = [_Job(place, found, tuple(comm.apart() for comm in ranks))]
+        job: Future[Saved] = Future()
+        work = job, place, found, tuple(comm.apart() for comm in ranks)
+        # The interpreter waits for this thread at its end.
+        threading.Thread(target=_write_for, name=f"saves {place.folder}", args=work).start()
+        self._jobs.append(job)
+        self._saved = None
 
     def wait(self) -> Saved | None:
         """Block until the last checkpoint is complete, and return it. Not collective.
@@ -552,7 +528,7 @@ class Saver:
             Exception: the exception of the save, once.
         """
         self._finish()
-        return None if self._job is None else self._job.saved
+        return self._saved
 
     def _require_room(self) -> None:
         if self.is_busy and not self._waits:
@@ -561,8 +537,9 @@ class Saver:
             )
 
     def _finish(self) -> None:
-        if self._job is not None:
-            self._job.finish()
+        if self._jobs:
+            self._jobs[0].exception()  # waits, and an interrupt keeps the job
+            self._saved = self._jobs.pop().result()
 
     def _copied(self, found: Plan) -> Plan:
         parts = [entry.part for each in found.sets for entry in each.entries if entry.part is not None]

@@ -93,7 +93,7 @@ def test_an_error_is_raised_by_the_next_call_on_every_rank(tmp_path: Path, rank:
     for ask in (lambda: saver.save(tmp_path / "run", model), saver.wait):
         with mock.patch("os.pwrite", side_effect=failing) if dist.get_rank() == rank else mock.patch("os.getpid"):
             saver.save(tmp_path / "run", model)
-            saver._jobs[0]._thread.join()
+            saver._jobs[0].exception()
         with pytest.raises((OSError, RuntimeError), match="No space left on device"):
             ask()
         assert dist.get_rank() or not list(tmp_path.iterdir())  # the first rank tidies up
