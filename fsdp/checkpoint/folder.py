@@ -211,7 +211,8 @@ class Destination:
             if not _OURS.fullmatch(entry.name):  # user files, such as a configuration or a tokenizer
                 _copy_synced(entry.path, os.path.join(self.folder, entry.name))
         part = os.path.join(self.folder, _PART)
-        write_synced(part, manifest)
+        Path(part).write_bytes(manifest)
+        sync(part)
         os.unlink(os.path.join(self.folder, _MARKER))
         _sync_folder(self.folder)
         os.rename(part, os.path.join(self.folder, MANIFEST))
@@ -264,14 +265,6 @@ def _is_ours(folder: str) -> bool:
 def _has_ours_alone(folder: str) -> bool:
     """Return whether a folder has only files of this library: another save may have removed the marker."""
     return os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
-
-
-def write_synced(path: str, content: bytes) -> None:
-    """Write a file and sync it to the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _copy_synced(source: str, target: str) -> None:
