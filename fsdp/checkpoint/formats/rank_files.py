@@ -83,18 +83,15 @@ def rank_files(path: Paths) -> list[str]:
     if not isinstance(path, (str, os.PathLike)):
         return [os.fspath(each) for each in path]
     place = os.fspath(path)
-    if os.path.isdir(place):
-        return _only(place, _groups(place))
     folder, name = os.path.split(place)
-    groups = _groups(folder or ".") if os.path.isdir(folder or ".") else {}
     matched = _NUMBER.match(name)
-    if matched and (matched[1], matched[3]) in groups:
-        return _in_order(place, matched[3], groups[matched[1], matched[3]])
+    if matched and not os.path.isdir(place) and (group := _groups(folder).get((matched[1], matched[3]))):
+        return _in_order(place, matched[3], group)
     if os.path.isfile(place):
         return [place]
-    stem, dot, ending = name.rpartition(".")
-    found = {key: group for key, group in groups.items() if _names_shards(key, stem, dot + ending)}
-    if not found:
+    found = _groups_at(place)
+    if not found and not os.path.isdir(place):
+        stem, dot, ending = name.rpartition(".")
         raise FileNotFoundError(
             f"there is no {place}, and no file for each rank of that name ({stem}-shard0{dot}{ending})"
         )
@@ -107,13 +104,9 @@ def is_in_files(path: str | os.PathLike[str], is_such: Callable[[Mapping[Any, An
     Two files of each checkpoint show it.
     """
     place = os.fspath(path)
-    folder, name = (place, None) if os.path.isdir(place) else os.path.split(place)
-    groups = _groups(folder or ".") if os.path.isdir(folder or ".") and not os.path.isfile(place) else {}
-    if name is not None:
-        stem, dot, ending = name.rpartition(".")
-        groups = {key: group for key, group in groups.items() if _names_shards(key, stem, dot + ending)}
+    groups = {} if os.path.isfile(place) else _groups_at(place)
     files = [group[number] for group in groups.values() for number in sorted(group)[:2]]
-    for file in [place] if os.path.isfile(place) else files:
+    for file in files or [place]:
         with suppress(OSError, ValueError):
             content = TorchArchive(file).content
             if isinstance(content, Mapping) and is_such(content):
@@ -121,14 +114,21 @@ def is_in_files(path: str | os.PathLike[str], is_such: Callable[[Mapping[Any, An
     return False
 
 
-def _names_shards(key: tuple[str, str], stem: str, ending: str) -> bool:
-    before, after = key
-    return bool(re.fullmatch(rf"{re.escape(stem)}[-_.].*", before)) and _TOTAL.sub("", after) == ending
+def _groups_at(place: str) -> _Groups:
+    """Return the files of ranks in a folder, or with the common name `place`."""
+    if os.path.isdir(place):
+        return _groups(place)
+    folder, name = os.path.split(place)
+    stem, dot, ending = name.rpartition(".")
+    before = re.compile(rf"{re.escape(stem)}[-_.].*")
+    groups = _groups(folder).items()
+    return {key: group for key, group in groups if before.fullmatch(key[0]) and _TOTAL.sub("", key[1]) == dot + ending}
 
 
 def _groups(folder: str) -> _Groups:
     groups: _Groups = {}
-    for name in sorted(os.listdir(folder)):
+    folder = folder or "."
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         matched, place = _NUMBER.match(name), os.path.join(folder, name)
         if matched and _RANK.search(matched[1]) and os.path.isfile(place):
             groups.setdefault((matched[1], matched[3]), {})[int(matched[2])] = place

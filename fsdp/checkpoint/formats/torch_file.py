@@ -158,10 +158,10 @@ class TorchArchive:
         self._pickle = self._content_of(file, "data.pkl")
 
     def _content_of(self, file: IO[bytes], name: str, default: bytes | None = None) -> bytes:
-        record = self.records.get(f"{self._root}/{name}")
-        if record is None and default is not None:
+        path = f"{self._root}/{name}"
+        if default is not None and path not in self.records:
             return default
-        record = self.records[f"{self._root}/{name}"]
+        record = self.records[path]
         found = _bytes_of(file, record.begin, record.nbytes)
         if record.has_checksum and crc32(found) != record.checksum:
             raise ValueError(f"{record.name} in it is not what was saved")
