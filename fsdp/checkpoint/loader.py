@@ -24,7 +24,6 @@ from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import read_ours
 from fsdp.checkpoint.model_tensors import (
-    SlotTensor,
     Target,
     UnshardedTensor,
     extra_states,
@@ -236,12 +235,13 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
     """Return the missing and the unexpected keys, and all reasons why the files cannot be loaded."""
     stored = files.tensors
     named = {name for target in targets for name in keys_of(target)}
-    missing = [name for target in targets if _key(target, stored) is None for name in target.names]
     unexpected = [name for name in stored if name not in named]
-    problems = []
+    missing, problems = [], []
     for target in targets:
         key = _key(target, stored)
-        if key is not None:
+        if key is None:
+            missing += target.names
+        else:
             problems += _misfit(target, stored[key])
     own = {name.partition(".")[0] for name in named}
     prefix = foreign_prefix(unexpected, own.__contains__) if strict and missing else ""
@@ -269,7 +269,7 @@ def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     found = []
-    form, own = (target.description, target.form) if isinstance(target, SlotTensor) else ("", "")
+    form, own = target.description, target.form
     if stored.form and stored.form != own:
         found.append(
             f"{stored} is {stored.form}, and the model's is {form or own or 'a tensor'}: load it into a model with the "

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -81,11 +81,6 @@ class SlotTensor:
         return packing if packing is not None and packing.is_tensor and packing.dtype in KINDS else None
 
     @property
-    def is_bytes(self) -> bool:
-        """True if files contain the bytes of the parameter, which is of a class or dtype that they cannot contain."""
-        return self._form is not None and self.packing is None
-
-    @property
     def description(self) -> str:
         """The class, dtypes and metadata of a parameter that is sharded as bytes; empty for other parameters."""
         return "" if self._form is None else str(self._form.description)
@@ -95,7 +90,8 @@ class SlotTensor:
         """The form of a parameter that files contain as another tensor; empty for other parameters."""
         example = self.handle.flat_param.examples[self.slot]
         count = 0 if example is None else len(inner_of(example))
-        text = self.description if self.is_bytes else f"{count} inner tensors" if count > 1 else ""
+        text = self.description if self.packing is None else ""
+        text = text or (f"{count} inner tensors" if count > 1 else "")
         return text if len(text) < _MAX_FORM else f"{text[:_MAX_FORM]}... ({hashlib.sha256(text.encode()).hexdigest()})"
 
     @property
@@ -153,6 +149,11 @@ class UnshardedTensor:
     names: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
     device: torch.device  # for a tensor without memory
+
+    handle: ClassVar[None] = None
+    slot: ClassVar[int] = 0
+    description: ClassVar[str] = ""
+    form: ClassVar[str] = ""
 
     @property
     def tensor(self) -> Tensor:
@@ -404,7 +405,7 @@ def _crossing(tensors: Mapping[str, Target]) -> str:
     """Return the names and ranks of two tensors, neither of which is on all ranks of the other, if there are such."""
     spread: dict[frozenset[int], str] = {}
     for name, target in tensors.items():
-        group = target.handle.comm.group if isinstance(target, SlotTensor) else None
+        group = None if target.handle is None else target.handle.comm.group
         ranks = [] if group is None else list(ranks_of(group))
         for part in (target.part, MeshPart.of(target.param)):
             ranks += [] if part is None else part.mesh.mesh.flatten().tolist()
@@ -422,7 +423,7 @@ def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Coll
     vector, held = target.vector(name), target.held
     own = None if held is None else vector[held.offset : held.offset + held.numel]
     part = part_of(target, own) if name in written else None
-    return Entry(name, kept, target.shape, part, target.form if isinstance(target, SlotTensor) else "")
+    return Entry(name, kept, target.shape, part, target.form)
 
 
 def part_of(target: Target, flat: Tensor | None) -> Part | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
-from fsdp.checkpoint.model_tensors import SlotTensor, Target, keys_of, part_of, read_held
+from fsdp.checkpoint.model_tensors import Target, keys_of, part_of, read_held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry, Part
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.consensus import Ranks
@@ -92,13 +93,11 @@ class Optimizers:
 
     def stepped(self, name: str, target: Target) -> SteppedParam | None:
         """Return the parameter that an `OwnedOptimizer` among them steps for a tensor of the model."""
-        handle, slot = (target.handle, target.slot) if isinstance(target, SlotTensor) else (None, 0)
         for optimizer in self._all:
             if isinstance(optimizer, OwnedOptimizer):
-                found = optimizer.stepped_in(handle, slot, target.param)
+                found = optimizer.stepped_in(target.handle, target.slot, target.param)
                 if found is not None:
-                    original = Original(name, target.shape, slot, target.part, keys_of(target))
-                    return replace(found, originals=(original,))
+                    return replace(found, originals=(_original(name, target),))
         return None
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
@@ -120,12 +119,9 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
     """Return the contents of each parameter group of the optimizers, for a model with these tensors."""
     found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
     for name, target in tensors.items():
-        param, handle, slot = target.param, None, 0
-        if isinstance(target, SlotTensor):
-            handle, slot = target.handle, target.slot
+        param = target.param
         if isinstance(param, nn.Parameter):
-            original = Original(name, target.shape, slot, target.part, keys_of(target))
-            found.setdefault(id(param), (param, handle, []))[2].append(original)
+            found.setdefault(id(param), (param, target.handle, []))[2].append(_original(name, target))
     known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
     for stepped in (optimizers.stepped(name, target) for name, target in tensors.items()):
         if stepped is not None:
@@ -133,8 +129,8 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
     return grouped(optimizers.param_groups, optimizers.name, lambda param: known.get(id(param)))
 
 
-def _each(groups: Groups) -> Iterator[OptimParam]:
-    return (one for group in groups for one in group)
+def _original(name: str, target: Target) -> Original:
+    return Original(name, target.shape, target.slot, target.part, keys_of(target))
 
 
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
@@ -181,7 +177,7 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
 
 def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
     """Return the kinds of this rank's state of each parameter, for `shared_kinds`."""
-    params = list(_each(groups))
+    params = list(chain.from_iterable(groups))
     own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
     for each in own:
         kinds_to_json(each.kinds, each.name)
@@ -209,7 +205,7 @@ def state_entries(
     A rank writes the state of the parameters that it writes, whose names are `written`.
     """
     entries, states = [], {}
-    for one, known in zip(_each(groups), kinds, strict=True):
+    for one, known in zip(chain.from_iterable(groups), kinds, strict=True):
         own = {
             key: state for key, state in optimizers.state_of(one.param).items() if isinstance(known.get(key), Elements)
         }
@@ -308,7 +304,7 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
     saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
     names = {
         original: next((name for name in (original.name, *original.aliases) if name in saved_in), "")
-        for one in _each(groups)
+        for one in chain.from_iterable(groups)
         for original in one.originals
     }
     numbers, problems = match_groups(
@@ -316,7 +312,7 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
     )
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
     plan = StatePlan(optimizers, tensors, [], options, groups, problems)
-    for one in _each(groups):
+    for one in chain.from_iterable(groups):
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
             kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
@@ -403,4 +399,4 @@ def give_state(plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) ->
     """Load the state that was read into the optimizers."""
     saved = zip(plan.options, plan.optimizers.param_groups, strict=True)
     plan.optimizers.load(found, [options_of(own) if options is None else decoded(options) for options, own in saved])
-    release(_each(plan.groups))
+    release(chain.from_iterable(plan.groups))
