@@ -39,7 +39,6 @@ class Fragment(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Return the number of its block."""
         return self.begin // BLOCK_BYTES
 
 
@@ -73,7 +72,6 @@ def spans(begin: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[int
 
 
 def block_span(number: int, nbytes: int) -> tuple[int, int]:
-    """Return the begin and end of a block of a tensor with `nbytes` bytes."""
     return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, nbytes)
 
 
@@ -101,7 +99,6 @@ def _product(one: int, other: int) -> int:
 
 @cache
 def _squared(times: int) -> int:
-    """Square x so many times."""
     return _ONE >> 1 if times == 0 else _product(_squared(times - 1), _squared(times - 1))
 
 
@@ -123,7 +120,6 @@ class HoleError(Exception):
 
 
 def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
-    """Return the checksum of bytes ``begin:end``, which form a block."""
     found, reached = 0, begin
     known = set(fragments)
     for each in sorted(known, key=lambda one: (one.begin, -one.end)):
@@ -145,7 +141,6 @@ def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]
 
 
 def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[int]:
-    """Return the checksums of all blocks of a tensor."""
     return [of_block(fragments.get(number, ()), *span) for number, span in enumerate(spans(0, nbytes))]
 
 

@@ -454,7 +454,6 @@ class Progress:
         self._is_seen = sys.stderr.isatty()
 
     def start(self, total: int) -> Progress:
-        """Set the total number of bytes."""
         self._total = total
         if self._is_seen:
             try:
@@ -465,7 +464,6 @@ class Progress:
         return self
 
     def __call__(self, nbytes: int) -> None:
-        """Count bytes that are done."""
         self._done += nbytes
         if self._bar is not None:
             self._bar.update(nbytes)

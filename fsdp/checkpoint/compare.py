@@ -32,24 +32,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A training as it was recorded in a file.
+    """A training as it was recorded in a file."""
 
-    Attributes:
-        about: where it was recorded, such as the number of ranks.
-        entries: by places, in the order of the training; fingerprints as hexadecimal digits.
-    """
-
-    about: Mapping[str, Any]
-    entries: Mapping[Place, Mapping[Key, str]]
+    about: Mapping[str, Any]  # where it was recorded, such as the number of ranks
+    entries: Mapping[Place, Mapping[Key, str]]  # in the order of the training; fingerprints as hexadecimal digits
 
     @classmethod
     def read(cls, path: str | Path) -> Recorded:
-        """Read a file.
-
-        Raises:
-            ValueError: if the file is damaged or not a recording, with its path and the line.
-            OSError: if it cannot be read.
-        """
         keys: list[list[Key]] = []
         entries: dict[Place, dict[Key, str]] = {}
         about: dict[str, Any] = {}
@@ -108,7 +97,6 @@ def differences(one: Recorded, other: Recorded) -> Iterator[Difference]:
 
 
 def add_compare(commands: Any) -> None:
-    """Add the command to a parser."""
     command = commands.add_parser("compare", help=_COMPARE.splitlines()[0], description=_COMPARE)
     command.add_argument("one", metavar="A", help="a recording")
     command.add_argument("other", metavar="B", help="another one")

@@ -42,7 +42,6 @@ def is_left_behind(folder: str | os.PathLike[str]) -> bool:
 
 
 def numbered(folder: str | os.PathLike[str], step: int) -> str:
-    """Return the place of the checkpoint of a step."""
     return os.path.join(os.fspath(folder), f"step-{step:08d}")
 
 
@@ -124,13 +123,11 @@ class _Lock:
 
     @property
     def holder(self) -> str:
-        """Return which process has it, if that can be read."""
         with suppress(OSError):
             return Path(self._path).read_bytes()[:200].decode(errors="replace") or "another process"
         return "another process"
 
     def release(self) -> None:
-        """Release the lock."""
         if self._fd is None:
             return
         with suppress(OSError):
@@ -151,13 +148,7 @@ class Destination:
         self._lock = _Lock(self.path)
 
     def begin(self) -> None:
-        """Create the folder to write to, after cleaning up the files of killed saves.
-
-        Raises:
-            FileExistsError, NotADirectoryError: if the path exists and is not a checkpoint.
-            RuntimeError: if another save is running there.
-            OSError: if it cannot be written to.
-        """
+        """Create the folder to write to, after cleaning up the files of killed saves."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         if not self._lock.take():
             raise RuntimeError(
@@ -197,9 +188,7 @@ class Destination:
     def commit(self, manifest: bytes) -> None:
         """Rename the folder to its final path, after all files are on disk.
 
-        Raises:
-            RuntimeError: if another process has begun to save there since.
-            OSError: if renaming fails. The old checkpoint is restored when `abandon` is called.
+        If this fails, `abandon` restores the old checkpoint.
         """
         if not self._token or self.token != self._token:
             self._token = b""

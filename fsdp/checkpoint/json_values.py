@@ -70,11 +70,7 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Return the value that `encoded` has converted.
-
-    Raises:
-        ValueError: for a form that `encoded` never returns.
-    """
+    """Return the value that `encoded` has converted; ValueError for a form that it never returns."""
     try:
         return _decoded(value)
     except RecursionError:

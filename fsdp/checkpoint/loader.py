@@ -258,7 +258,6 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
 
 
 def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
-    """Return a message about files that do not fit a model."""
     lines = "\n\t".join(map(readable, problems))
     return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t{lines}"
 
@@ -292,7 +291,6 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
 
 
 def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) -> None:
-    """Fill the targets that the files contain."""
     with stored_buffers(units), torch.no_grad():
         for target in targets:
             key = _key(target, files.tensors)

@@ -73,7 +73,6 @@ class TensorSet:
         return cls(stem, entries, plan(entries, stem, max_file_bytes))
 
     def create(self, folder: str) -> None:
-        """Make all files, without the tensors."""
         for file in self.files:
             create(folder, file)
 
@@ -102,7 +101,6 @@ class Manifest:
     values: Any
 
     def to_bytes(self) -> bytes:
-        """Return the text of the file."""
         sets = {"model": self.model, "optimizer": self.optimizer}
         content = {
             "format": _FORMAT,

@@ -110,7 +110,6 @@ class SlotTensor:
 
     @property
     def held(self) -> Held | None:
-        """Return the elements that this rank holds, if it holds any."""
         layout, rank = self.handle.layout, self.handle.comm.rank
         interval = layout.interval(self.slot, rank)
         if interval is None:
@@ -128,7 +127,6 @@ class SlotTensor:
         return Held(box, start, start + interval.numel, interval.offset)
 
     def vector(self, name: str) -> Tensor:
-        """Return this rank's shard of the flat parameter."""
         self.handle.storage.check_readable(self.handle.name)
         return self.handle.flat_param.vector if self.packing is None else self.handle.flat_param.vector.view(self.dtype)
 

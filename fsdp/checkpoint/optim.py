@@ -77,12 +77,10 @@ class Optimizers:
 
     @property
     def name(self) -> str:
-        """Return the names of their classes."""
         return ", ".join(type(optimizer).__name__ for optimizer in self._all)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all optimizers."""
         return [dict(group) for optimizer in self._all for group in groups_of(optimizer)]
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
@@ -101,7 +99,6 @@ class Optimizers:
         return None
 
     def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Load states, and the options of groups, into each optimizer."""
         ahead = iter(options)
         for optimizer in self._all:
             held = [group["params"] for group in groups_of(optimizer)]
@@ -396,7 +393,6 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
 
 
 def give_state(plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Load the state that was read into the optimizers."""
     saved = zip(plan.options, plan.optimizers.param_groups, strict=True)
     plan.optimizers.load(found, [options_of(own) if options is None else decoded(options) for options, own in saved])
     release(chain.from_iterable(plan.groups))

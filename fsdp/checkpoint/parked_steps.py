@@ -48,12 +48,7 @@ class ParkedSteps:
 
     @contextmanager
     def with_parked(self, handle: FlatParamHandle | None, tensors: ParkedTensors) -> Iterator[None]:
-        """Bring tensors back for each step inside the context.
-
-        Args:
-            handle: whose parameters the tensors are the state of; see `UnitStates.handles`.
-            tensors: parked.
-        """
+        """Bring parked tensors, the part `handle` of the state, back for each step inside the context."""
         if not self._parked:
             optimizer = self.optimizer
             after = optimizer.register_step_post_hook(self._after)

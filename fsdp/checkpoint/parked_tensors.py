@@ -57,13 +57,8 @@ class ParkedTensors:
     """Tensors whose storages are freed together, and filled together again.
 
     In turn: `find`, `copy`, `free`, `fill` and `show`, and the same again, or `end`. Copies between a device and the
-    host are queued on the current stream.
-
-    Args:
-        part: the start of the tensors' names in files and errors.
-        to: ``"host"``, or a folder.
-        message: the error of operations on the parked tensors.
-        is_readable: values may leave the parked tensors.
+    host (``to="host"``, or a folder) are queued on the current stream. `part` begins the tensors' names in files and
+    errors; the other arguments are as for `guard`.
     """
 
     def __init__(self, part: str, to: str | os.PathLike[str], message: str, is_readable: bool) -> None:
@@ -77,17 +72,14 @@ class ParkedTensors:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are freed."""
         return sum(self._sizes)
 
     @property
     def is_parked(self) -> bool:
-        """Return whether the tensors that were found are parked."""
         return bool(self._guarded)
 
     @property
     def devices(self) -> set[torch.device]:
-        """The devices of the tensors."""
         return {storage.device for _, _, storage in self._storages.values()}
 
     def find(self, named: Iterable[Named], stay: set[int]) -> None:
@@ -177,7 +169,6 @@ class HostCopies:
             _elements(storage).copy_(copied, non_blocking=True)
 
     def close(self) -> None:
-        """Free all copies."""
         self._copies = []
 
 
@@ -309,11 +300,7 @@ def _guarded(kind: Any, message: str, is_readable: bool) -> Any:
 def guard(tensor: Any, message: str, copied: UntypedStorage | None, is_readable: bool) -> bool:
     """Make operations on a tensor raise an error. Return whether its class allows that.
 
-    Args:
-        tensor: a plain tensor, or a tensor with other tensors inside, such as a `DTensor`.
-        message: the error.
-        copied: the copy of a plain tensor's storage.
-        is_readable: values may leave the tensor.
+    If the tensor `is_readable`, its values may leave it; those of a plain tensor are in the copy of its storage.
     """
     if copied is not None and is_readable:
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -326,7 +313,6 @@ def guard(tensor: Any, message: str, copied: UntypedStorage | None, is_readable:
 
 
 def unguard(tensor: Any) -> None:
-    """Allow all operations again."""
     tensor.__class__ = tensor.kind
     _values.pop(tensor, None)
 

@@ -125,13 +125,7 @@ def parked(
 
 
 class _Parked:
-    """A part that is parked by a single call.
-
-    Args:
-        root: the outermost unit.
-        part: one of `PARTS`.
-        undo: what is done in the end.
-    """
+    """A part of a model, one of `PARTS`, that is parked by a single call."""
 
     def __init__(self, root: Unit, part: str, undo: ExitStack) -> None:
         self._handles, self._units, self._undo = _handles(root), [unit for _, unit in units_in(root)], undo
@@ -150,17 +144,14 @@ class _Parked:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are freed."""
         return sum(tensors.nbytes for tensors in self.tensors)
 
     def copy(self) -> None:
-        """Copy all storages; their memory is still there."""
         for tensors in self.tensors:
             tensors.copy()
         self._finish()
 
     def free(self) -> None:
-        """Free the memory, and make operations on the tensors raise errors."""
         _records(self.root).append(self)
         for tensors in self.tensors:
             tensors.free()
@@ -185,18 +176,15 @@ class _Parked:
         raise RuntimeError(f"{type(optimizer).__name__}.step(): {self.message}")
 
     def fill(self) -> None:
-        """Allocate the memory again, and fill it."""
         for tensors in self.tensors:
             tensors.fill()
         self._finish()
 
     def drop(self) -> None:
-        """Free the memory, also if it is filled again."""
         for tensors in self.tensors:
             tensors.drop()
 
     def end(self) -> None:
-        """Allow all operations again, and free the copies."""
         _records(self.root).remove(self)
         self._undo.close()
         for tensors in self.tensors:
@@ -217,7 +205,6 @@ class _Parked:
 
 
 def _records(root: Unit) -> list[_Parked]:
-    """Return everything of a model that is parked."""
     found: list[_Parked] = root.requests.setdefault(_Parked, [])
     return found
 

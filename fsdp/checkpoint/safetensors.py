@@ -77,12 +77,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class SafetensorsFiles(TensorReader):
-    """The tensors of a file, of files with an index (``*.safetensors.index.json``), or of a folder with either.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is invalid; the message names the file and the tensor.
-    """
+    """The tensors of a file, of files with an index (``*.safetensors.index.json``), or of a folder with either."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_resolve(path), {})
@@ -214,7 +209,6 @@ class _JsonText:
         return cast(dict[str, Any], _JSON.decode(found.group()))
 
     def end(self) -> None:
-        """Raise ValueError if there is more text than space."""
         if self._next():
             raise ValueError(f"there is more after its end, at character {self._at}")
 
@@ -328,7 +322,6 @@ class CheckedFiles(SafetensorsFiles):
         return fragment(found.name, start * found.dtype.itemsize, host_bytes(into))
 
     def _block(self, one: Fragment) -> tuple[int, int]:
-        """Return where the block of a fragment begins and ends."""
         return block_span(one.block, self.tensors[one.name].nbytes)
 
     def _compare(self, name: str, block: int, checksum: int) -> None:
@@ -380,7 +373,6 @@ class Part:
 
     @classmethod
     def whole(cls, values: Tensor | FoundTensor) -> Part:
-        """Return all elements."""
         return cls([(0, values.numel())], values)
 
     def extents(self, dtype: torch.dtype) -> list[tuple[int, int]]:
@@ -443,7 +435,6 @@ class Entry:
         return self.shape.numel() * self.dtype.itemsize
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield this rank's chunks of the tensor."""
         return iter(()) if self.part is None else self.part.chunks(self.dtype)
 
 
@@ -520,7 +511,6 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
 
 
 def index_name(stem: str) -> str:
-    """Return the name of the index."""
     return f"{stem}{INDEX_SUFFIX}"
 
 

@@ -29,12 +29,7 @@ class UnitStates:
     """The state of an optimizer by flat parameters. State of other parameters, and the groups' options, are apart.
 
     An optimizer with other rules than those of `BY_PARAMETER`, or with tensors that share memory between units, has a
-    single part, which is apart.
-
-    Args:
-        root: the outermost unit of the model.
-        optimizer: steps parameters of the model, and may step others.
-        start: of the names of its tensors.
+    single part, which is apart. `start` begins the names of its tensors.
 
     Attributes:
         handles: one for each part: a handle whose parameters the optimizer steps, or None for all that is apart.
@@ -78,11 +73,9 @@ class UnitStates:
         return [param for group in self._groups for param in group["params"]]
 
     def params(self, handle: FlatParamHandle | None) -> list[list[Any]]:
-        """Return the parameters of a part, for each group of the optimizer."""
         return self._params[handle]
 
     def named(self, handle: FlatParamHandle | None) -> Iterator[Named]:
-        """Yield the tensors of a part."""
         state = self._optimizer.state
         own = [param for params in self._params.get(handle, ()) for param in params]
         fields = [(self._numbers[id(param)], state[param]) for param in own if param in state]

@@ -36,12 +36,7 @@ BROKEN = (
 
 
 def descriptor(path: str | os.PathLike[str]) -> int:
-    """Open a file to read it; the caller closes it.
-
-    Raises:
-        ValueError: if it is no regular file.
-        OSError: if it cannot be opened.
-    """
+    """Open a file to read it; the caller closes it. ValueError if it is no regular file."""
     place = os.fspath(path)
     fd = os.open(place, _FLAGS)  # which does not wait for anybody who writes to a pipe
     kind = os.fstat(fd).st_mode
@@ -59,12 +54,7 @@ def opened(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def content_of(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """Return all of a file.
-
-    Raises:
-        ValueError: also if the file has more than `most` bytes.
-        OSError: see `descriptor`.
-    """
+    """Return all of a file; ValueError also if it has more than `most` bytes."""
     with opened(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if most is not None and nbytes > most:

@@ -81,7 +81,6 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all files with tensors."""
         return sum(file.nbytes for each in self.sets for file in each.files if file.name.endswith(SUFFIX))
 
 
@@ -120,7 +119,6 @@ class Place:
 
     @property
     def folder(self) -> str:
-        """Return the checkpoint's own folder."""
         return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
 
     @property

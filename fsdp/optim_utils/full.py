@@ -23,7 +23,6 @@ OWN_KEYS = ("state", "param_groups", SHARDS_OF, *ADDED)
 
 
 def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the options of a parameter group."""
     return copy.deepcopy(options_of(group))
 
 

@@ -67,7 +67,6 @@ class Window:
         self._bytes += nbytes
 
     def first(self) -> Any:
-        """Wait for the oldest tensor."""
         finish, nbytes = self._ahead.popleft()
         self._bytes -= nbytes
         return finish()

@@ -350,11 +350,7 @@ def _beside(value: Any, param: Tensor) -> Any:
 class _Member:
     """An original parameter in a group, with the listed parameter and the stepped tensor.
 
-    Args:
-        listed: the model's parameter with its elements on this rank, possibly shared with other originals.
-        original: the parameter.
-        owner: the number of its owner among the ranks that share the parameter; None if each rank steps its own
-            elements.
+    Its owner is a number among the ranks that share it; None if each rank steps its own elements.
     """
 
     def __init__(self, listed: OptimParam, original: Original, owner: int | None) -> None:
@@ -403,7 +399,6 @@ class _Member:
             param.grad = None if gradient is None else gradient.view(param.shape)
 
     def numel_on(self, rank: int) -> int:
-        """Return how many elements of it a rank holds."""
         kept = self.listed.interval(self.original, rank)
         return 0 if kept is None else kept.numel
 
@@ -418,7 +413,6 @@ class _Member:
         return unsharded.view(-1)[kept.start : kept.stop] if kept is not None else unsharded.view(-1)[:0]
 
     def put(self, unsharded: Tensor, rank: int, elements: Tensor) -> None:
-        """Copy the elements of a rank to their place."""
         place = self.part(unsharded, rank)
         place.copy_(elements.view(place.shape))
 
@@ -526,8 +520,7 @@ class _Exchange:
     def deliver(self, has_failed: bool) -> list[int]:
         """Send new values back and write them to the shards, unless this rank `has_failed` to compute them.
 
-        Returns:
-            The failed ranks among the ranks that send values to this rank.
+        Return the failed ranks among the ranks that send values to this rank.
         """
         comm, to_owners = self._comm, self._to_owners()
         told = torch.tensor([has_failed], dtype=torch.uint8)
@@ -653,7 +646,6 @@ def _needs_closure(make: Any) -> bool:
 
 
 def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) -> list[list[Place]]:
-    """Return the parameters of each group, in the model's order."""
     every = list(params.by_number.values())
     group_of: dict[Place, int] = {}
     for number, group in enumerate(given):

@@ -66,23 +66,14 @@ def choose_owners(items: Sequence[OwnedItem], world_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """An `Ownership` says which rank steps which whole parameters; `str` has a table.
+    """An `Ownership` says which rank steps which whole parameters; `str` has a table."""
 
-    There may be several sets of ranks that share some.
-
-    Attributes:
-        items: by the ranks that share them.
-        owners: in the same order, the number of the owner among those.
-        sharded: the names of parameters that every rank steps its own elements of.
-    """
-
-    items: Mapping[tuple[int, ...], Sequence[OwnedItem]]
-    owners: Mapping[tuple[int, ...], Sequence[int]]
-    sharded: Sequence[str] = ()
+    items: Mapping[tuple[int, ...], Sequence[OwnedItem]]  # by the ranks that share them
+    owners: Mapping[tuple[int, ...], Sequence[int]]  # in the same order, the number of the owner among those
+    sharded: Sequence[str] = ()  # the names of parameters that every rank steps its own elements of
 
     @classmethod
     def of(cls, items: Mapping[tuple[int, ...], Sequence[OwnedItem]], sharded: Sequence[str] = ()) -> Ownership:
-        """Choose the owners."""
         owners = {ranks: choose_owners(each, len(ranks)) for ranks, each in items.items()}
         return cls(items, owners, sharded)
 

@@ -129,17 +129,14 @@ class FingerprintRecording:
                 self._current[Key(BUFFER, self._unit_name(unit.name), path, call)] = _of_tree(buffer)
 
     def forward_end(self, unit: Unit, output: Any, failed: bool) -> None:
-        """Note the outputs of a unit."""
         if not (failed or in_backward()) and unit in self._calls:
             self._current[Key(OUTPUT, self._unit_name(unit.name), "", self._calls[unit])] = _of_tree(output)
 
     def gradient(self, handle: FlatParamHandle, slot: int, gradient: Tensor) -> None:
-        """Note a gradient before it is reduced."""
         key = Key(GRADIENT, self._unit_name(handle.unit_name), self._name(handle, slot))
         self._current[key] = fingerprint_of_range(local_part(gradient), 0)
 
     def backward_end(self) -> None:
-        """Close a micro-batch."""
         everyone = self._root.everyone
         number = len(self._micro_batches) * size_of(everyone) + number_among(everyone)
         self._micro_batches[number] = self._current
@@ -155,7 +152,6 @@ class FingerprintRecording:
     # --- of a step ----------------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note reduced gradients and options."""
         self._parts = {REDUCED: list(weights_of(self._params, of_gradients=True)), OPTION: list(_options(optimizer))}
 
     @torch.no_grad()

@@ -395,12 +395,9 @@ _ANEW = "Make the optimizer after wrapping, from the wrapped model's parameters(
 
 @torch.no_grad()
 def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Replace original parameters in an optimizer, and shard their state.
+    """Replace original parameters in an optimizer, and shard their state; unchanged if anything is wrong.
 
-    Args:
-        root: the units in it took the parameters over.
-        optimizer: is changed in place, and not at all if anything is wrong.
-        names: of the parameters that optimizers are to see, for those that keep names.
+    Units below `root` took the parameters over. `names` are those of the new parameters, for optimizers that keep them.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"reshard_optimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}")

@@ -73,7 +73,6 @@ class OptimParam:
 
     @property
     def name(self) -> str:
-        """Return the name for messages."""
         first, *others = (original.name for original in self.originals)
         return f"{first} (in one flat parameter with {len(others)} more)" if others else first
 
@@ -90,7 +89,6 @@ class OptimParam:
         return Interval(found.slot, found.start, found.stop, 0)
 
     def is_on(self, rank: int) -> bool:
-        """Return whether a rank has elements of it."""
         return any(self.interval(original, rank) is not None for original in self.originals)
 
     def local_shape(self, original: Original, shape: torch.Size | None = None) -> torch.Size:
@@ -286,11 +284,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state as it was before `flat_state`.
-
-    Raises:
-        ValueError: for keys that are none of its, as a file that was made up may have.
-    """
+    """Return a parameter's state as it was before `flat_state`; ValueError for keys that are none of its."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         match = _NESTED.fullmatch(key)
@@ -360,7 +354,6 @@ class Number(NamedTuple):
 
     @property
     def held(self) -> Tensor:
-        """Return the state as the optimizer has it."""
         return torch.tensor(self.value, dtype=self.dtype)
 
     def __str__(self) -> str:
@@ -374,7 +367,6 @@ class Value(NamedTuple):
 
     @property
     def held(self) -> Any:
-        """Return the state as the optimizer has it."""
         return self.value
 
     def __str__(self) -> str:
@@ -408,9 +400,7 @@ def kinds_of(
     remedy: str = ELEMENTWISE,
     is_owned: bool = False,
 ) -> Kinds:
-    """Return the kinds of the state of a parameter, or of its shard, with this shape.
-
-    The state of an owned parameter may have tensors of any shape.
+    """Return the kinds of the state of a parameter, or of its shard, with this shape; an owned one may have any shapes.
 
     Messages use `whose` as its name, and contain a `remedy` for a tensor that is neither of this shape nor a number.
     `has_elements` is as for `is_number`.

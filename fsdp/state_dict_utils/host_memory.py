@@ -64,11 +64,7 @@ class _Kept:
 class HostMemory:
     """Blocks by original. Only one thread at a time may call `take`; copies may be released by any thread.
 
-    Args:
-        pin: page-lock the blocks; requires CUDA.
-        share: use memory that other processes can map.
-        max_bytes: the limit for all blocks, referenced or not; None means no limit.
-        wait_seconds: the time to wait for referenced blocks when the limit is reached.
+    The arguments are as for `StateDictStager`.
     """
 
     def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:

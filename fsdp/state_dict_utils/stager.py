@@ -296,7 +296,6 @@ class TreeCopy:
         self._runs_code = False
 
     def copy(self, tree: Any) -> Any:
-        """Return the copy."""
         self._find(tree, ())
         if self._runs_code:
             self._fill()

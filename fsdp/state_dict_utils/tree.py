@@ -136,13 +136,11 @@ def missing_memory(tensor: Tensor) -> str | None:
 
 
 def by_class(tensor: Tensor) -> str:
-    """Describe a tensor by its class, shape and dtype."""
     shape = "several shapes" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
     return f"a {class_name(type(tensor))} of {shape} and dtype {tensor.dtype}"
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class, with its module unless it is built in."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -313,7 +311,6 @@ def host_twin(tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
 
 
 def spelled(path: Path) -> str:
-    """Spell a path for messages."""
     return ".".join(map(str, path)) if path else "the whole tree"
 
 
@@ -347,7 +344,6 @@ def children(node: Any) -> dict[Any, Any] | None:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf with its path, in order."""
     inside = children(tree)
     if inside is None:
         yield path, tree

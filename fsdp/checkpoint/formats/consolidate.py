@@ -129,7 +129,6 @@ class Shard:
                 yield join(entry["fsdp_path"], backing), entry["fsdp_path"], list(described["names"])
 
     def parameters(self) -> Iterator[tuple[str, torch.Size]]:
-        """Yield names and shapes of the parameters in the flat parameters, in order."""
         for entry in self.entries:
             for described in entry["params"].values():
                 for name, shape in zip(described["names"], described["shapes"], strict=True):

@@ -53,7 +53,6 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all tensors."""
         return sum(entry.nbytes for entry in (*(self.model or ()), *(self.optimizer or ())))
 
 
@@ -156,7 +155,6 @@ def _flattened(full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance) -> None:
-    """Write a folder as `fsdp.save` does."""
     require_free(path, overwrite)
     source, destination = content.source, Destination(path)
     sets = [TensorSet.planned("model", content.model or [], max_file_bytes)]
@@ -298,7 +296,6 @@ def require_free(path: str, overwrite: bool) -> None:
 
 
 def _remove(place: str) -> None:
-    """Remove a file, or a folder with its contents, as far as possible."""
     if os.path.isdir(place):
         shutil.rmtree(place, ignore_errors=True)
     else:

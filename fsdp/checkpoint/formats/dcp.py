@@ -35,12 +35,10 @@ _OWN = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 
 
 def is_dcp(path: str) -> bool:
-    """Return whether there is such a folder."""
     return os.path.isfile(os.path.join(path, _METADATA))
 
 
 def read_dcp(path: str, choices: Choices) -> Source:
-    """Open a folder that `torch.distributed.checkpoint` has written."""
     folder = DcpFolder(path)
     problem = next(folder.misplaced(), None)
     if problem is not None:
@@ -64,7 +62,6 @@ class _Saved:
 
 
 def _tensor_in(item: _Saved, dtype: torch.dtype, box: Box) -> StridedTensor:
-    """Return the tensor that the metadata say is there."""
     found = item.open().content
     if not isinstance(found, StridedTensor):
         raise ValueError(f"{item.name} in {item.path} is no tensor, and {_METADATA} says that it is one")
@@ -124,12 +121,10 @@ class DcpFolder:
 
     @property
     def world_size(self) -> int | None:
-        """Return the number of ranks that have files in it."""
         matches = (_OF_RANK.match(os.path.basename(item.path)) for item in self._items.values())
         return len({match[1] for match in matches if match is not None}) or None
 
     def tree(self) -> Any:
-        """Return the saved tree with lazy tensors."""
         root: dict[Any, Any] = {}
         for name in self._described:
             path = self._path(name)
@@ -169,7 +164,6 @@ class DcpFolder:
 
     @property
     def nbytes(self) -> int:
-        """Return the total size of the data in files."""
         return sum(item.nbytes for item in self._items.values())
 
     def archives(self) -> Iterator[Callable[[], TorchArchive]]:

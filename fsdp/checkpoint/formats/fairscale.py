@@ -106,7 +106,6 @@ def _order(shard: Shard) -> tuple[dict[str, int], bool]:
 
 
 def _is_full(saved: SavedOptimizer) -> bool:
-    """Return whether it is FairScale's full dictionary."""
     return "param_id_map" in saved.content and "uncollected_local_ids" in saved.content
 
 
@@ -154,7 +153,6 @@ def _add_local(
 def _keys_by_number(
     saved: Sequence[SavedOptimizer], shard: Shard, backings: Mapping[str, Backing], order: Sequence[str] | None
 ) -> dict[Any, str]:
-    """Return the key of a shard by the optimizer's number."""
     groups = [list(group["params"]) for group in saved[0].content["param_groups"]]
     for other in saved[1:]:
         if [list(group["params"]) for group in other.content["param_groups"]] != groups:
@@ -179,7 +177,6 @@ def _keys_by_number(
 def _add_backing(
     state: NamedState, backing: Backing, number: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> None:
-    """Add the state of a flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
     parts = [rank for rank, piece in enumerate(backing.pieces) if piece.numel] or [0]
     wanted = list(entries[parts[0]])

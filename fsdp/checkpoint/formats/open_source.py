@@ -128,13 +128,7 @@ WORDS = tuple(each.word for each in FORMATS)
 
 
 def open_source(path: str | os.PathLike[str], word: str | None = None, choices: Choices | None = None) -> Source:
-    """Open a checkpoint of any format. Tensors are not loaded into memory.
-
-    Raises:
-        FileNotFoundError: if the path does not exist.
-        ValueError: if the checkpoint has an unknown format, not the format `word`, or is damaged.
-        OSError: if it cannot be read.
-    """
+    """Open a checkpoint of any format, or of the format `word`. Tensors are not loaded into memory."""
     place, given = os.fspath(path), choices or DEFAULT
     found = format_of(place, word)
     if given.optimizer_files is not None and found.word not in ("fairscale", "fsdp1"):
@@ -157,7 +151,6 @@ def examine(found: Format, path: str, start: Start) -> tuple[list[str], int, str
 
 
 def format_of(path: str, word: str | None = None) -> Format:
-    """Return the format of the checkpoint at a path."""
     found = next((each for each in FORMATS if (each.is_at(path) if word is None else each.word == word)), None)
     if found is not None:
         # A checkpoint that was being replaced has a temporary name, and files of ranks have a common prefix.

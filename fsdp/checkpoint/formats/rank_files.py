@@ -75,10 +75,6 @@ def rank_files(path: Paths) -> list[str]:
         path: a folder with a file for each rank, whose last number is the rank; any of these files; their common name
             (``checkpoint_last.pt`` for ``checkpoint_last-shard0.pt`` and so on); a single file; or a list of all
             files, in order.
-
-    Raises:
-        FileNotFoundError: if files are missing, with their names.
-        ValueError: for a folder with the files of multiple checkpoints.
     """
     if not isinstance(path, (str, os.PathLike)):
         return [os.fspath(each) for each in path]
@@ -252,8 +248,6 @@ def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], d
 
 
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
-    """Return whether there are files of ranks at a path with sharded or local state dicts."""
-
     def has_shards(content: Mapping[Any, Any]) -> bool:
         inside = (each for each in (content, *content.values()) if isinstance(each, Mapping))
         return any(_has_shards(each) for each in inside if not is_optimizer_state(each))
@@ -336,7 +330,6 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -
 
 
 def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> NamedState:
-    """Return an optimizer's state that goes by names."""
     first = saved[0]
     names = names_by_key(str(first), first.content, order, plain_name)
     state = NamedState(str(first))
@@ -360,7 +353,6 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
 
 
 def _is_sharded(value: Any) -> bool:
-    """Return whether a value is a rank's shard of a tensor."""
     return _is_of_torch(value, "ShardedTensor") or _is_of_torch(value, "DTensor")
 
 

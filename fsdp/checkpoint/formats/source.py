@@ -50,7 +50,6 @@ class Source:
     is_in_order: bool = True  # `model` has the order of the modules, which gives an optimizer its numbers
 
     def close(self) -> None:
-        """Close all files."""
         self.model.close()
         if self.optimizer is not None:
             self.optimizer.close()
@@ -158,7 +157,6 @@ class SeenFile(NamedTuple):
 
     @classmethod
     def of(cls, path: str, fd: int) -> SeenFile:
-        """Return a file that is open."""
         status = os.fstat(fd)
         return cls(path, status.st_size, status.st_mtime_ns)
 
@@ -198,7 +196,6 @@ class OpenFiles:
         return self._last[1]
 
     def close(self) -> None:
-        """Close the opened files; reading opens them again."""
         self._last = None
         while self._open:
             os.close(self._open.popitem()[1])
@@ -228,7 +225,6 @@ class StridedTensor:
 
     @classmethod
     def contiguous(cls, file: SeenFile, begin: int, dtype: torch.dtype, shape: torch.Size) -> StridedTensor:
-        """Return a tensor with contiguous elements in row-major order."""
         strides = list(accumulate(reversed(shape[1:]), mul, initial=1))[: len(shape)]
         return cls(file, begin, dtype, shape, tuple(reversed(strides)))
 
@@ -315,12 +311,10 @@ def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
 
 
 def is_lazy(value: Any) -> bool:
-    """Return whether it is a tensor in a file."""
     return isinstance(value, (StridedTensor, ChunkedTensor, Stitched))
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether it is a tensor, in memory or in a file."""
     return isinstance(value, Tensor) or is_lazy(value)
 
 
@@ -375,7 +369,6 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor | LazyTensor, numel: int | None = None) -> Piece:
-        """Return the first elements of a tensor, or all."""
         flat = tensor.detach().reshape(-1) if isinstance(tensor, Tensor) else tensor
         return cls(flat, tensor.shape.numel() if numel is None else numel)
 

@@ -110,12 +110,7 @@ class _Window(io.RawIOBase):
 
 
 class TorchArchive:
-    """An archive that `torch.save` has written: a file, or a byte range of a file. Messages use `what` as its name.
-
-    Raises:
-        ValueError: if it is not such an archive, or damaged.
-        OSError: if it cannot be read.
-    """
+    """An archive that `torch.save` has written: a file, or a byte range of a file. Messages use `what` as its name."""
 
     def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, what: str = "") -> None:
         self.path, self.what = path, what or path
@@ -382,7 +377,6 @@ def _inside(owner: Any, name: str) -> type[Foreign]:
 
 
 def _data_of(data: Any, *_: Any) -> Any:
-    """Return the values of a parameter."""
     return data
 
 
@@ -477,7 +471,6 @@ def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]
 
 
 def shown(value: Any) -> str:
-    """Return the name of a value's type for messages."""
     if isinstance(value, Foreign):
         return value.origin
     return "Tensor" if is_lazy(value) else type(value).__name__

@@ -239,7 +239,6 @@ def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Return whether it is a dictionary of an optimizer."""
     return isinstance(value, Mapping) and isinstance(value.get(_STATE), Mapping) and _GROUPS in value
 
 
@@ -263,7 +262,6 @@ class NamedState:
         self._state.setdefault(name, {})
 
     def add_elements(self, name: str, key: str, value: LazyTensor) -> None:
-        """Add state with a value for each element."""
         self.tensors[f"{name}/{key}"] = value
         self._add([name], key, Elements(value.dtype))
 
@@ -282,7 +280,6 @@ class NamedState:
                 )
 
     def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
-        """Add state of a parameter of that shape."""
         if is_single(key, value, shape):
             self.add_single([name], key, [value])
         elif value.shape == shape:
@@ -300,11 +297,9 @@ class NamedState:
         return kind_to_json(kind, self.where(name, key))
 
     def where(self, name: str, key: str) -> str:
-        """Return the name of a state for messages."""
         return f"{self._title}: the optimizer's state '{key}' of {name}"
 
     def odd_shape(self, name: str, key: str, found: Sequence[int], shape: Sequence[int]) -> str:
-        """Return the message for a tensor that is neither of a parameter's shape nor a number."""
         remedy = "Convert without it (--only model)."
         return f"{self._title}: {odd_shape(key, name, found, f'the parameter {tuple(shape)}', remedy)}"
 
@@ -326,13 +321,7 @@ class Names(NamedTuple):
 def optimizer_state(
     path: str, found: Mapping[str, Any], model: Names, param_order: Sequence[str] | None, notes: list[str]
 ) -> NamedState:
-    """Return an optimizer's state by names, from a state by numbers, by names or flat, with lazy tensors.
-
-    Raises:
-        ValueError: if it is keyed by numbers, and the order of the parameters is not given; if it has other
-            parameters; for state that is neither of the parameter's shape nor a number, or that a checkpoint cannot
-            contain.
-    """
+    """Return an optimizer's state by names, from a state by numbers, by names or flat, with lazy tensors."""
     has_groups = _GROUPS in found
     if not has_groups:
         found = _unflattened(found, model)
@@ -366,7 +355,6 @@ def optimizer_state(
 def names_by_key(
     title: str, found: Mapping[str, Any], order: Sequence[str] | None, cleaned: Callable[[str], str]
 ) -> dict[Any, str]:
-    """Return the plain names of parameters, by their keys in an optimizer's dictionary."""
     groups = found[_GROUPS]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
