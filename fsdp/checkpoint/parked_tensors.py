@@ -62,7 +62,7 @@ class ParkedTensors:
     """
 
     def __init__(self, part: str, to: str | os.PathLike[str], message: str, is_readable: bool) -> None:
-        self._part, self._to, self._message, self._is_readable = part, to, message, is_readable
+        self._part, self._to, self.message, self._is_readable = part, to, message, is_readable
         self._copies = HostCopies() if to == "host" else FileCopies(to)
         self._tensors: dict[int, tuple[Any, int | None]] = {}  # by their ids, with the addresses of plain ones
         self._storages: dict[int, NamedStorage] = {}  # by their addresses
@@ -107,7 +107,7 @@ class ParkedTensors:
         self.drop()
         for tensor, address in self._tensors.values():
             copied = None if address is None else self._copied[address]
-            if guard(tensor, self._message, copied, self._is_readable):
+            if guard(tensor, self.message, copied, self._is_readable):
                 self._guarded.append(tensor)
 
     def fill(self) -> None:

@@ -12,7 +12,7 @@ raise the same error earlier, before a rank communicates or writes. An optimizer
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
@@ -124,84 +124,60 @@ def parked(
     _unpark(root, [one for one in ours if one in _records(root)])
 
 
-class _Parked:
-    """A part of a model, one of `PARTS`, that is parked by a single call."""
+class _Parked(ParkedTensors):
+    """Tensors of a part of a model, one of `PARTS`, that a single call parks; of an optimizer, those of a handle."""
 
-    def __init__(self, root: Unit, part: str, undo: ExitStack) -> None:
-        self._handles, self._units, self._undo = _handles(root), [unit for _, unit in units_in(root)], undo
-        self.root, self.part = root, part
-        self.message = (
+    def __init__(
+        self,
+        root: Unit,
+        part: str,
+        to: str | os.PathLike[str],
+        steps: ParkedSteps | None = None,
+        handle: FlatParamHandle | None = None,
+    ) -> None:
+        message = (
             f"the {part} of {root.name} {'is' if part == 'optimizer' else 'are'} parked: call fsdp.unpark(model) "
             "before, on every rank, or leave `with fsdp.parked(...)`"
         )
-        self.tensors: list[ParkedTensors] = []
-        self.stepped: list[tuple[ParkedSteps, FlatParamHandle | None, ParkedTensors]] = []
-
-    def new_tensors(self, to: str | os.PathLike[str]) -> ParkedTensors:
-        """Return tensors that are parked with this part, so far none."""
-        self.tensors.append(ParkedTensors(self.part, to, self.message, is_readable=self.part != "gradients"))
-        return self.tensors[-1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensors.nbytes for tensors in self.tensors)
-
-    def copy(self) -> None:
-        for tensors in self.tensors:
-            tensors.copy()
-        self._finish()
+        super().__init__(part, to, message, is_readable=part != "gradients")
+        self.root, self.part, self.steps, self._handle, self.undo = root, part, steps, handle, ExitStack()
 
     def free(self) -> None:
-        _records(self.root).append(self)
-        for tensors in self.tensors:
-            tensors.free()
-        if self.part == "parameters" and not any(isinstance(each.storage, ParkedStorage) for each in self._handles):
-            for unit in self._units:
-                self._undo.callback(setattr, unit, "buffers", unit.buffers)
+        super().free()
+        handles = _handles(self.root)
+        if self.part == "parameters":
+            self.undo.callback(_note_places, handles)
+        if self.part == "parameters" and not any(isinstance(each.storage, ParkedStorage) for each in handles):
+            for _, unit in units_in(self.root):
+                self.undo.callback(setattr, unit, "buffers", unit.buffers)
                 unit.buffers = Buffers((), None)  # nothing to cast for a state dict: they have their own precision
-            for handle in self._handles:
+            for handle in handles:
                 flat_param, vector = handle.flat_param, handle.flat_param.vector
-                self._undo.callback(setattr, flat_param, "_vector", vector)
+                self.undo.callback(setattr, flat_param, "_vector", vector)
                 flat_param._vector = host_values(vector)
-                self._undo.callback(setattr, handle, "storage", handle.storage)
+                self.undo.callback(setattr, handle, "storage", handle.storage)
                 handle.storage = ParkedStorage(handle.storage, self.message)
-            self._note_places()
-        for steps, of_handle, tensors in self.stepped:
-            self._undo.enter_context(steps.with_parked(of_handle, tensors))
-        if self.part != "optimizer":
-            self._undo.enter_context(attached(self, [self.root]))
+            _note_places(handles)
+        if self.steps is not None:
+            self.undo.enter_context(self.steps.with_parked(self._handle, self))
+        else:
+            self.undo.enter_context(attached(self, [self.root]))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError for the step of an optimizer of the model; see `Observers`."""
         raise RuntimeError(f"{type(optimizer).__name__}.step(): {self.message}")
 
-    def fill(self) -> None:
-        for tensors in self.tensors:
-            tensors.fill()
-        self._finish()
-
-    def drop(self) -> None:
-        for tensors in self.tensors:
-            tensors.drop()
-
     def end(self) -> None:
-        _records(self.root).remove(self)
-        self._undo.close()
-        for tensors in self.tensors:
-            tensors.end()
-        if self.part == "parameters":
-            self._note_places()
+        super().end()
+        self.undo.close()
 
-    def _note_places(self) -> None:
-        """Note the new addresses of shards, or that they have none. All views of them have moved along."""
-        for handle in self._handles:
-            *_, handle._built_for = handle.shard_state
-            if handle.orig_params is not None:
-                handle.orig_params.note_places()
 
-    def _finish(self) -> None:
-        for device in {device for tensors in self.tensors for device in tensors.devices if has_streams(device.type)}:
-            finish_queued(device)
+def _note_places(handles: Iterable[FlatParamHandle]) -> None:
+    """Note the new addresses of shards, or that they have none. All views of them have moved along."""
+    for handle in handles:
+        *_, handle._built_for = handle.shard_state
+        if handle.orig_params is not None:
+            handle.orig_params.note_places()
 
 
 def _records(root: Unit) -> list[_Parked]:
@@ -221,57 +197,63 @@ def _park(
     runtime = runtime_of_root(root, "fsdp.park")
     before = {one.part for one in _records(root)}
     ours: list[_Parked] = []
-    undo = {part: ExitStack() for part in PARTS}
+    undo = ExitStack()
 
     def copy() -> None:
         if "parameters" not in before:
             if "parameters" in wanted:
-                undo["parameters"].enter_context(buffers_in_own_precision([unit for _, unit in units_in(root)]))
+                undo.enter_context(buffers_in_own_precision([unit for _, unit in units_in(root)]))
             for handle in runtime.handles:
                 handle.absorb()
             runtime.release()
-        ours.extend(_Parked(root, part, undo[part]) for part in PARTS if part in wanted)
-        _find({one.part: one for one in ours}, root, optimizers, to)
+        ours.extend(_found(wanted, root, optimizers, to))
         for one in ours:
             one.copy()
+        _finish(ours)
 
     try:
         done_by_all([root.everyone], "park the model", copy)
     except BaseException:
-        undo["parameters"].close()
+        undo.close()
         for one in ours:
-            for tensors in one.tensors:
-                tensors.end()
+            one.end()
         raise
-    ours = [one for one in ours if one.nbytes or one.part not in before]
+    changed = {one.part for one in ours if one.nbytes} | (wanted - before)
+    ours = [one for one in ours if one.part in changed]
     for one in ours:
+        if one.part == "parameters":
+            one.undo = undo
+        _records(root).append(one)
         one.free()
     _return_memory(ours)
     return ours
 
 
-def _find(
-    parked: Mapping[str, _Parked], root: Unit, optimizers: Sequence[torch.optim.Optimizer], to: str | os.PathLike[str]
-) -> None:
-    """Find the tensors of the parts that are to be parked. Memory that several parts share belongs to the first."""
+def _found(
+    wanted: Collection[str], root: Unit, optimizers: Sequence[torch.optim.Optimizer], to: str | os.PathLike[str]
+) -> Iterator[_Parked]:
+    """Yield the tensors that are to be parked. Memory that several parts share belongs to the first."""
     stay = _mapped(root)
     for part, named in (("parameters", _parameters), ("gradients", _gradients)):
-        found = list(named(root))
-        if part in parked:
-            parked[part].new_tensors(to).find(found, stay)
-        stay |= addresses(found)
-    for number, optimizer in enumerate(optimizers if "optimizer" in parked else ()):
-        steps, one = _steps_of(root, optimizer, f"{number}." if len(optimizers) > 1 else ""), parked["optimizer"]
+        tensors = list(named(root))
+        if part in wanted:
+            one = _Parked(root, part, to)
+            one.find(tensors, stay)
+            yield one
+        stay |= addresses(tensors)
+    for number, optimizer in enumerate(optimizers if "optimizer" in wanted else ()):
+        steps = _steps_of(root, optimizer, f"{number}." if len(optimizers) > 1 else "")
         for handle in steps.states.handles:
-            tensors = one.new_tensors(to)
-            tensors.find(steps.states.named(handle), stay)
-            one.stepped.append((steps, handle, tensors))
+            one = _Parked(root, "optimizer", to, steps, handle)
+            one.find(steps.states.named(handle), stay)
+            yield one
 
 
 def _unpark(root: Unit, ours: Sequence[_Parked], *, alone: bool = False) -> None:
     def fill() -> None:
         for one in ours:
             one.fill()
+        _finish(ours)
 
     try:
         done_by_all([] if alone else [root.everyone], "unpark the model", fill)
@@ -280,12 +262,18 @@ def _unpark(root: Unit, ours: Sequence[_Parked], *, alone: bool = False) -> None
             one.drop()
         raise
     for one in ours:
+        _records(root).remove(one)
         one.end()
     _return_memory(ours)
 
 
+def _finish(ours: Iterable[_Parked]) -> None:
+    for device in {device for one in ours for device in one.devices if has_streams(device.type)}:
+        finish_queued(device)
+
+
 def _return_memory(ours: Iterable[_Parked]) -> None:
-    for device in {HOST, *(device for one in ours for tensors in one.tensors for device in tensors.devices)}:
+    for device in {HOST, *(device for one in ours for device in one.devices)}:
         return_cached_memory(device)
 
 
@@ -315,10 +303,9 @@ def _steps_of(root: Unit, optimizer: torch.optim.Optimizer, start: str) -> Parke
         return _mapped(root) | addresses(_parameters(root)) | addresses(_gradients(root))
 
     for one in _records(root):
-        for steps, *_ in one.stepped:
-            if steps.optimizer is optimizer:
-                steps.states.divide()
-                return steps
+        if one.steps is not None and one.steps.optimizer is optimizer:
+            one.steps.states.divide()
+            return one.steps
     return ParkedSteps(optimizer, UnitStates(root, optimizer, start), root.device, check, stay)
 
 
