@@ -441,12 +441,8 @@ class _Exchange:
     """An `_Exchange` moves gradients and values between the ranks that share some parameters and their owners."""
 
     def __init__(self, members: Sequence[_Member]) -> None:
-        self._members = members
+        self._members, self._comm = members, members[0].listed.comm
         self._taking_part: list[_Member] = []  # in the step that is being taken
-
-    @property
-    def _comm(self) -> Communicator:
-        return self._members[0].listed.comm
 
     def _to_owners(self) -> dict[int, list[_Member]]:
         """Return the members of which this rank has elements, by their owners on other ranks."""
@@ -555,41 +551,29 @@ class _Exchange:
 
         Vectors of the same dtype are sent in a single message.
         """
-        first, comm = self._members[0].listed, self._comm
-        device = first.device
-        sent = {
-            rank: [
-                torch.cat([each.to(device) for each in vectors if each.dtype == dtype]) for dtype in _dtypes(vectors)
-            ]
-            for rank, vectors in outgoing.items()
-        }
-        room = {
-            rank: {
-                dtype: torch.empty(sum(numel for numel, each in awaited if each == dtype), dtype=dtype, device=device)
-                for dtype in dict.fromkeys(each for _, each in awaited)
-            }
-            for rank, awaited in sizes.items()
-        }
-        incoming = {rank: list(each.values()) for rank, each in room.items() if each}
-        sent = {rank: each for rank, each in sent.items() if each}
+        first = self._members[0].listed
+        sent: dict[int, list[Tensor]] = {}
+        for rank, vectors in outgoing.items():
+            for dtype in dict.fromkeys(each.dtype for each in vectors):
+                own = [each.to(first.device) for each in vectors if each.dtype == dtype]
+                sent.setdefault(rank, []).append(torch.cat(own))
+        room: dict[int, list[Tensor]] = {}
+        found: dict[int, list[Tensor]] = {}
+        for rank, awaited in sizes.items():
+            parts: dict[torch.dtype, Iterator[Tensor]] = {}
+            for dtype in dict.fromkeys(each for _, each in awaited):
+                numels = [numel for numel, each in awaited if each == dtype]
+                room.setdefault(rank, []).append(torch.empty(sum(numels), dtype=dtype, device=first.device))
+                parts[dtype] = iter(room[rank][-1].split(numels))
+            found[rank] = [next(parts[dtype]) for _, dtype in awaited]
         tag = 0 if first.handle is None else first.handle.tag
-        pending = comm.exchange(incoming, sent, f"{what} of owned parameters", ("owned", what, tag))
+        pending = self._comm.exchange(room, sent, f"{what} of owned parameters", ("owned", what, tag))
 
         def arrived() -> dict[int, list[Tensor]]:
             pending.wait()
-            found: dict[int, list[Tensor]] = {}
-            for rank, awaited in sizes.items():
-                ahead = dict.fromkeys(room[rank], 0)
-                for numel, dtype in awaited:
-                    found.setdefault(rank, []).append(room[rank][dtype][ahead[dtype] : ahead[dtype] + numel])
-                    ahead[dtype] += numel
             return found
 
         return arrived
-
-
-def _dtypes(vectors: Iterable[Tensor]) -> list[torch.dtype]:
-    return list(dict.fromkeys(each.dtype for each in vectors))
 
 
 def _or_zeros(one: _Member) -> Tensor:
