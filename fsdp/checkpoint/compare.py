@@ -47,7 +47,9 @@ class Recorded:
                 try:
                     found = json.loads(line)
                     if number == 1:
-                        about = _checked(found)
+                        if found.get(FORMAT) != VERSION:
+                            raise ValueError(f"its version is {found.get(FORMAT)}, and {VERSION} is known here")
+                        about = {str(name): value for name, value in found.items() if name != FORMAT}
                     elif "values" not in found:
                         named = (tuple(each) for each in found["keys"])
                         keys.append([Key(str(way), str(unit), str(name), int(call)) for way, unit, name, call in named])
@@ -103,6 +105,10 @@ def add_compare(commands: Any) -> None:
     command.set_defaults(run=_run)
 
 
+def _in_time(place: Place) -> tuple[int, float]:
+    return place.step, float("inf") if place.micro_batch is None else place.micro_batch
+
+
 def _run(args: argparse.Namespace, choices: Any) -> int:
     for path in (args.one, args.other):
         if not Path(path).exists():
@@ -126,16 +132,6 @@ def _run(args: argparse.Namespace, choices: Any) -> int:
     there = len({*one.entries.get(first.place, {}), *other.entries.get(first.place, {})})
     print(f"{len(same_place)} of the {there} entries there differ, and {len(found)} in all steps")
     return WRONG
-
-
-def _in_time(place: Place) -> tuple[int, float]:
-    return place.step, float("inf") if place.micro_batch is None else place.micro_batch
-
-
-def _checked(header: Any) -> dict[str, Any]:
-    if header.get(FORMAT) != VERSION:
-        raise ValueError(f"its version is {header.get(FORMAT)}, and {VERSION} is known here")
-    return {str(name): value for name, value in header.items() if name != FORMAT}
 
 
 def _values(keys: list[Key], digits: str) -> dict[Key, str]:

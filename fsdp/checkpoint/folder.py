@@ -181,7 +181,9 @@ class Destination:
                 os.rename(left, self.path)
         for folder in (self.folder, self.path + REPLACED):
             if os.path.lexists(folder):
-                if not (_is_ours(folder) or _has_ours_alone(folder)):
+                # Another save may have removed the marker.
+                has_ours_alone = os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
+                if not (_is_ours(folder) or has_ours_alone):
                     raise FileExistsError(f"{folder} is in the way, and was not created by a save: move it")
                 remove(folder)
 
@@ -249,11 +251,6 @@ def _is_ours(folder: str) -> bool:
         return False
     names = os.listdir(folder)
     return not names or not {_MARKER, MANIFEST, _PART}.isdisjoint(names)
-
-
-def _has_ours_alone(folder: str) -> bool:
-    """Return whether a folder has only files of this library: another save may have removed the marker."""
-    return os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
 
 
 def _copy_synced(source: str, target: str) -> None:

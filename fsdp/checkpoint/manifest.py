@@ -15,7 +15,7 @@ from fsdp.checkpoint.folder import MANIFEST, found, steps
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import check_rest
-from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, Entry, PlannedFile, create, index_name, plan
+from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, CheckedFiles, Entry, PlannedFile, create, plan
 from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 
 VERSION = 1
@@ -57,7 +57,7 @@ class TensorFiles:
 
 def _entrance(stem: str, files: Collection[str]) -> str:
     """Return the name of the only file, or of the index of several."""
-    return f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)
+    return f"{stem}{SUFFIX if len(files) == 1 else INDEX_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _what_is_there(path: str) -> str:
         return "there is nothing"
     if not os.path.isdir(path):
         return "it is a file, and a checkpoint is a folder"
-    tensors = f"model{SUFFIX}", index_name("model")
+    tensors = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
     if any(os.path.exists(os.path.join(path, name)) for name in tensors):
         return f"there is no {MANIFEST} in it. fsdp.load_safetensors loads a model's tensors alone"
     return f"there is no {MANIFEST} in it"

@@ -93,7 +93,16 @@ class ParkedTensors:
                 self._tensors.setdefault(id(value), (value, None))
                 self._tensors[id(tensor)] = tensor, address
                 if address not in self._storages:
-                    self._storages[address] = named_storage(f"{self._part}.{name}", tensor.dtype, storage, names)
+                    own = f"{self._part}.{name}"
+                    if not storage.resizable():
+                        raise ValueError(
+                            f"{own} cannot be parked, because NumPy or another process shares its memory, or has "
+                            "shared it: use tensor.detach().clone().numpy(), or leave out this part"
+                        )
+                    own = f"{own}.{len(names)}" if own in names else own
+                    names.add(own)
+                    fits = tensor.dtype in KINDS and storage.nbytes() % tensor.dtype.itemsize == 0
+                    self._storages[address] = own, tensor.dtype if fits else torch.uint8, storage
         self._sizes = [storage.nbytes() for _, _, storage in self._storages.values()]
 
     def copy(self) -> None:
@@ -132,18 +141,6 @@ class ParkedTensors:
         """Allow all operations again, and free the copies."""
         self.show()
         self._copies.close()
-
-
-def named_storage(name: str, dtype: torch.dtype, storage: UntypedStorage, names: set[str]) -> NamedStorage:
-    """Return a storage with a new name; ValueError if torch cannot free it."""
-    if not storage.resizable():
-        raise ValueError(
-            f"{name} cannot be parked, because NumPy or another process shares its memory, or has shared it: use "
-            "tensor.detach().clone().numpy(), or leave out this part"
-        )
-    name = f"{name}.{len(names)}" if name in names else name
-    names.add(name)
-    return name, dtype if dtype in KINDS and storage.nbytes() % dtype.itemsize == 0 else torch.uint8, storage
 
 
 class HostCopies:

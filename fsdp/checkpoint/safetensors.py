@@ -478,7 +478,7 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     weight_map = {name: file.name for file in files for name in file.begins}
     total = sum(entry.nbytes for entry in entries)
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
-    return [*files, PlannedFile(index_name(stem), index, {}, len(index))]
+    return [*files, PlannedFile(f"{stem}{INDEX_SUFFIX}", index, {}, len(index))]
 
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
@@ -508,10 +508,6 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     begins = {key: len(head) + begin for key, begin in offsets.items()}
     return PlannedFile(name, head, begins, len(head) + offset)
-
-
-def index_name(stem: str) -> str:
-    return f"{stem}{INDEX_SUFFIX}"
 
 
 def create(folder: str, file: PlannedFile) -> None:

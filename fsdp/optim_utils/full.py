@@ -175,19 +175,17 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     uncollected = full.get("uncollected_local_ids", [])
     full = by_stored_names(full)
     by_names, goes_on_by_names = _goes_by_names(full), to == "names"
-    id_map: dict[int, int] | None = None  # of FairScale's additions
-    if unit_of_wrapper(model) is not None:
+    is_wrapped = unit_of_wrapper(model) is not None
+    local: dict[int, int] = {}  # by FairScale's numbers, the optimizer's
+    if is_wrapped:
         params = parameters_of(model, "rekey an optimizer state")
         numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
         first = {number: original.name for number, (_, original) in params.by_number.items()}
-        local = {one: number for number, one in enumerate(params.listed)}
-        order: dict[Any, Any] = {number: (local[one], number) for number, (one, _) in params.by_number.items()}
-        if not goes_on_by_names:
-            id_map = {number: local[one] for number, (one, _) in params.by_number.items()}
+        ids = {one: number for number, one in enumerate(params.listed)}
+        local = {number: ids[one] for number, (one, _) in params.by_number.items()}
     else:
         numbers = _numbers_of_module(model, optim)
         first = {number: name for name, number in numbers.items()}
-        order = {number: number for number in first}
     table: dict[Any, Any] = dict(numbers) if by_names else dict(first)
     if by_names is goes_on_by_names:
         table = {key: key for key in table}
@@ -204,9 +202,9 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     ]
     if by_names and not goes_on_by_names:  # optimizers go by the order of parameters in groups
         for group in groups:
-            group["params"].sort(key=order.__getitem__)
+            group["params"].sort(key=lambda number: (local.get(number, 0), number))
     added = {}
-    if id_map is not None:
-        mapped = {number: local if number in state else None for number, local in id_map.items()}
+    if is_wrapped and not goes_on_by_names:
+        mapped = {number: one if number in state else None for number, one in local.items()}
         added = dict(zip(ADDED, (mapped, list(uncollected), first), strict=True))
     return {"state": state, "param_groups": groups, **added, **beside(full)}

@@ -98,12 +98,8 @@ class OptimStream:
             members: dict[Communicator, list[OptimParam]] = {}
             for one in params.listed:
                 members.setdefault(one.comm, []).append(one)
-            held = members.items()
-            return (
-                params,
-                own,
-                {comm: (each, pickle.dumps(own_kinds(each, own.states, "gathering"))) for comm, each in held},
-            )
+            kinds = {comm: own_kinds(each, own.states, "gathering") for comm, each in members.items()}
+            return params, own, {comm: (each, pickle.dumps(kinds[comm])) for comm, each in members.items()}
 
         self.params, self.own, told = done_by_all([everyone], _WHAT, read)
         self.shared: dict[OptimParam, SharedKinds] = {}

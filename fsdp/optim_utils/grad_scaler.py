@@ -55,10 +55,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         process_group: Group | None = None,
         device: str | None = None,
     ) -> None:
-        if device is None:
-            device = (accelerator() or HOST).type
         super().__init__(
-            device,
+            device or (accelerator() or HOST).type,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -93,13 +91,22 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # Private in torch, but the only place that both `unscale_` and the step of fused optimizers (which unscale by
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
-        _refuse_joining()
+        if any(runtime.is_joining for runtime in runtimes()):
+            raise NotImplementedError(
+                "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and "
+                "those that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally "
+                "many batches."
+            )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         reduce_deferred(param.owner for param in params if is_ours(param))
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in params:
             if is_ours(param):
-                _refuse_unreduced(param)
+                if param.owner._has_unreduced and param.grad is not None:
+                    raise RuntimeError(
+                        "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the "
+                        "ranks yet. Run the last backward of the step outside no_sync()."
+                    )
                 self._refuse_part_of(param)
                 if param.owner.shard_storage is not None:
                     param.owner.shard_storage.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
@@ -131,20 +138,3 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return found
         comm = communicator(default_group(self.process_group), found.device)
         return comm.all_reduce(found, "max", "whether gradients are finite").wait()
-
-
-def _refuse_unreduced(param: Any) -> None:
-    if param.owner._has_unreduced and param.grad is not None:
-        raise RuntimeError(
-            "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
-            "Run the last backward of the step outside no_sync()."
-        )
-
-
-def _refuse_joining() -> None:
-    if any(runtime.is_joining for runtime in runtimes()):
-        raise NotImplementedError(
-            "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and those "
-            "that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally many "
-            "batches."
-        )

@@ -609,7 +609,9 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
                 "optimizer from a list of parameters (or None, with nothing but 'params', for parameters that another "
                 f"optimizer steps); got {group.get('optimizer')!r}"
             )
-        if _needs_closure(make):
+        step = getattr(make, "step", None)
+        closure = None if step is None else inspect.signature(inspect.unwrap(step)).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise NotImplementedError(
                 f"{make.__name__}.step() needs a closure, which it may call many times to search over all parameters "
                 "together: this search cannot be divided among owners. Use it on an unsharded model."
@@ -621,12 +623,6 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
     if sum("params" not in group for group in given) > 1:
         raise ValueError("only one group may omit 'params' (it gets all parameters of no other group), but several do")
     return [dict(group) for group in given]
-
-
-def _needs_closure(make: Any) -> bool:
-    step = getattr(make, "step", None)
-    closure = None if step is None else inspect.signature(inspect.unwrap(step)).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _places_of_groups(params: Parameters, given: Sequence[Mapping[str, Any]]) -> list[list[Place]]:

@@ -137,11 +137,7 @@ def missing_memory(tensor: Tensor) -> str | None:
 
 def by_class(tensor: Tensor) -> str:
     shape = "several shapes" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
-    return f"a {class_name(type(tensor))} of {shape} and dtype {tensor.dtype}"
-
-
-def class_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"a {type(tensor).__module__}.{type(tensor).__qualname__} of {shape} and dtype {tensor.dtype}"
 
 
 def without_values(leaf: Any) -> str | None:
@@ -158,19 +154,6 @@ def not_writable(tensor: Tensor) -> str | None:
     if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
         return "multiple elements of the target share memory (it was expanded): clone() it"
     return missing_memory(local)
-
-
-def own_copy(leaf: Any) -> Any:
-    """Return a copy of a leaf that is no tensor; a value that cannot change is its own copy."""
-    try:
-        if isinstance(leaf, io.BytesIO):
-            return io.BytesIO(leaf.getvalue())
-        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-            # torch's deepcopy does not know all of them
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return leaf if isinstance(leaf, PLAIN_LEAVES) else copy.deepcopy(leaf)
-    except Exception as error:
-        raise TypeError(cannot(leaf, "be copied", error)) from error
 
 
 def cannot(leaf: Any, what: str, error: Exception) -> str:
@@ -399,13 +382,20 @@ def check_types(tree: Any, type_check: bool) -> None:
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """Return the tree with a copy of each leaf that is no tensor."""
+    """Return the tree with a copy of each leaf that is no tensor; a value that cannot change is its own copy."""
 
     def own(path: Path, leaf: Any) -> Any:
         try:
-            return leaf if is_tensor(leaf) else own_copy(leaf)
-        except TypeError as error:
-            raise TypeError(f"{spelled(path)}: {error}") from error
+            if isinstance(leaf, io.BytesIO):
+                return io.BytesIO(leaf.getvalue())
+            if isinstance(leaf, PLAIN_LEAVES) or is_tensor(leaf):
+                return leaf
+            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+                # torch's deepcopy does not know all of them
+                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return copy.deepcopy(leaf)
+        except Exception as error:
+            raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be copied', error)}") from error
 
     return mapped(own, tree)
 

@@ -88,7 +88,8 @@ def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Pa
         return _chosen(path, tree, choices.model_key, "--model-key")
     base = _base(tree)
     below = _at(tree, base)
-    known = [key for key in MODEL_KEYS if isinstance(below.get(key), Mapping) and _has_tensors(below[key])]
+    inner = {key: below[key] for key in MODEL_KEYS if isinstance(below.get(key), Mapping)}
+    known = [key for key, value in inner.items() if any(is_lazy(leaf) for _, leaf in _leaves(value))]
     if not known:
         return None
     found = (*base, known[0])
@@ -157,10 +158,6 @@ def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
         elif all(below) and (left := _without(value, below)) and not isinstance(value, list):
             found[key] = left
     return found
-
-
-def _has_tensors(tree: Any) -> bool:
-    return any(is_lazy(value) for _, value in _leaves(tree))
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
