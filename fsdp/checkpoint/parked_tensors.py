@@ -222,8 +222,6 @@ def _elements(storage: UntypedStorage, dtype: torch.dtype = torch.uint8) -> Tens
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
-# --- parked tensors ---------------------------------------------------------------------------------------------------
-
 # Attributes that return values or aliases; all others are metadata, which parked tensors still have.
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag", "_base"})
 _METADATA = (

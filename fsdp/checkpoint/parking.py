@@ -284,9 +284,6 @@ def _checked(parts: Iterable[str]) -> frozenset[str]:
     return found
 
 
-# --- the tensors of each part -----------------------------------------------------------------------------------------
-
-
 def _handles(root: Unit) -> list[FlatParamHandle]:
     return [handle for _, unit in units_in(root) for handle in unit.handles]
 

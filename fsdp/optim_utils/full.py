@@ -134,9 +134,6 @@ def given(params: Parameters, full: Any) -> Given:
     return Given(states, groups, beside(full), _OTHER_MODEL if by_names else _OTHER_NUMBERS)
 
 
-# --- other keys -----------------------------------------------------------------------------------------------------
-
-
 def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
     """Return torch's optimizer number of each parameter of an unwrapped module, by name.
 

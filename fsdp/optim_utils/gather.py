@@ -225,9 +225,6 @@ def stream_optim_state(
     return ((original.name, key, tensor) for original, key, tensor in stream.tensors())
 
 
-# --- dictionaries ---------------------------------------------------------------------------------------------------
-
-
 def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | None) -> dict[str, Any] | None:
     """Collective. Return FairScale's full dictionary on recipients, None on other ranks."""
     stream = OptimStream(model, optim, recipient_rank)

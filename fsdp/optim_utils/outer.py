@@ -159,8 +159,6 @@ class OuterOptimizer:
             local = local_part(param)
             local.copy_(anchor.view(local.shape))
 
-    # --- state ----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def stored_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Add the state of the outer optimizer to the inner optimizer's state, inside the context. Not collective. ::

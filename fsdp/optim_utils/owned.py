@@ -242,8 +242,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
         ]
         return "; ".join(groups)
 
-    # --- state --------------------------------------------------------------------------------------------------
-
     @property
     def stepped_groups(self) -> list[dict[str, Any]]:
         """The parameter groups with the stepped parameters, which saving and loading of state use."""
@@ -344,9 +342,6 @@ def _beside(value: Any, param: Tensor) -> Any:
     return value.to(param.device) if isinstance(value, Tensor) and value.dim() else value
 
 
-# --- parameters -----------------------------------------------------------------------------------------------------
-
-
 class _Member:
     """An original parameter in a group, with the listed parameter and the stepped tensor.
 
@@ -432,9 +427,6 @@ class _Member:
     def is_changed(self) -> bool:
         """Return whether the shard was changed since the last step, or there was no step."""
         return self._left is None or self._left != self._written
-
-
-# --- exchanges ------------------------------------------------------------------------------------------------------
 
 
 class _Exchange:
@@ -587,9 +579,6 @@ def _follow(one: _Member) -> None:
     param, listed = one.stepped.param, one.listed.param
     if (param.dtype, param.device) != (listed.dtype, listed.device):
         param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
-
-
-# --- making one -----------------------------------------------------------------------------------------------------
 
 
 def _checked_groups(groups: Any) -> list[dict[str, Any]]:

@@ -124,9 +124,6 @@ def parameters_of(model: nn.Module, what: str, optim: Any = None) -> Parameters:
     return Parameters(model, root).stepped_by(optim)
 
 
-# --- an optimizer's own dictionary ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class OwnState:
     """The state of an optimizer on this rank."""

@@ -109,8 +109,6 @@ class FingerprintRecording:
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    # --- of a micro-batch ---------------------------------------------------------------------------------------
-
     def forward(self, unit: Unit, inputs: Any) -> None:
         """Note the inputs, weights and buffers of a unit in its forward."""
         if in_backward() or not torch.is_grad_enabled():
@@ -148,8 +146,6 @@ class FingerprintRecording:
 
     def _name(self, handle: FlatParamHandle, slot: int) -> str:
         return self._names.get((handle, slot), handle.layout.slots[slot].name)
-
-    # --- of a step ----------------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._parts = {REDUCED: list(weights_of(self._params, of_gradients=True)), OPTION: list(_options(optimizer))}

@@ -129,9 +129,6 @@ def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
     return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
 
 
-# --- kinds -----------------------------------------------------------------------------------------------------------
-
-
 def plans_for(params: Parameters, full: Given) -> Plans:
     """Return the planned state of each parameter, which must agree for parameters in the same flat parameter."""
     with_state = {one for one, _ in full.states}
@@ -154,9 +151,6 @@ def _plan(one: OptimParam, full: Given, has_elements: Mapping[str, bool]) -> Kin
             original.name, state, original.shape, "the parameter", has_elements, full.remedy, one.is_owned
         )
     return common_kinds(kinds)
-
-
-# --- sharding -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -202,9 +196,6 @@ def _own(kind: Number | Value, rank: int) -> Any:
     if isinstance(value, list) and value and all(isinstance(each, Tensor) and each.dim() == 0 for each in value):
         return value[rank if rank < len(value) else 0].detach().clone()
     return value
-
-
-# --- dictionaries for the optimizer ---------------------------------------------------------------------------------
 
 
 def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
@@ -275,8 +266,6 @@ def _as_type_of(now: Any, value: Any) -> Any:
         return type(now)(value.item())
     return value
 
-
-# --- from the first rank --------------------------------------------------------------------------------------------
 
 Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]], dict[str, Any]]
 
@@ -387,8 +376,6 @@ def _share(
             vector.copy_(one.local_vector(original, value))
         one.shard(original, sent_by_first(source.ranks, vector), made, shape)
 
-
-# --- from an optimizer that was made before wrapping ----------------------------------------------------------------
 
 _ANEW = "Make the optimizer after wrapping, from the wrapped model's parameters()."
 

@@ -31,9 +31,6 @@ from fsdp.layers.optimizer_hooks import SHARDS_OF, is_number
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
 
 
-# --- parameters -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Original:
     """A parameter of the module before wrapping."""
@@ -256,8 +253,6 @@ def release(params: Iterable[OptimParam]) -> None:
         files.release()
 
 
-# --- state with structure -------------------------------------------------------------------------------------------
-
 # The suffix of a key whose state was a list, a tuple, or a mapping.
 _STEP_INTO = re.compile(r"\[(\d+)\]|\((\d+)\)|\{([^{}]*)\}")
 _NESTED = re.compile(rf"(.*?)((?:{_STEP_INTO.pattern})+)", re.DOTALL)
@@ -331,9 +326,6 @@ def _built(value: Any) -> Any:
         return value
     parts = {at: _built(each) for at, each in value.items()}
     return parts if value.kind is dict else value.kind(parts[at] for at in sorted(parts))
-
-
-# --- kinds ----------------------------------------------------------------------------------------------------------
 
 
 class Elements(NamedTuple):
@@ -459,9 +451,6 @@ def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
                 f"are in one flat parameter. {APART}"
             )
     return kinds[first]
-
-
-# --- what ranks have ------------------------------------------------------------------------------------------------
 
 
 class OwnKinds(NamedTuple):

@@ -394,9 +394,6 @@ def distribute_state_dict(
     return written(whole, local, put)
 
 
-# --- ranks agree on what is sent --------------------------------------------------------------------------------------
-
-
 def _ranks_of(pg: Group | None, device: torch.device) -> Communicator:
     """Return the way to the ranks of a group for tensors on a device, which the group must serve."""
     group = _group_of(pg)
@@ -457,9 +454,6 @@ def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
     check_types(local, type_check)
     names = "the full tree", "the local one"
     Comparison(names, differ_as_values, strict=strict, fills=True).check(full, local)
-
-
-# --- sending it -------------------------------------------------------------------------------------------------------
 
 
 class _Arrivals:

@@ -148,9 +148,6 @@ def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None
         alive._kept.pop(key, None)
 
 
-# --- memory of each kind
-
-
 def require_pinning() -> None:
     """Raise RuntimeError where host memory cannot be page-locked."""
     if accelerator() is None:

@@ -323,8 +323,6 @@ class TreeCopy:
             elif type(found) not in _PLAIN:
                 self._runs_code = True
 
-    # --- tensors ------------------------------------------------------------------------------------------------
-
     def _tensor(self, original: Any, path: _Path) -> Tensor:
         if id(original) in self._memo:
             return self._memo[id(original)]

@@ -168,9 +168,6 @@ def has_part(tensor: Tensor) -> bool:
     return part is None or part.mesh.get_coordinate() is not None
 
 
-# --- whole values into leaves -----------------------------------------------------------------------------------------
-
-
 def own_part(value: Tensor, target: Tensor) -> Tensor:
     """Return this rank's part of an unsharded value for `target`; it shares memory if possible."""
     part = MeshPart.of(target)
@@ -214,9 +211,6 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
     new = torch.empty_like(target.detach(), device=home, memory_format=torch.contiguous_format)
     local_part(new).copy_(part)
     return new
-
-
-# --- comparing leaves -------------------------------------------------------------------------------------------------
 
 
 def differ_as_values(full: Any, local: Any) -> str | None:
@@ -272,9 +266,6 @@ def _differ_in_spread(first: Any, second: Any) -> str | None:
     return None if shapes[0] == shapes[1] else f"local parts {list(shapes[0])} and {list(shapes[1])}"
 
 
-# --- host memory ------------------------------------------------------------------------------------------------------
-
-
 def host_twin(tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
     """Return a tensor of the same shape, dtype and placements in new host memory; its values are undefined."""
     local = local_part(tensor)
@@ -312,9 +303,6 @@ class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.difference)
-
-
-# --- one tree ---------------------------------------------------------------------------------------------------------
 
 
 def children(node: Any) -> dict[Any, Any] | None:
@@ -398,9 +386,6 @@ def with_own_leaves(tree: Any) -> Any:
             raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be copied', error)}") from error
 
     return mapped(own, tree)
-
-
-# --- two trees --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -244,9 +244,6 @@ def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], d
     return tensors, aliases, extra
 
 
-# --- FSDP1 ----------------------------------------------------------------------------------------------------------
-
-
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
     def has_shards(content: Mapping[Any, Any]) -> bool:
         inside = (each for each in (content, *content.values()) if isinstance(each, Mapping))

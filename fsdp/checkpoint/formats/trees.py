@@ -209,9 +209,6 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
     return cleaned
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
-
-
 class SavedOptimizer(NamedTuple):
     """A dictionary of an optimizer in a file, and its key there."""
 
