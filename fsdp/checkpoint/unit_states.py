@@ -15,14 +15,8 @@ from fsdp.state_dict_utils.stager import tensors_in
 
 # The optimizers of torch that update each parameter from its own gradient, state and options: stepping the parameters
 # in several calls gives the same bits. Others may use norms over all parameters, or count calls.
-BY_PARAMETER = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
-        *("Rprop", "SGD", "SparseAdam"),
-    )
-    if hasattr(torch.optim, name)
-)
+_NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"
+BY_PARAMETER = frozenset(getattr(torch.optim, name) for name in _NAMES.split())
 
 
 class UnitStates:

@@ -85,26 +85,14 @@ class FingerprintRecording:
         self._undo = ExitStack()
 
     def __enter__(self) -> FingerprintRecording:
-        try:
-            self._begin()
-        except BaseException:
-            self._undo.close()
-            raise
+        with ExitStack() as undo:
+            if number_among(self._root.everyone) == 0:
+                self._file = undo.enter_context(open(self._path, "w", encoding="utf-8"))
+            about = {"ranks": size_of(self._root.everyone), "threads": torch.get_num_threads()}
+            self._write({FORMAT: VERSION, **about, "torch": torch.__version__, "device": self._root.device.type})
+            undo.enter_context(attached(self, self._runtime.units))
+            self._undo = undo.pop_all()
         return self
-
-    def _begin(self) -> None:
-        if number_among(self._root.everyone) == 0:
-            self._file = self._undo.enter_context(open(self._path, "w", encoding="utf-8"))  # noqa: SIM115
-        self._write(
-            {
-                FORMAT: VERSION,
-                "ranks": size_of(self._root.everyone),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "device": self._root.device.type,
-            }
-        )
-        self._undo.enter_context(attached(self, self._runtime.units))
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()

@@ -107,22 +107,15 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
     ranks = root.everyone
     if rank0_only:
         params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state", optim))
-        shard = _from_first(params, optim, full, FirstRank(ranks))
+        source = FirstRank(ranks)
+        plans, found = described_by_first(params, source, full)
+        groups = done_by_all([ranks], _LOAD, lambda: groups_as_now(params, found, optim))
+        states = deal_states(params, plans, found, source, partial(_live, optim))
+        shard = {**found.beside, **dictionary_of(groups, states, partial(_live, optim))}
     else:
         shard = done_by_all([ranks], _LOAD, lambda: shard_full_optim_state_dict(model, full, optim))
         agree_on(ranks, "parameter groups in the optimizer state to load", str(shard["param_groups"]))
     optim.load_state_dict(shard)
-
-
-def _from_first(params: Parameters, optim: Any, full: Any, source: FirstRank) -> dict[str, Any]:
-    def read() -> tuple[Plans, Given]:
-        found = given(params, full)
-        return plans_for(params, found), found
-
-    plans, found = described_by_first(params, source, read)
-    groups = done_by_all([source.ranks], _LOAD, lambda: groups_as_now(params, found, optim))
-    states = deal_states(params, plans, found, source, lambda one, key: _live(optim, one).get(key))
-    return {**found.beside, **dictionary_of(groups, states, partial(_live, optim))}
 
 
 def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
@@ -270,26 +263,25 @@ def _as_type_of(now: Any, value: Any) -> Any:
 Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]], dict[str, Any]]
 
 
-def described_by_first(
-    params: Parameters, source: FirstRank, read: Callable[[], tuple[Plans, Given]]
-) -> tuple[Plans, Given]:
-    """Collective. Return rank 0's result of `read`; on other ranks the result contains no tensors."""
+def described_by_first(params: Parameters, source: FirstRank, full: Any) -> tuple[Plans, Given]:
+    """Collective. Return the plans for rank 0's `full`, and what it has; on other ranks that contains no tensors."""
 
     def job() -> tuple[bytes, Plans, Given]:
         if not source.is_here:
             return b"", {}, Given({}, [], {})
-        plans, full = read()
+        read = given(params, full)
+        plans = plans_for(params, read)
         described: Described = (
             [(params.numbers[one.originals[0]], kinds) for one, kinds in plans.items()],
-            [(options, [params.numbers[original] for _, original in places]) for options, places in full.groups],
-            full.beside,
+            [(options, [params.numbers[original] for _, original in places]) for options, places in read.groups],
+            read.beside,
         )
-        return pickle.dumps(described), plans, full
+        return pickle.dumps(described), plans, read
 
-    payload, plans, full = done_by_all([source.ranks], _LOAD, job)
+    payload, plans, read = done_by_all([source.ranks], _LOAD, job)
     heard: Described = pickle.loads(from_everyone(source.ranks, payload)[0])
     if source.is_here:
-        return plans, full
+        return plans, read
     found = {params.by_number[number][0]: plan for number, plan in heard[0]}
     states = {(one, original): dict[str, Any]() for one in found for original in one.originals}
     groups = [(options, [params.by_number[number] for number in numbers]) for options, numbers in heard[1]]
@@ -298,11 +290,15 @@ def described_by_first(
 
 @torch.no_grad()
 def deal_states(
-    params: Parameters, plans: Plans, full: Given, source: FirstRank, present: Callable[[OptimParam, str], Any]
+    params: Parameters,
+    plans: Plans,
+    full: Given,
+    source: FirstRank,
+    present: Callable[[OptimParam], Mapping[str, Any]],
 ) -> dict[OptimParam, dict[str, Any]]:
     """Collective. Return this rank's shard of rank 0's `full`; rank 0 sends each shard to its rank.
 
-    The optimizer's current tensor under a key of the state (`present`) is reused if it fits.
+    The tensors of the optimizer's current state (`present`) are reused if they fit.
     """
     shards: dict[OptimParam, dict[str, Tensor]] = {one: {} for one in plans}
     window = Window()
@@ -313,7 +309,7 @@ def deal_states(
             nbytes = one.param.numel() * one.comm.world_size * kind.dtype.itemsize
             while not window.has_room(nbytes):
                 window.first()
-            made = shards[one][key] = one.memory(present(one, key), kind.dtype, kind.shape)
+            made = shards[one][key] = one.memory(present(one).get(key), kind.dtype, kind.shape)
             values = [full.states[one, original].get(key) for original in one.originals]
             if (one.comm, one.replicas) == tuple(source.ranks):
                 window.add(_deal(one, made, values, kind.shape), nbytes)
