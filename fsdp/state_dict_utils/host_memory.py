@@ -16,10 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import UntypedStorage
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.distributed.devices import HOST, accelerator, can_page_lock, page_lock
 
@@ -48,19 +48,6 @@ class _Block:
         return self._holders() == self._alone
 
 
-class _Kept:
-    def __init__(self, original: UntypedStorage, forget: Callable[[object], None]) -> None:
-        self.original = weakref.ref(original, forget)
-        self.blocks: list[_Block] = []
-
-    def free(self, nbytes: int) -> _Block | None:
-        """Return an unreferenced block of this size. Other unreferenced or differently sized blocks are dropped."""
-        fitting = [block for block in self.blocks if block.storage.nbytes() == nbytes]
-        free = next((block for block in fitting if block.is_free), None)
-        self.blocks = [block for block in fitting if block is free or not block.is_free]
-        return free
-
-
 class HostMemory:
     """Blocks by original. Only one thread at a time may call `take`; copies may be released by any thread.
 
@@ -70,7 +57,8 @@ class HostMemory:
     def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
         self._pin, self._share = pin, share
         self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
-        self._kept: dict[int, _Kept] = {}  # by id; the least recently taken first
+        # The blocks of each original, a list; the least recently taken first.
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._held_bytes, self._lock = 0, threading.Lock()
         self._gone_bytes: deque[int] = deque()  # of storages that died, in any thread at any time, to be counted later
 
@@ -88,11 +76,10 @@ class HostMemory:
         If the limit is reached, `wanted` returns the total number of requested bytes, for the MemoryError.
         """
         nbytes = original.nbytes()
-        kept = self._kept.pop(id(original), None)
-        if kept is None or kept.original() is not original:
-            kept = _Kept(original, partial(_forget, weakref.ref(self), id(original)))
-        self._kept[id(original)] = kept
-        block = kept.free(nbytes)
+        kept = self._kept[original] = self._kept.pop(original, [])
+        kept[:] = [each for each in kept if each.storage.nbytes() == nbytes]
+        block = next((each for each in kept if each.is_free), None)
+        kept[:] = [each for each in kept if each is block or not each.is_free]  # one unreferenced block suffices
         if block is None:
             rounds_up = not self._share and _rounds_up(nbytes, self._pin)
             size = 1 << (nbytes - 1).bit_length() if rounds_up else nbytes
@@ -101,7 +88,7 @@ class HostMemory:
             with self._lock:
                 self._held_bytes += size
             weakref.finalize(block.storage, self._gone_bytes.append, size).atexit = False
-            kept.blocks.append(block)
+            kept.append(block)
         return block.storage
 
     def clear(self) -> None:
@@ -125,7 +112,7 @@ class HostMemory:
         for kept in list(self._kept.values()):
             if self.held_bytes <= most:
                 return True
-            kept.blocks = [block for block in kept.blocks if not block.is_free]
+            kept[:] = [block for block in kept if not block.is_free]
         return self.held_bytes <= most
 
     def _no_room(self, total: int) -> str:
@@ -139,13 +126,6 @@ class HostMemory:
             f"still exist leave no room for it (waited {self._wait_seconds:g} s). Drop them before staging again (del, "
             "or have the thread that writes them end), allow more, or set wait_seconds."
         )
-
-
-def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None:
-    alive = memory()
-    kept = alive._kept.get(key) if alive is not None else None
-    if alive is not None and kept is not None and kept.original is original:  # else its id is another's already
-        alive._kept.pop(key, None)
 
 
 def require_pinning() -> None:
