@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -445,7 +445,7 @@ def say(text: str, file: TextIO | None = None) -> None:
     print(readable(text.replace(":\n\t", ": ").replace("\n\t", "; ").replace("\n", " ")), file=file or sys.stdout)
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A progress bar on a terminal if tqdm is installed, otherwise without effect. A context manager."""
 
     def __init__(self, what: str) -> None:
@@ -474,9 +474,6 @@ class Progress:
             bar = "#" * filled + "." * (30 - filled)
             text = f"{self._what} [{bar}] {part:4.0%} of {size_text(self._total)}"
             print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         if self._bar is not None:

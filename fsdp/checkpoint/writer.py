@@ -22,7 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -443,7 +443,7 @@ def _report(jobs: list[Future[Saved]]) -> None:
         traceback.print_exception(type(error), error, error.__traceback__)
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Saves checkpoints in the background: training waits for a copy to host memory only.
 
     Each rank copies the data that it writes: its shards, and its part of the optimizer's state. The memory is reused
@@ -548,9 +548,6 @@ class Saver:
 
         sets = [TensorSet(each.stem, [copied(entry) for entry in each.entries], each.files) for each in found.sets]
         return replace(found, sets=sets)
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

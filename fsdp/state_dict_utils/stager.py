@@ -22,7 +22,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -75,7 +75,7 @@ class PendingCopy(Generic[Tree]):
             arrival.wait()
 
 
-class StateDictStager:
+class StateDictStager(AbstractContextManager["StateDictStager"]):
     """Copies trees of tensors to reusable host memory.
 
     A copy is equal to the result of ``torch.save`` followed by ``torch.load(map_location="cpu")``: shared storages,
@@ -159,9 +159,6 @@ class StateDictStager:
         with self._lock:
             self._memory.clear()
             self._is_closed = True
-
-    def __enter__(self) -> StateDictStager:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from fsdp.distributed.devices import host_bytes, is_host
 from fsdp.engine.boxes import Box, boxes_of, overlap
 
 _MOST_OPEN = 64  # maximum of open files: thousands of ranks may each have written a file
-_Reader = TypeVar("_Reader", bound="TensorReader")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FoundTensor:
         return readable(f"{self.name} in {self.file}")
 
 
-class TensorReader:
+class TensorReader(AbstractContextManager["TensorReader"]):
     """Tensors by name, which are read on demand and not kept in memory.
 
     As a context manager, it closes the opened files. Messages use its `path` as name.
@@ -136,9 +136,6 @@ class TensorReader:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def __enter__(self: _Reader) -> _Reader:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
