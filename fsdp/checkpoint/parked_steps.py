@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,8 +97,10 @@ class ParkedSteps:
     def _step_by_units(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
         step, stay = type(optimizer).step.__wrapped__, self._stay()  # type: ignore[attr-defined]  # without hooks
-        handles = [handle for handle in self.states.handles if handle is None or self._has_gradient(handle)]
-        handles.sort(key=lambda handle: handle is not None)  # the options of the groups come first
+        handles: list[FlatParamHandle | None] = [None]  # the options of the groups come first
+        for handle, params in self.states.params.items():
+            if handle is not None and any(param.grad is not None for param in chain.from_iterable(params)):
+                handles.append(handle)
         coming = self._fill(handles[0])
         try:
             for handle, following in zip(handles, [*handles[1:], None], strict=True):
@@ -105,7 +108,7 @@ class ParkedSteps:
                 arrival.wait()
                 for tensors in self._of(handle):
                     tensors.show()
-                _set_params(optimizer, self.states.params(handle))
+                _set_params(optimizer, self.states.params[handle])
                 try:
                     step(optimizer)
                 finally:
@@ -119,9 +122,6 @@ class ParkedSteps:
 
     def _of(self, handle: FlatParamHandle | None) -> list[ParkedTensors]:
         return [tensors for other, tensors in self._parked if other is handle]
-
-    def _has_gradient(self, handle: FlatParamHandle) -> bool:
-        return any(param.grad is not None for params in self.states.params(handle) for param in params)
 
     def _fill(self, handle: FlatParamHandle | None) -> Arrival:
         with self._inward.fork():

@@ -134,7 +134,8 @@ class ParkedTensors:
     def show(self) -> None:
         """Allow all operations again, and forget the tensors."""
         for tensor in self._guarded:
-            unguard(tensor)
+            tensor.__class__ = tensor.kind
+            _values.pop(tensor, None)
         self._tensors, self._storages, self._sizes, self._copied, self._guarded = {}, {}, [], {}, []
 
     def end(self) -> None:
@@ -305,11 +306,6 @@ def guard(tensor: Any, message: str, copied: UntypedStorage | None, is_readable:
         tensor.__class__ = _guarded(kind, message, is_readable)
         return True
     return False
-
-
-def unguard(tensor: Any) -> None:
-    tensor.__class__ = tensor.kind
-    _values.pop(tensor, None)
 
 
 def host_values(tensor: Any) -> Any:

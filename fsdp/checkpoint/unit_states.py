@@ -45,17 +45,18 @@ class UnitStates:
         owners: dict[int, FlatParamHandle] = {}
         for _, unit in units_in(self._root) if self.is_divided else ():
             owners.update((id(param), handle) for handle in unit.handles for param in handle.listed_params)
-        self._params: dict[FlatParamHandle | None, list[list[Any]]] = {}
+        # The parameters of each part, for each group of the optimizer.
+        self.params: dict[FlatParamHandle | None, list[list[Any]]] = {}
         for number, group in enumerate(groups):
             for param in group["params"]:
                 empty: list[list[Any]] = [[] for _ in groups]
-                self._params.setdefault(owners.get(id(param)), empty)[number].append(param)
-        self._params.setdefault(None, [[] for _ in groups])
+                self.params.setdefault(owners.get(id(param)), empty)[number].append(param)
+        self.params.setdefault(None, [[] for _ in groups])
         self._numbers = {id(param): str(place) for place, param in enumerate(self._listed)}
 
     @property
     def handles(self) -> list[FlatParamHandle | None]:
-        return list(self._params)
+        return list(self.params)
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:
@@ -66,12 +67,9 @@ class UnitStates:
     def _listed(self) -> list[Any]:
         return [param for group in self._groups for param in group["params"]]
 
-    def params(self, handle: FlatParamHandle | None) -> list[list[Any]]:
-        return self._params[handle]
-
     def named(self, handle: FlatParamHandle | None) -> Iterator[Named]:
         state = self._optimizer.state
-        own = [param for params in self._params.get(handle, ()) for param in params]
+        own = [param for params in self.params.get(handle, ()) for param in params]
         fields = [(self._numbers[id(param)], state[param]) for param in own if param in state]
         if handle is None:
             if isinstance(self._optimizer, OwnedOptimizer):  # owners have copies of parameters

@@ -79,10 +79,6 @@ class Plan:
     generators: Any  # the states of this rank's; None if they are not to be saved
     cast: dict[str, torch.dtype]  # by name, the dtype of parameters that are saved in a different dtype
 
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for each in self.sets for file in each.files if file.name.endswith(SUFFIX))
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -316,7 +312,8 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
             told, *rest = str(error).splitlines()
             error.args = ("\n".join([told, place.what_is_there, *rest]),)
         raise
-    return Saved(Path(destination.path), found.nbytes, found.cast)
+    nbytes = sum(file.nbytes for each in found.sets for file in each.files if file.name.endswith(SUFFIX))
+    return Saved(Path(destination.path), nbytes, found.cast)
 
 
 def _refuse_other_model(path: str) -> None:

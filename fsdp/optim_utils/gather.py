@@ -126,18 +126,15 @@ class OptimStream:
             by_rank = [each.get(name, {}) for each in heard]
             yield from SharedKinds(name, by_rank, list(range(len(heard)))).problems(keeps_numbers=True)
 
-    @property
-    def sizes(self) -> Iterator[tuple[OptimParam, Original, str, Elements]]:
-        """Yield all tensors of the stream, in its order."""
-        for one, original in self.params.by_number.values():
-            if one in self.shared:
-                for key, kind in self.shared[one].kinds.items():
-                    if isinstance(kind, Elements):
-                        yield one, original, key, kind
-
     def tensors(self) -> Iterator[tuple[Original, str, Tensor]]:
         """Collective. Yield parameter, key and tensor, as `stream_optim_state`; left early, the rest is dropped."""
-        window, left = Window(), deque(self.sizes)
+        window = Window()
+        left = deque(
+            (one, original, key, kind)
+            for one, original in self.params.by_number.values()
+            for key, kind in (self.shared[one].kinds.items() if one in self.shared else ())
+            if isinstance(kind, Elements)
+        )
 
         def next_one() -> tuple[Original, str, Tensor]:
             while left and window.has_room(_nbytes(left[0])):

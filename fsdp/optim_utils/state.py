@@ -85,9 +85,6 @@ class OptimParam:
             return found
         return Interval(found.slot, found.start, found.stop, 0)
 
-    def is_on(self, rank: int) -> bool:
-        return any(self.interval(original, rank) is not None for original in self.originals)
-
     def local_shape(self, original: Original, shape: torch.Size | None = None) -> torch.Size:
         """Return the shape of an original in the flat parameter; for a `DTensor`, of its local part."""
         if shape is not None:
@@ -478,7 +475,8 @@ def own_kinds(
         kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it", is_owned=one.is_owned)
         if one.handle is not None:
             one.handle.storage.check_readable(f"{doing} the optimizer's state of {one.name}", state.values())
-        found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))
+        is_on = any(one.interval(original, one.comm.rank) is not None for original in one.originals)
+        found.append(OwnKinds(one.name, is_on, kinds))
     return found
 
 

@@ -167,10 +167,9 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
     if not Gathering(_group_of(None), ranks_only).is_wanted:
         return emptied(state_dict)
 
-    def on_cpu(path: Path, leaf: Any) -> Any:
-        return leaf.detach().to(HOST, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-    result = mapped(on_cpu, state_dict)
+    result = mapped(
+        lambda _, leaf: leaf.detach().to(HOST, non_blocking=True) if isinstance(leaf, Tensor) else leaf, state_dict
+    )
     for device in {leaf.device for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)} - {HOST}:
         finish_queued(device)
     return result
