@@ -286,9 +286,8 @@ def described(source: Source) -> dict[str, Any]:
         "notes": list(source.notes),
     }
     if source.optimizer is not None:
-        rest = source.optimizer_rest
-        found["optimizer"] = {"class": rest["optimizer"], **_tensors(source.optimizer)}
-        found["optimizer"] |= {"groups": rest["groups"], "state": rest["state"]}
+        rest, tensors = source.optimizer_rest, _tensors(source.optimizer)
+        found["optimizer"] = {"class": rest["optimizer"], **tensors, "groups": rest["groups"], "state": rest["state"]}
     return found
 
 

@@ -56,7 +56,11 @@ class Recorded:
                     else:
                         micro_batch = found.get("micro_batch")
                         place = Place(int(found["step"]), None if micro_batch is None else int(micro_batch))
-                        entries[place] = _values(keys[found["keys"]], found["values"])
+                        names, digits = keys[found["keys"]], found["values"]
+                        if len(digits) != _DIGITS * len(names):
+                            raise ValueError(f"{len(digits)} digits for {len(names)} entries")
+                        values = (digits[at : at + _DIGITS] for at in range(0, len(digits), _DIGITS))
+                        entries[place] = dict(zip(names, values, strict=True))
                 except BROKEN as error:
                     raise ValueError(
                         f"{path} is no recording of fsdp.record_fingerprints, or damaged in line {number}: "
@@ -132,9 +136,3 @@ def _run(args: argparse.Namespace, choices: Any) -> int:
     there = len({*one.entries.get(first.place, {}), *other.entries.get(first.place, {})})
     print(f"{len(same_place)} of the {there} entries there differ, and {len(found)} in all steps")
     return WRONG
-
-
-def _values(keys: list[Key], digits: str) -> dict[Key, str]:
-    if len(digits) != _DIGITS * len(keys):
-        raise ValueError(f"{len(digits)} digits for {len(keys)} entries")
-    return {key: digits[_DIGITS * at : _DIGITS * (at + 1)] for at, key in enumerate(keys)}

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.parked_tensors import ParkedTensors, host_values_in
+from fsdp.checkpoint.parked_tensors import ParkedTensors, host_values
 from fsdp.checkpoint.unit_states import UnitStates
 from fsdp.distributed.devices import HOST, Arrival, new_copy_stream, return_cached_memory
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.trees import map_tensors
 
 
 class ParkedSteps:
@@ -56,7 +57,7 @@ class ParkedSteps:
             hooks: Any = after.hooks_dict_ref()
             hooks.move_to_end(after.id, last=False)  # users' hooks find all parameters again
             self._hooks = [after, optimizer.register_step_pre_hook(self._before)]
-            self._hooks.append(optimizer.register_state_dict_post_hook(host_values_in))
+            self._hooks.append(optimizer.register_state_dict_post_hook(lambda _, tree: map_tensors(host_values, tree)))
         entry = handle, tensors
         self._parked.append(entry)
         try:

@@ -323,15 +323,6 @@ def host_values(tensor: Any) -> Any:
     return found.kind.__tensor_unflatten__(values, context, shape, stride).detach()
 
 
-def host_values_in(_: Any, tree: Any) -> Any:
-    """Hook of an optimizer's `state_dict`: return its dictionary with tensors in host memory for parked tensors."""
-    if isinstance(tree, dict):
-        return {key: host_values_in(_, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(host_values_in(_, value) for value in tree)
-    return host_values(tree)
-
-
 class ParkedStorage(ShardStorage):
     """The storage of a flat parameter that is parked: its values can be read, and neither used nor written."""
 

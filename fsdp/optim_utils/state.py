@@ -280,10 +280,7 @@ def nested_state(state: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in state.items():
         match = _NESTED.fullmatch(key)
-        if match is None:
-            path: list[tuple[type, Any]] = [(dict, key)]
-        else:
-            path = [(dict, match[1]), *_steps_in(key, match[2])]
+        path = [(dict, key)] if match is None else [(dict, match[1]), *_steps_in(key, match[2])]
         inside = found
         for (_, at), (kind, _) in pairwise(path):
             inside = inside.setdefault(at, _Steps(kind))
@@ -504,12 +501,9 @@ class SharedKinds:
 
         A format that `keeps_numbers` stores a list with each rank's 0-d tensor, except for ``step``.
         """
-        first = self.holders[0] if self.holders else 0
-        for rank in self.holders:
-            pair = (self.by_rank[each] for each in (first, rank))
-            if (
-                found := differences(*(_without_numbers(each) if keeps_numbers else each for each in pair))
-            ) is not None:
+        compared = [_without_numbers(kinds) if keeps_numbers else kinds for kinds in self.by_rank]
+        for first, rank in ((self.holders[0], rank) for rank in self.holders):
+            if (found := differences(compared[first], compared[rank])) is not None:
                 yield (
                     f"the optimizer's state of {self.name} has {found[0]} on rank {first} and {found[1]} on rank "
                     f"{rank}. Every rank must have stepped the same parameters with the same optimizer."

@@ -349,9 +349,7 @@ def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
 
 def emptied(tree: Any) -> Any:
     """Return the outermost container without its contents, for ranks that want no result; None for a leaf."""
-    if isinstance(tree, Mapping):
-        return rebuilt(tree, {})
-    return [] if isinstance(tree, list) else () if isinstance(tree, tuple) else None
+    return None if children(tree) is None else rebuilt(tree, {})
 
 
 def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Exception] = ValueError) -> None:
