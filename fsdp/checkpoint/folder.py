@@ -103,7 +103,7 @@ class _Lock:
     def take(self) -> bool:
         """Acquire the lock if the file system supports locks; return False if another process holds it."""
         while self._fd is None:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

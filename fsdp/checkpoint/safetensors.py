@@ -547,7 +547,7 @@ def write_parts(
 def opened_to_write(folder: str, file: PlannedFile) -> Iterator[int]:
     """Open a file that is there; in the end, the disk keeps it."""
     path = os.path.join(folder, file.name)
-    fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+    fd = os.open(path, os.O_WRONLY)
     try:
         yield fd
         os.fsync(fd)

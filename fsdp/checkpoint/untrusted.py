@@ -18,7 +18,6 @@ from pickle import UnpicklingError
 from typing import IO, Any
 
 _MOST_CHARACTERS = 4000  # of a message
-_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 # Exceptions that reading an invalid file can raise.
 BROKEN = (
@@ -38,7 +37,7 @@ BROKEN = (
 def descriptor(path: str | os.PathLike[str]) -> int:
     """Open a file to read it; the caller closes it. ValueError if it is no regular file."""
     place = os.fspath(path)
-    fd = os.open(place, _FLAGS)  # which does not wait for anybody who writes to a pipe
+    fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for anybody who writes to a pipe
     kind = os.fstat(fd).st_mode
     if stat.S_ISREG(kind):
         return fd

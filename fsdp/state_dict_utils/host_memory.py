@@ -166,10 +166,7 @@ def _rounds_up(nbytes: int, pin: bool) -> bool:
 
 
 def _mapped(nbytes: int) -> UntypedStorage:
-    if hasattr(mmap, "MAP_PRIVATE"):
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        mapping = mmap.mmap(-1, nbytes)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -52,6 +52,7 @@ from fsdp.checkpoint.formats.trees import (
 from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
+from fsdp.optim_utils.full import OWN_KEYS
 
 # The text before a number, the number, and the text after it, for the last number except a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
@@ -206,8 +207,9 @@ class RankFiles:
         """Return the checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
         tensors, aliases, extra = _sorted_out(found, self.title)
         names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # flat parameters' names stay first
-        if saved and saved[0].others:
-            values[saved[0].key] = saved[0].others
+        others = values_of(saved[0].content, OWN_KEYS, []) if saved else {}  # as ``loss_scale``
+        if others:
+            values[saved[0].key] = others
         return Source(
             format=word,
             path=self.title,

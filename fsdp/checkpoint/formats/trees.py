@@ -26,7 +26,7 @@ from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.checkpoint.untrusted import short
 from fsdp.engine.names import plain_name
 from fsdp.layers.optimizer_hooks import is_number
-from fsdp.optim_utils.full import NAMES, OWN_KEYS
+from fsdp.optim_utils.full import NAMES
 from fsdp.optim_utils.state import Elements, Kind, Number, Value, odd_shape, options_of
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
@@ -218,11 +218,6 @@ class SavedOptimizer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file} ({self.key})"
-
-    @property
-    def others(self) -> dict[Any, Any]:
-        """Return its other entries (``loss_scale``)."""
-        return values_of(self.content, OWN_KEYS, [])
 
 
 def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
