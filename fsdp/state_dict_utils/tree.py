@@ -175,22 +175,18 @@ def own_part(value: Tensor, target: Tensor) -> Tensor:
         return value
     if has_only_usual_placements(part):
         return part.held_of(value)
+    from torch.distributed.tensor import DTensor, Replicate
+
     # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
     for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
         size = part.shape[dim]
         indices = torch.arange(size, device=part.mesh.device_type)
         indices = indices.view([size if number == dim else 1 for number in range(len(part.shape))])
-        ours = _redistributed(indices, part, dim)
+        replicated = DTensor.from_local(indices, part.mesh, [Replicate()] * part.mesh.ndim, run_check=False)
+        there = [each if getattr(each, "dim", None) == dim else Replicate() for each in part.placements]
+        ours = local_part(replicated.redistribute(placements=there))
         value = value.index_select(dim, ours.flatten().to(value.device))
     return value
-
-
-def _redistributed(indices: Tensor, part: MeshPart, dim: int) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    nowhere = [Replicate()] * part.mesh.ndim
-    there = [each if getattr(each, "dim", None) == dim else Replicate() for each in part.placements]
-    return local_part(DTensor.from_local(indices, part.mesh, nowhere, run_check=False).redistribute(placements=there))
 
 
 def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
