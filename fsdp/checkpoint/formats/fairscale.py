@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
 from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
-from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
+from fsdp.checkpoint.formats.source import Piece, Source, is_tensor
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
 from fsdp.engine.names import clean_name, join
@@ -35,11 +35,8 @@ def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = Tr
     ranks = RankFiles(path, choices)
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
-    found: dict[str, Any] = {}
-    if is_whole:  # saved unsharded, as fairseq does by default; ties are a single tensor
-        known: dict[Any, Any] = {}
-        for key, value in shards[0].weights.items():
-            found[clean_name(key)] = known.setdefault(memory_of(value), value)
+    if is_whole:  # saved unsharded, as fairseq does by default
+        found = {clean_name(key): value for key, value in shards[0].weights.items()}
     else:
         found = put_together(shards, True, strict)
     order, is_in_order = _order(shards[0])

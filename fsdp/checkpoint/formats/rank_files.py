@@ -233,16 +233,16 @@ def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], d
     """Return tensors, second names of some, and modules' extra state, encoded."""
     tensors: dict[str, Any] = {}
     aliases, extra = {}, {}
-    names: dict[int, str] = {}  # the first name, by the id of a tensor
+    names: dict[Any, str] = {}  # the first name, by the memory of a tensor
     for name, value in found.items():
         if name.rpartition(".")[2] == _EXTRA:
             extra[name] = encoded(materialised(value), f"{title}: {name}")
         elif not is_lazy(value):
             raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
-        elif names.setdefault(id(value), name) == name:
+        elif (first := names.setdefault(memory_of(value), name)) == name:
             tensors[name] = value
         else:
-            aliases[name] = names[id(value)]
+            aliases[name] = first
     return tensors, aliases, extra
 
 
@@ -314,17 +314,15 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
 
 
 def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
-    """Return the tensors by name; tensors with the same memory become the same object."""
+    """Return the tensors by name."""
     found: dict[str, Any] = {}
-    known: dict[Any, LazyTensor] = {}
     for name, value in models[0].items() if models else ():
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
         if missing:
             raise ValueError(f"{missing[0]} has no {name}, and {files[0]} has: they are of different models")
         found[name] = value
         if is_tensor(value) or _is_sharded(value):
-            each = _merged(name, [model[name] for model in models], [file.path for file in files])
-            found[name] = known.setdefault(memory_of(each), each)
+            found[name] = _merged(name, [model[name] for model in models], [file.path for file in files])
     return found
 
 
