@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import sys
 import threading
 import types
@@ -28,7 +29,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from fsdp.distributed.devices import HOST, Arrival, CopyStream, has_streams, new_copy_stream
+from fsdp.distributed.devices import HOST, Arrival, has_streams, new_copy_stream
 from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
 from fsdp.state_dict_utils.tree import by_class, is_wrapper, missing_memory
 
@@ -119,7 +120,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
         self.share_memory = share_memory
         self._memory = HostMemory(self.pin_memory, share_memory, max_bytes, wait_seconds)
         self._lock = threading.RLock()
-        self._copy_streams: dict[torch.device, CopyStream] = {}
+        self._copy_stream_of = functools.cache(new_copy_stream)
         self._is_closed = False
 
     @property
@@ -199,9 +200,7 @@ class StateDictStager(AbstractContextManager["StateDictStager"]):
     def _transfer(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> list[Arrival]:
         arrivals = []
         for device in {original.device for original, _ in pairs}:
-            if device not in self._copy_streams:
-                self._copy_streams[device] = new_copy_stream(device)
-            copy_stream = self._copy_streams[device]
+            copy_stream = self._copy_stream_of(device)
             with copy_stream.fork():
                 for original, host in pairs:
                     if original.device == device:

@@ -350,14 +350,8 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
 
 
 def _is_sharded(value: Any) -> bool:
-    return _is_of_torch(value, "ShardedTensor") or _is_of_torch(value, "DTensor")
-
-
-def _is_of_torch(value: Any, name: str) -> bool:
-    if not isinstance(value, Foreign):
-        return False
-    module, _, last = value.origin.rpartition(".")
-    return last == name and f"{module}.".startswith("torch.distributed.")
+    module, _, name = value.origin.rpartition(".") if isinstance(value, Foreign) else ("", "", "")
+    return name in ("ShardedTensor", "DTensor") and f"{module}.".startswith("torch.distributed.")
 
 
 def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTensor:
@@ -389,7 +383,7 @@ def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTenso
 def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, torch.dtype, list[tuple[Box, StridedTensor]]]:
     """Return the shape and dtype of an unsharded tensor, and its shards in a file."""
     try:
-        if _is_of_torch(value, "DTensor"):
+        if value.origin.endswith(".DTensor"):
             shape = torch.Size(value.args[2])
             return shape, value.args[1], [(_rows(name, value, shape, file), value.fields["_local_tensor"])]
         shards, described = value.state[0], value.state[1].fields

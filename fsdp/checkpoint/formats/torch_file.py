@@ -31,7 +31,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES, crc32
+from fsdp.checkpoint.checksums import crc32, spans
 from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy, whole
 from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
@@ -189,13 +189,10 @@ class TorchArchive:
         with opened(self.path) as file:
             for record in self.records.values():
                 file.seek(record.begin)
-                left, checksum = record.nbytes, 0
-                while left:
-                    piece = file.read(min(left, BLOCK_BYTES))
-                    if not piece:
-                        break
-                    checksum, left = crc32(piece, checksum), left - len(piece)
-                    advance(len(piece))
+                checksum = 0
+                for begin, end in spans(0, record.nbytes):
+                    checksum = crc32(file.read(end - begin), checksum)
+                    advance(end - begin)
                 if checksum != record.checksum and record.has_checksum:
                     yield f"{self.what} is damaged: {record.name} in it is not what was saved"
 
