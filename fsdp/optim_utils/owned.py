@@ -476,14 +476,16 @@ class _Exchange:
         told = {holder: dict(zip(own, found[holder][0].tolist(), strict=True)) for holder, own in from_holders.items()}
         for one in self._taking_part:
             if one.stepped.is_here:
-                _follow(one)
+                param, listed = one.stepped.param, one.listed.param
+                if (param.dtype, param.device) != (listed.dtype, listed.device):  # users may cast and move the shard
+                    param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
                 every = [signs[one], *(each.get(one, 0) for each in told.values())]
                 if any(sign & _HAS_GRADIENT for sign in every):
-                    one.stepped.param.grad = torch.empty_like(one.stepped.param)
+                    param.grad = torch.empty_like(param)
                     if one.interval is not None:
-                        one.put(one.stepped.param.grad, rank, _or_zeros(one))
+                        one.put(param.grad, rank, _or_zeros(one))
                 if signs[one] & _IS_CHANGED and one.interval is not None:
-                    one.put(one.stepped.param.data, rank, one.elements)
+                    one.put(param.data, rank, one.elements)
         for holder, own in from_holders.items() if with_gradients else ():
             for one, elements in zip(own, found[holder][1:], strict=True):
                 if one.stepped.param.grad is not None:
@@ -572,13 +574,6 @@ def _or_zeros(one: _Member) -> Tensor:
     """Return this rank's elements of a gradient, which other ranks may have."""
     gradient = one.gradient
     return torch.zeros_like(one.elements) if gradient is None else gradient
-
-
-def _follow(one: _Member) -> None:
-    """Convert the owner's copy to the dtype and device of the shard, which users may cast and move."""
-    param, listed = one.stepped.param, one.listed.param
-    if (param.dtype, param.device) != (listed.dtype, listed.device):
-        param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
 
 
 def _checked_groups(groups: Any) -> list[dict[str, Any]]:
