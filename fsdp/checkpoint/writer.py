@@ -227,6 +227,7 @@ def prepare(
 
     tensors = done_by_all([ranks], "find its part of a checkpoint", partial(named_tensors, model, units))
     written = written_here(tensors, ranks)
+    state, rest = ([], None) if optimizer is None else _optimizer_state(optimizer, tensors, written, ranks)
 
     def look() -> Plan:
         with buffers_in_own_precision(units):
@@ -235,11 +236,11 @@ def prepare(
         states = encoded(generator_states(), "generators") if generators else None
         extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
         sets = [TensorSet.planned("model", entries, max_file_bytes)]
-        return Plan(sets, None, extra, encoded(values, "values"), states, cast)
+        if optimizer is not None:
+            sets.append(TensorSet.planned("optimizer", state, max_file_bytes))
+        return Plan(sets, rest, extra, encoded(values, "values"), states, cast)
 
     found = done_by_all([ranks], "prepare its part of a checkpoint", look)
-    if optimizer is not None:
-        found = _with_optimizer(found, optimizer, tensors, written, ranks, max_file_bytes)
     content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
     digest = hashlib.sha256(b"".join(content)).hexdigest()
     count = sum(len(each.entries) for each in found.sets)
@@ -247,15 +248,10 @@ def prepare(
     return found, ranks, units
 
 
-def _with_optimizer(
-    found: Plan,
-    optimizer: Any,
-    tensors: dict[str, Target],
-    written: Collection[str],
-    ranks: Ranks,
-    max_file_bytes: int | None,
-) -> Plan:
-    """Collective. Return the same with the state of an optimizer."""
+def _optimizer_state(
+    optimizer: Any, tensors: dict[str, Target], written: Collection[str], ranks: Ranks
+) -> tuple[list[Entry], Any]:
+    """Collective. Return the tensors of an optimizer's state, and the other values for the manifest."""
 
     def look() -> tuple[Optimizers, Groups, bytes]:
         optimizers = Optimizers(optimizer)
@@ -265,13 +261,8 @@ def _with_optimizer(
     optimizers, groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
     kinds = shared_kinds(ranks, pickled)
     require_same_options(ranks, optimizers.param_groups)
-
-    def add() -> Plan:
-        entries, rest = state_entries(optimizers, groups, kinds, tensors, written)
-        sets = [*found.sets, TensorSet.planned("optimizer", entries, max_file_bytes)]
-        return replace(found, sets=sets, optimizer_rest=rest)
-
-    return done_by_all([ranks], "prepare its optimizer's state", add)
+    find = partial(state_entries, optimizers, groups, kinds, tensors, written)
+    return done_by_all([ranks], "prepare its optimizer's state", find)
 
 
 def _require_number(name: str, value: Any) -> None:
