@@ -422,8 +422,6 @@ class FSDPModule(_Base):
         # ``type(module)(...)`` makes another module of the original class, which is not sharded.
         return cls.__mro__[2](*args, **kwargs)
 
-    # --- parameters ---------------------------------------------------------------------------------------------
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
 
@@ -527,8 +525,6 @@ class FSDPModule(_Base):
         """
         run_after(event, _of(self).device)
 
-    # --- gradients ----------------------------------------------------------------------------------------------
-
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backwards reduce gradients over the ranks, or accumulate unsharded ones on each rank.
 
@@ -603,8 +599,6 @@ class FSDPModule(_Base):
         for unit in _units(self, recurse):
             unit.policy.reductions_in_flight = max_input_buffers
 
-    # --- communication ------------------------------------------------------------------------------------------
-
     def set_custom_all_gather(self, comm: on_demand.Collective) -> None:
         """All-gather the module's parameters with an object that has the interface of torch's ``AllGather``.
 
@@ -662,8 +656,6 @@ class FSDPModule(_Base):
             NotImplementedError: always.
         """
         raise NotImplementedError(_no_buffers("set_symm_mem_for_comm"))
-
-    # --- other --------------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
         """Discard a forward or backward that has raised, and all gradients that were not reduced.

@@ -176,8 +176,6 @@ class FullyShardedDataParallel(nn.Module):
         if param_init_fn is not None:
             on_demand.materialize_unit(unit, param_init_fn)
 
-    # --- attributes -------------------------------------------------------------------------------------------------
-
     module = property(lambda self: self._fsdp_wrapped_module, doc="The `FlattenParamsWrapper` around the module.")
     rank = property(lambda self: self._unit.comm.rank, doc="The number of this rank in `process_group`.")
     world_size = property(lambda self: self._unit.comm.world_size, doc="The number of ranks that share the parameters.")
@@ -326,8 +324,6 @@ class FullyShardedDataParallel(nn.Module):
     def extra_repr(self) -> str:
         return on_demand.options_in_use(self, self._unit)
 
-    # --- training ---------------------------------------------------------------------------------------------------
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
@@ -426,8 +422,6 @@ class FullyShardedDataParallel(nn.Module):
     def _units(self) -> list[Unit]:
         return [unit for _, unit in units_in(self._unit)]
 
-    # --- unsharded parameters ---------------------------------------------------------------------------------------
-
     @contextmanager
     def summon_full_params(
         self,
@@ -514,8 +508,6 @@ class FullyShardedDataParallel(nn.Module):
             )
         with self.summon_full_params():
             self.module.module.reset_parameters()
-
-    # --- state dicts ------------------------------------------------------------------------------------------------
 
     @during("state_dict()")
     def state_dict(
@@ -665,8 +657,6 @@ class FullyShardedDataParallel(nn.Module):
         """Collective. Send all weights to a sink in bounded buckets, see `fsdp.stream_weights` for the arguments."""
         return on_demand.stream_weights(self, sink, **options)
 
-    # --- state of optimizers ----------------------------------------------------------------------------------------
-
     @during("gather_full_optim_state_dict()")
     def gather_full_optim_state_dict(
         self, optim: Any, recipient_rank: int | None = 0, **ignored: Any
@@ -713,8 +703,6 @@ class FullyShardedDataParallel(nn.Module):
         self._unit.require_idle("hand over an optimizer")
         on_demand.reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
 
-    # --- copies -----------------------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         return on_demand.copying.state_to_pickle(self._unit, self.__dict__)
 
@@ -744,8 +732,6 @@ class FullyShardedDataParallel(nn.Module):
         copied._forward_entries()
         copied._unit.wake()
         return copied
-
-    # --- private names that FairScale's clients use, and torch's own ------------------------------------------------
 
     def _lazy_init(self) -> None:
         """Collective. Settle now that this wrapper is the outermost one, which its first use would do."""

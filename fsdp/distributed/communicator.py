@@ -470,9 +470,6 @@ def _leave_groups_to_parent() -> None:
         one.group = _Forked(own_rank())
 
 
-# --- process groups -------------------------------------------------------------------------------------------------
-
-
 def made_once_for_groups() -> dict[Any, Any]:
     """Return a dictionary for objects created once per process group; it is cleared when the process ends.
 

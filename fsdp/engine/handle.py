@@ -142,8 +142,6 @@ class FlatParamHandle:
         self.gradients = self._new_gradients()
         self._build()
 
-    # --- what there is to know ----------------------------------------------------------------------------------
-
     @property
     def param_infos(self) -> list[ParamInfo]:
         """The places that name each parameter."""
@@ -282,8 +280,6 @@ class FlatParamHandle:
         self.gradients = self._new_gradients()
         self._build()
 
-    # --- buffers ------------------------------------------------------------------------------------------------
-
     def _build(self) -> None:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
@@ -334,8 +330,6 @@ class FlatParamHandle:
             self.absorb()
             self.reshard()
             self._choose_unsharded()
-
-    # --- unshard and reshard ------------------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
         if phase not in self.phase.following:
@@ -521,8 +515,6 @@ class FlatParamHandle:
         """List the parameters that optimizers step in the modules again."""
         self.presentation.list_shards()
 
-    # --- gradients ----------------------------------------------------------------------------------------------
-
     def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
         """Expect gradients, see `GradientBuffer.begin_backward`."""
         if self.orig_params is not None:
@@ -659,8 +651,6 @@ class FlatParamHandle:
         """Drop the gradient, as an optimizer's ``zero_grad()`` does."""
         for param in self.listed_params:
             param.grad = None
-
-    # --- what users change between steps ------------------------------------------------------------------------
 
     def absorb(self) -> None:
         """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of shards.

@@ -139,8 +139,6 @@ class OrigParams:
     def give_memory(self, slots: Iterable[int]) -> None:
         """Show memory for parameters without values, where they show none until it is given."""
 
-    # --- values -------------------------------------------------------------------------------------------------
-
     @property
     def requires_grad(self) -> list[bool]:
         """A flag for each parameter: it is trained."""
@@ -191,8 +189,6 @@ class OrigParams:
         ours.copy_(given)
         self._have(slot, ours)
         self._flat_param.valueless.discard(slot)
-
-    # --- gradients ----------------------------------------------------------------------------------------------
 
     def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
         """Give local shards their elements of the shard's gradient; those not `used` keep having none.

@@ -289,8 +289,6 @@ class Placements:
         named = (each for each, value in _NAMED.items() if value == plain and each.is_hybrid is is_hybrid)
         return next(named, ShardingStrategy.NO_SHARD if self.optimizer == UNSHARDED == self.gradients else None)
 
-    # --- the collectives of a step --------------------------------------------------------------------------------
-
     @property
     def gather(self) -> tuple[Stage, ...]:
         """Return the stages from the shards that were stepped to the parameters between uses, once after a step."""
@@ -314,8 +312,6 @@ class Placements:
     def collective_along(self, axis: Axis) -> Collective:
         """Return the collective that reduces gradients along an axis, after a backward or before the step."""
         return next(stage.collective for stage in stages(UNREDUCED, self.optimizer) if stage.axis is axis)
-
-    # --- what they mean for a unit --------------------------------------------------------------------------------
 
     @cached_property
     def keeps_parameters(self) -> bool:

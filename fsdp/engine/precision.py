@@ -271,9 +271,6 @@ class Buffers:
                 module._buffers[name] = done[id(buffer)][1]
 
 
-# --- modules that compute in full precision (`MixedPrecision.full_precision_modules`) ------------------------------
-
-
 def kept_modules(modules: Iterable[nn.Module], precision: Precision) -> dict[nn.Module, list[nn.Module]]:
     """Return a unit's modules that keep their precision, outer before inner, each with all modules inside it.
 

@@ -138,8 +138,6 @@ class Presentation:
         self._own_dtype: torch.dtype | None = None
         self._enter()
 
-    # --- between passes and in passes ---------------------------------------------------------------------------
-
     def use(self, unsharded: UnshardedParameters, forms: Iterable[UnshardedParameters], own_dtype: torch.dtype) -> None:
         """Show placeholders, and later leaves, of these unsharded parameters from now on.
 
@@ -239,8 +237,6 @@ class Presentation:
         self._enter()
         self.refill()
 
-    # --- enter and leave modules --------------------------------------------------------------------------------
-
     def _enter(self) -> None:
         """Make modules list the entries, and report what else is put there."""
         numbers = {(place.module, place.name): slot for slot, used in enumerate(self._places) for place in used}
@@ -298,8 +294,6 @@ class Presentation:
             self._exposed = ()
         self.is_exposed = False
         self.touched.clear()
-
-    # --- assigned and lent tensors ------------------------------------------------------------------------------
 
     @property
     def is_lent(self) -> bool:

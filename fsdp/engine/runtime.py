@@ -95,8 +95,6 @@ class Runtime:
         self.has_deferred = False  # a backward has left gradients unreduced whose placements are PARTIAL
         _all.add(self)
 
-    # --- whose units and parameters are whose ---------------------------------------------------------------------
-
     def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
         """Run all units inside of the root.
 
@@ -123,8 +121,6 @@ class Runtime:
         for _, unit in named_units:
             for _, inner in units_in(unit) if unit.precision.is_mixed else ():
                 inner.is_inside_mixed |= inner is not unit
-
-    # --- forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
@@ -349,8 +345,6 @@ class Runtime:
                 if call.unit is unit:
                     break
 
-    # --- backward -----------------------------------------------------------------------------------------------
-
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
         if torch.is_grad_enabled() and not call.is_transformed:
@@ -556,8 +550,6 @@ class Runtime:
             self._reductions.finish()
         self._reductions.finish()
 
-    # --- backwards of other ranks -------------------------------------------------------------------------------
-
     def follow_backward(self, *, brings_nothing: bool = False) -> None:
         """Begin a backward that brings no gradients here: other ranks run it, or it `brings_nothing` on any rank."""
         self._backward = FollowedPass()
@@ -570,8 +562,6 @@ class Runtime:
         unit.backward.missing.discard(handle)
         if handle.is_reduced:
             self._reductions.submit(handle, unit.postdivide, keep=True)
-
-    # --- between steps ------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -390,8 +390,6 @@ class Unit:
         """The mode of its module, as users set it."""
         return "train()" if self.modules[0].training else "eval()"
 
-    # --- what the runtime asks for ------------------------------------------------------------------------------
-
     @property
     def has_frozen_handle(self) -> bool:
         return any(map(_has_frozen, self.handles))

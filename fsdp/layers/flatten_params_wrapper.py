@@ -109,8 +109,6 @@ class FlattenParamsWrapper(nn.Module):
                         "into groups of their own: param_list=[[...], [...]]."
                     )
 
-    # --- access -------------------------------------------------------------------------------------------------
-
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
@@ -163,8 +161,6 @@ class FlattenParamsWrapper(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self._fpw_module.__getitem__(key)  # type: ignore[operator]
-
-    # --- views and parameters -----------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[list[ParamInfo]]:
         for infos in self.param_infos:
@@ -240,8 +236,6 @@ class FlattenParamsWrapper(nn.Module):
                 f"{what}: these parameters are sharded; use {instead}() of the FullyShardedDataParallel around it, on "
                 "every rank"
             )
-
-    # --- nn.Module ----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters as views of the flat ones."""

@@ -264,9 +264,6 @@ def refuse_fake_tensors(module: nn.Module) -> None:
         )
 
 
-# --- the wrapper's form --------------------------------------------------------------------------------------------
-
-
 class WrapperForm:
     """The forms of `FullyShardedDataParallel`.
 
