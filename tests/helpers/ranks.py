@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.workers import PACKAGE, PRELOAD, Ending, Outcome, Request, Station, serve
+from tests.helpers.workers import OWN, PRELOAD, Ending, Outcome, Request, Station, serve
 
 TIMEOUT = 120.0  # seconds for one run, which takes a few at most: sessions and other programs share the cores
 GRACE = 5.0  # seconds that the other ranks are given once one has failed
@@ -102,7 +102,7 @@ class RankPool:
         self._serial = itertools.count()
         self._printed: list[tuple[str, str]] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD + [PACKAGE, *preload] * _found_by_server())
+        self._context.set_forkserver_preload(PRELOAD + [*OWN, *preload] * _found_by_server())
 
     def __call__(
         self, world_size: int, *, timeout: float = TIMEOUT, grace: float = GRACE, backend: str | None = "gloo"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import pickle
@@ -41,8 +42,10 @@ if dist.is_gloo_available():
     from torch.distributed import ProcessGroupGloo as Gloo
 
 # Imported by the fork server, so that each worker finds them ready: the first optimizer step imports dynamo.
-PRELOAD = ["torch", "torch._dynamo", "torch.testing", "numpy", "pytest", "_pytest.assertion"]
-PACKAGE = "fsdp"  # and this one where the server would find the right copy
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.testing", "numpy", "pytest"]
+# And these where the server would find the right copies; the package imports most of its modules when they are used.
+OWN = ["tests.helpers.rewriting", "fsdp", *(f"fsdp.{name}" for name in ("distributed.watchdog", "layers.first_use"))]
+OWN += [f"fsdp.layers.{name}" for name in ("offload", "optimizer_hooks", "state_dict.full")]
 
 # Groups that tests make are never destroyed, and each keeps two threads. A worker beyond these bounds is replaced
 # after its run.
@@ -155,7 +158,7 @@ def _set_up(station: Station) -> None:
     _let_each_other_finish()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    _rewrite_asserts()
+    importlib.import_module("tests.helpers.rewriting")  # unless the server has imported it
     rank, size = str(station.rank), str(station.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ["FSDP_SHARED_MEMORY"] = "0"  # bytes are counted in sockets, and a group keeps the way that it has found
@@ -238,18 +241,6 @@ def _join(station: Station) -> None:
         world_size=station.world_size,
         device_id=device if "nccl" in station.backend else None,
     )
-
-
-def _rewrite_asserts() -> None:
-    """Let pytest rewrite the asserts of test modules here too, so that a failing one shows its values."""
-    try:
-        # Private to pytest (tried on 8.4 and 9.2); its public door, pytest.main, would collect and run tests.
-        from _pytest.assertion import install_importhook
-        from _pytest.config import get_config
-    except ImportError:  # a failing assert then shows its line, without values
-        return
-    install_importhook(get_config())
-    pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 
 
 def _answer(request: Request) -> bytes:
