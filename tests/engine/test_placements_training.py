@@ -193,11 +193,6 @@ def read(both: Beside) -> None:
     assert any(param.grad is not None and param.grad.isfinite().all() for param in both.model.parameters())
 
 
-def freeze(both: Beside) -> None:
-    for each in (inside(both.model), both.plain):
-        each.first.requires_grad_(not next(each.first.parameters()).requires_grad)
-
-
 BETWEEN = [infer, save, load, summon, clip, clip_values, drop, read]
 
 
@@ -215,16 +210,16 @@ def test_the_same_with_optimizer_state_over_replicas(ranks: RankPool, value: str
 
 
 def _do_between(form: str, options: dict[str, Any], shape: tuple[int, int] | None = None) -> None:
-    for act in BETWEEN:
-        both = _beside(form, options, shape)
-        for step in range(2):
-            both.backward(learn, 10 * step + 1)
-            act(both)
-            both.step(learn, 10 * step)
-        both.backward(learn, 20)
+    both = _beside(form, options, shape)
+    for number, act in enumerate(BETWEEN):
+        both.backward(learn, 10 * number)
+        act(both)
+        both.step(learn, 10 * number + 1)  # after another backward
+        both.backward(learn, 10 * number + 2)
         act(both)
         for optimizer in both.optimizers:
             optimizer.step()
+            optimizer.zero_grad()
         try:
             both.assert_equal()
         except AssertionError as error:
