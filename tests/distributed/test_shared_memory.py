@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from fsdp.distributed.messages import CheckedGroup
 from fsdp.distributed.shared_memory import SWITCH, _Slots
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankError, RankPool
 
 CPU = torch.device("cpu")
 LARGE = 1 << 18  # elements of float32, twice what goes through shared memory
@@ -207,41 +206,28 @@ def test_what_was_sent_and_never_read_is_forgotten_with_the_step() -> None:
     assert all(map(slots._is_free, slots._slots))
 
 
-KILLED = f"""
-import os, signal, sys, threading, torch, torch.distributed as dist
-sys.path.insert(0, {str(ROOT)!r})
-rank, folder, delay = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-dist.init_process_group("gloo", store=dist.FileStore(f"{{folder}}/store", 2), rank=rank, world_size=2)
-from fsdp.distributed.collectives import DirectExchange
-way = DirectExchange(dist.group.WORLD)
-way.share_memory(1 << 20)
-assert way._shared is not None
-print("begins", flush=True)
-if rank == 1:
-    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-for number in range(10**6):
-    full = way.empty(1 << 19, torch.float32, torch.device("cpu")).fill_(1)
-    way.reduce_scatter(full, "the reduction", number).wait()
-    way.all_gather(torch.empty(1 << 19), torch.ones(1 << 18), "the gather", number).wait()
-"""
-
-
 @linux
-def test_a_killed_rank_leaves_no_memory_and_ends_the_waits_of_the_others(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_no_memory_and_ends_the_waits_of_the_others(ranks: RankPool, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    for delay in (0.05,):
-        folder = tmp_path / str(delay)
-        folder.mkdir()
-        command = [sys.executable, "-c", KILLED]
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(folder), str(delay)], stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
-        _, report = ranks[0].communicate(timeout=120)
-        assert ranks[1].wait(timeout=120) == -signal.SIGKILL
-        assert ranks[0].returncode == 1
-        assert "CollectiveError: rank 0: the " in report
+    with pytest.raises(RankError) as failed:
+        ranks(2, backend=None, grace=60).run(_exchange_until_killed, tmp_path / "store")
+    waiting, killed = failed.value.outcomes
+    assert killed.headline == "killed by SIGKILL"
+    assert "CollectiveError: rank 0: the " in waiting.headline
     assert set(os.listdir("/dev/shm")) == before
+
+
+def _exchange_until_killed(store: Path) -> None:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    way = shared()
+    assert way._shared is not None
+    if rank == 1:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for number in range(10**6):
+        full = way.empty(2 * LARGE, torch.float32, CPU).fill_(1)
+        way.reduce_scatter(full, "the reduction", number).wait()
+        way.all_gather(torch.empty(2 * LARGE), torch.ones(LARGE), "the gather", number).wait()
 
 
 sizes = st.integers(1, 60_000)
