@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -32,9 +33,9 @@ from fsdp.distributed import communicator, messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.positions import Position, Report
 from fsdp.distributed.reports import Kind, read_events
+from tests.helpers import ended_rank
 from tests.helpers.ended_rank import await_addresses
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.waiting
@@ -240,21 +241,21 @@ def test_without_a_watchdog_there_is_no_thread_and_no_socket_until_it_is_wanted(
     await_addresses()
 
 
-def test_an_environment_variable_turns_the_watchdog_off() -> None:
-    code = """
-import fsdp, threading, torch
-from fsdp.distributed import watchdog
-torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-torch.distributed.ProcessGroup.size = lambda self: 2
-watchdog.watch()
-print(len(watchdog.watchdogs), threading.active_count())
-fsdp.set_watchdog()
-watchdog.watch()
-print(len(watchdog.watchdogs))
-"""
-    environment = os.environ | {"FSDP_WATCHDOG": "0"}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout == "0 1\n1\n"
+@on_ranks(2, backend=None)
+def test_an_environment_variable_turns_the_watchdog_off(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, {"FSDP_WATCHDOG": "0", "FSDP_REPORTS": str(tmp_path)}):
+        fresh = importlib.reload(watchdog)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2, store=store)
+    trained_model()
+    fresh.watch()
+    assert not fresh.watchdogs
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fsdp")]
+    fresh.set_watchdog()
+    fresh.watch()
+    assert len(fresh.watchdogs) == 1
+    fresh.announce(ValueError("a bad batch"))
+    assert any("a bad batch" in event.text for event in read_events(tmp_path))
 
 
 @pytest.mark.parametrize(("local", "address"), [("2", "127.0.0.1"), ("1", "192.0.2.7")])
@@ -358,19 +359,13 @@ def test_how_a_process_has_ended_is_seen_until_its_parent_asks(code: str, expect
 
 
 def test_why_a_rank_has_ended_is_in_the_error_of_the_others_and_in_the_folder_of_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FSDP_REPORTS", str(tmp_path / "reports"))
-    command = [sys.executable, "-m", "tests.helpers.ended_rank"]
-    waiting, ended = (
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    )
-    _, errors = waiting.communicate(timeout=300)
-    ended.communicate(timeout=300)
-    assert (waiting.returncode, ended.returncode) == (1, 1)
+    with pytest.raises(RankError) as failed:
+        ranks(2, backend=None, grace=60).run(ended_rank.main, tmp_path)
+    assert {each.headline for each in failed.value.outcomes} == {"exited with status 1 without answering"}
     why = r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"
-    assert re.search(gather_failed(why), errors)
+    assert re.search(gather_failed(why), failed.value.outputs[0] + "\n")
     # At once, before it asks why: a launcher that ends all ranks leaves no time for more.
     assert any(event.kind is Kind.CLOSED and "rank 1" in event.text for event in read_events(tmp_path / "reports"))
     assert main(["diagnose", str(tmp_path / "reports")]) == 0

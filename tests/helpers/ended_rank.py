@@ -1,20 +1,19 @@
-"""A rank of a training in which rank 1 ends in the middle, for tests of what the others say.
-
-python -m tests.helpers.ended_rank RANK FOLDER
-"""
+"""A rank of a training in which rank 1 ends in the middle, for tests of what the others say."""
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, set_watchdog
 from fsdp.distributed.watchdog import watchdogs
+from tests.helpers.process_end import end_process
 
 
 def await_addresses() -> None:
@@ -31,14 +30,19 @@ def load_batch() -> Tensor:
     return torch.ones(2, 4)
 
 
-def main(rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 2)
+def main(folder: Path) -> None:
+    """Collective. Train, and end the process with the error that comes."""
+    try:
+        _train(folder)
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        end_process(error)
+
+
+def _train(folder: Path) -> None:
+    rank, store = int(os.environ["RANK"]), dist.FileStore(str(folder / "store"), 2)
+    set_watchdog(reports=folder / "reports")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     model(load_batch()).sum().backward()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -1,21 +1,20 @@
-"""A rank whose last collective is still being tidied away by a thread of gloo when the process ends.
-
-python -m tests.helpers.last_collective RANK FOLDER
-"""
+"""A rank whose last collective is still being tidied away by a thread of gloo when the process ends."""
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel
+from tests.helpers.process_end import end_process
 
 
 class SlowEnd:
@@ -31,8 +30,14 @@ class SlowEnd:
 slow_end = SlowEnd()
 
 
-def main(rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 2)
+def main(folder: Path) -> None:
+    """Collective. Train, and end the process."""
+    _train(folder)
+    end_process()
+
+
+def _train(folder: Path) -> None:
+    rank, store = int(os.environ["RANK"]), dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Linear(4, 4))  # not `fully_shard`: torch caches DTensors' meshes, and so groups
@@ -45,7 +50,3 @@ def main(rank: int, folder: str) -> None:
     del last
     time.sleep(0.5)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
