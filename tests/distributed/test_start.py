@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,25 +10,23 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp.distributed import start
-
-PROGRAM = """
-import fsdp, torch, torch.distributed as dist
-device = fsdp.init_distributed()
-total = torch.ones(1, device=device)
-dist.all_reduce(total)
-with open(f"{dist.get_rank()}.txt", "w") as file:  # what ranks print at the same time may be mixed
-    print(device.type, dist.get_backend_config(), int(total), file=file)
-dist.destroy_process_group()
-"""
+from tests.helpers.ranks import RankPool
 
 
-def test_ranks_of_torchrun_meet(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    written = [path.read_text() for path in sorted(tmp_path.glob("*.txt"))]
-    assert written == ["cpu cpu:gloo 2\n"] * 2, done.stderr
+def test_ranks_with_the_environment_of_torchrun_meet(ranks: RankPool) -> None:
+    """The examples are started by torchrun itself."""
+    # As torchrun does it: a store outside of the ranks, which all of them connect to.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = ranks(2, backend=None).run(_meet, store.port)
+    assert found == [("cpu", "cpu:gloo", 2)] * 2
+
+
+def _meet(port: int) -> tuple[str, str, int]:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(address)
+    device = fsdp.init_distributed()
+    dist.all_reduce(total := torch.ones(1, device=device))
+    return device.type, str(dist.get_backend_config()), int(total)
 
 
 def test_a_program_without_torchrun_learns_how_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
