@@ -22,7 +22,6 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import (
     FORMS,
     FORMS_AND_OPTIMIZERS,
-    MICRO_BATCHES,
     OPTIMIZERS,
     adamw,
     loss_of,
@@ -32,6 +31,7 @@ from tests.helpers.same_bits import (
 )
 
 STEPS = 3
+MICRO_BATCHES = 6  # which one, two and three ranks divide
 
 
 @pytest.mark.parametrize(("form", "optimizer"), FORMS_AND_OPTIMIZERS)
