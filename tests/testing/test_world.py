@@ -144,9 +144,9 @@ WAYS = {way.__name__.strip("_"): way for way in (_wrapper, _by_torch, _with_chec
 @pytest.mark.parametrize(
     ("way", "world_size"),
     [
-        *(("wrapper", world_size) for world_size in (2, 3, 4)),
-        *(("rows", world_size) for world_size in (2, 3)),
-        *(("hybrid", world_size) for world_size in (2, 4)),
+        *(("wrapper", world_size) for world_size in (3, 4)),
+        ("rows", 2),
+        ("hybrid", 4),
         ("hybrid_wrapper", 4),
         ("by_torch", 3),
         ("with_checksums", 2),
@@ -184,12 +184,12 @@ def _train(way: str, steps: int) -> tuple[list[float], list[float], dict[str, Te
 
 @pytest.mark.parametrize("way", ["wrapper", "rows"])
 def test_the_order_of_ranks_makes_no_difference(way: str) -> None:
-    first, *others = (World(3, seed=seed, late=[seed] if seed < 3 else []).run(_train, way, 2) for seed in range(4))
+    first, *others = (World(3, seed=seed, late=[seed] if seed < 3 else []).run(_train, way, 2) for seed in range(3))
     for other in others:
         assert_same(other, first)
 
 
-@pytest.mark.parametrize(("world_size", "by_torch"), [(16, False), (64, True)])  # 4,032 messages are slower than one
+@pytest.mark.parametrize(("world_size", "by_torch"), [(16, False), (32, True)])  # 992 messages are slower than one
 def test_many_ranks_train_as_one_process_does(world_size: int, by_torch: bool) -> None:
     alone, sharded = _train_in_float64(keep, 0, 1), World(world_size).run(_train_in_float64_on_ranks, by_torch)
     for name, value in alone.items():
