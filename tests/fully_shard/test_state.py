@@ -312,9 +312,10 @@ def _make_nadam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.NAdam(model.parameters(), lr=0.1)  # which has numbers of other names
 
 
-@pytest.mark.parametrize("from_first", [False, True])
-@pytest.mark.parametrize("make", [_make_adam, _make_momentum, _make_nadam])
-@on_ranks(2, 3)
+@parametrize_pairs(
+    at_most=5, from_first=[False, True], make=[_make_adam, _make_momentum, _make_nadam], world_size=[2, 3]
+)
+@on_ranks("world_size")
 def test_a_full_state_of_a_parameter_without_dimensions(from_first: bool, make: Any) -> None:
     def new() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
