@@ -98,8 +98,7 @@ def _train(strategy: str, options: dict[str, Any]) -> None:
     assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=2, no_sync=False, clip=0.1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
+@parametrize_pairs(at_most=4, strategy=STRATEGIES, form=[{}, {"use_orig_params": True}])
 @on_ranks(4)
 def test_frozen_and_unused_units(strategy: str, form: dict[str, Any]) -> None:
     assert_parity(frozen, adamw, wrap=fully_sharded(**options_of(strategy), **form), accumulate=2, no_sync=False)
@@ -117,26 +116,25 @@ def test_tied_parameters_and_recomputation(strategy: str) -> None:
     assert_parity(nested_mlp, sgd_with_momentum, wrap=checkpointed, accumulate=2, no_sync=False)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@parametrize_pairs(strategy=STRATEGIES, clip=[None, 0.1])
 @on_ranks(4)
-def test_scaled_losses(strategy: str) -> None:
+def test_scaled_losses(strategy: str, clip: float | None) -> None:
     scaling = {"init_scale": 4.0, "growth_interval": 2}
     wrap = fully_sharded(**options_of(strategy))
-    for clip in (None, 0.1):
-        assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=2, no_sync=False, scaling=scaling, clip=clip)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=2, no_sync=False, scaling=scaling, clip=clip)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
 def test_units_may_differ_in_their_placements(strategy: str) -> None:
-    for outer, inner in ((strategy, "FULL_SHARD"), ("FULL_SHARD", strategy), (strategy, "NO_SHARD")):
-        for form in ({}, {"use_orig_params": True}):
-            each = iter([inner, outer, inner, outer])
+    pairs = [(strategy, "FULL_SHARD"), ("FULL_SHARD", strategy), (strategy, "NO_SHARD")]
+    for number, (outer, inner) in enumerate(pairs, STRATEGIES.index(strategy)):
+        each, form = iter([inner, outer, inner, outer]), {"use_orig_params": number % 2 == 1}
 
-            def wrap(module: nn.Module) -> nn.Module:
-                return fully_sharded(**options_of(next(each)), **form)(module)  # noqa: B023 (called at once)
+        def wrap(module: nn.Module) -> nn.Module:
+            return fully_sharded(**options_of(next(each)), **form)(module)  # noqa: B023 (called at once)
 
-            assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=2, no_sync=False, clip=0.1)
+        assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=2, no_sync=False, clip=0.1)
 
 
 # Switches of `fully_shard`

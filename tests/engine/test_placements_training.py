@@ -68,7 +68,7 @@ def test_kept_parameters_train_as_one_process_does(ranks: RankPool, world_size: 
 
 
 def _train(options: dict[str, Any], accumulate: int, no_sync: bool, clip: float | None) -> None:
-    training = {"accumulate": accumulate, "no_sync": no_sync, "clip": clip, "steps": 3}
+    training = {"accumulate": accumulate, "no_sync": no_sync, "clip": clip}
     assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**options), **training)
 
 
@@ -136,7 +136,7 @@ def _beside(form: str, options: dict[str, Any], shape: tuple[int, int] | None = 
 
 def _train_beside(form: str, turns: int, options: dict[str, Any], shape: tuple[int, int] | None = None) -> None:
     both = _beside(form, options, shape)
-    for step in range(3):
+    for step in range(2):
         for turn in range(1, turns):
             both.backward(learn, 10 * step + turn)
         both.step(learn, 10 * step)
