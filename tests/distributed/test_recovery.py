@@ -22,6 +22,7 @@ from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.communicator import CollectiveError, communicators_among, finish
 from fsdp.distributed.messages import Sending
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.waiting
@@ -109,15 +110,14 @@ def start(folder: Path, world_size: int) -> int:
     return rank
 
 
-@pytest.mark.parametrize("fails_in", ["forward", "backward", "step"])
-@pytest.mark.parametrize(
-    "options",
-    [
+@parametrize_pairs(
+    at_most=5,
+    fails_in=["forward", "backward", "step"],
+    options=[
         {},
         {"use_orig_params": True, "reshard_after_forward": False},
         {"sharding_strategy": ShardingStrategy.NO_SHARD, "bucket_cap_mb": 0},
     ],
-    ids=["flat", "original", "replicated"],
 )
 @on_ranks(3, backend=None)
 def test_training_goes_on_as_if_there_had_been_no_bad_batch(
