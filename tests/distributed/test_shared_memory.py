@@ -91,8 +91,7 @@ def test_small_models_do_not_ask_for_it() -> None:
 
 
 @linux
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(2, 4)
 def test_a_sender_does_not_wait_for_readers_and_overwrites_nothing_that_is_not_read() -> None:
     way, rank, ranks = shared(), dist.get_rank(), dist.get_world_size()
     pending = []
