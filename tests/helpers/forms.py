@@ -111,7 +111,7 @@ def assert_trains(
     body: Body,
     units: tuple[type[nn.Module], ...] = (),
     *,
-    steps: int = 3,
+    steps: int = 2,
     **options: Any,
 ) -> None:
     """Collective. What the body returns, and all weights, are those of the unsharded model; and some have changed."""

@@ -121,7 +121,7 @@ RESHARD: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
 
 
 @pytest.mark.parametrize("step", STEPS)
-@parametrize_pairs(at_most=4, form=FORMS, options=RESHARD, world_size=[2, 3])
+@parametrize_pairs(at_most=3, form=FORMS, options=RESHARD, world_size=[2, 3])
 def test_units_are_frozen_and_thawed_while_graphs_exist(
     ranks: RankPool, step: str, form: str, options: dict[str, Any], world_size: int
 ) -> None:
