@@ -238,18 +238,23 @@ def _copied(grad: Tensor | None) -> Tensor | None:
 
 
 def assert_side_by_side(
-    plan: Plan, *, unlike: dict[str, Any] | None = None, tolerance: float | None = None, **options: Any
+    plan: Plan,
+    *,
+    theirs: Plan | None = None,
+    unlike: dict[str, Any] | None = None,
+    tolerance: float | None = None,
+    **options: Any,
 ) -> None:
     """Collective. Ours trains as torch's does: the same losses, norms, gradients and weights on this rank.
 
     Bit for bit at one and two ranks, where sums have one order; in float64 and but for rounding at more, or within a
     `tolerance`, relative to the largest element. A rank receives no more than with torch's. `unlike` are options that
-    only ours is given.
+    only ours is given, and `theirs` is the plan of torch's, if it is another one.
     """
     if tolerance is None and dist.get_world_size() > 2:
         torch.set_default_dtype(torch.float64)
         tolerance = ROUNDING
-    expected, found = train(plan, torchs(**options)), train(plan, ours(**{**options, **(unlike or {})}))
+    expected, found = train(theirs or plan, torchs(**options)), train(plan, ours(**{**options, **(unlike or {})}))
     assert_within("losses", torch.tensor(found.losses), torch.tensor(expected.losses), tolerance)
     assert_within("norms", torch.tensor(found.norms), torch.tensor(expected.norms), tolerance)
     for step, (mine, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
