@@ -57,7 +57,7 @@ OPTIONS: dict[str, Wrap] = {
 
 def build(wrap: Wrap = lambda module: module, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    layers = [nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(3)]
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)]
     return wrap(nn.Sequential(*map(wrap, layers)))
 
 
