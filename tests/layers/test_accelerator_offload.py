@@ -262,8 +262,8 @@ def test_peak_memory_of_several_ranks_is_below_that_of_the_whole(tmp_path: Path,
     options = with_folder(options, tmp_path)
     wrap = fully_sharded(compute_device=ACCELERATOR, **options)
     width = min(WIDTH, 1024)
-    model = wrap(nn.Sequential(*(wrap(nn.Linear(width, width)) for _ in range(24))))
-    layer, whole = 4 * width**2, 24 * 4 * width**2
+    model = wrap(nn.Sequential(*(wrap(nn.Linear(width, width)) for _ in range(16))))
+    layer, whole = 4 * width**2, 16 * 4 * width**2
     batch = torch.ones(4, width, device=ACCELERATOR)
     for _ in range(2):
         model(batch).sum().backward()
