@@ -123,7 +123,7 @@ CASES: dict[str, tuple[tuple[str, ...], Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_torchs(ranks: RankPool, case: str) -> None:
-    ranks(4).run(_train, *CASES[case])
+    ranks(4).run(_train, *CASES[case], is_local=case not in ("hybrid", "tensors last"))
 
 
 # With four ranks the first dimension has one.
@@ -133,10 +133,10 @@ def test_trains_as_torchs(ranks: RankPool, case: str) -> None:
     ids=["hybrid beside tensors", "two that are one beside tensors"],
 )
 def test_trains_in_three_dimensions(ranks: RankPool, world_size: int, names: tuple[str, ...], dims: Any) -> None:
-    ranks(world_size).run(_train, names, dims, is_local=True)
+    ranks(world_size).run(_train, names, dims)
 
 
-def _train(names: tuple[str, ...], dims: Any, hidden: int = 8, is_local: bool = False, **options: Any) -> None:
+def _train(names: tuple[str, ...], dims: Any, hidden: int = 8, is_local: bool = True, **options: Any) -> None:
     mesh = mesh_with(*names)
     make = partial(on_all, mesh, dims, hidden=hidden, is_local=is_local)
     plan = Plan(make_model=make, task=REGRESSION, mesh=data_mesh(mesh, dims), accumulate=2)
