@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp.distributed.paths import Pass, Path, difference
@@ -149,6 +149,7 @@ def test_the_cause_is_named_with_the_rank_the_unit_and_the_pass(kind: str, world
     assert re.match(pattern, found := said(*paths)), found
 
 
+@settings(max_examples=30)
 @given(st.data())
 @pytest.mark.parametrize("kind", WRONG)
 def test_the_cause_is_named_wherever_the_ranks_stand_behind_it(kind: str, data: st.DataObject) -> None:
