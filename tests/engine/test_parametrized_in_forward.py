@@ -15,6 +15,7 @@ from fsdp import FullyShardedDataParallel
 from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
 from tests.helpers.models import Net, Wrap
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.twins import assert_trains_like_plain, backward_twice, no_grad_between, once
 
 
@@ -63,9 +64,8 @@ def _layers(is_frozen: bool, wrap: Wrap) -> nn.Module:
 STEPS = (once, backward_twice, no_grad_between)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "trained"])
-@pytest.mark.parametrize("form", ["flat", "orig", "rows"])
+@parametrize_pairs(at_most=6, form=["flat", "orig", "rows"], is_frozen=[True, False], world_size=[2, 3])
+@on_ranks("world_size")
 def test_a_weight_can_be_parametrized_in_a_forward(form: str, is_frozen: bool) -> None:
     make: Callable[[Wrap], nn.Module] = partial(_model, is_frozen)
     if form == "rows":

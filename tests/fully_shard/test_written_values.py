@@ -266,8 +266,8 @@ PARTS = [
 
 
 @needs_dispatch
-@pytest.mark.parametrize("write", PARTS, ids=lambda write: write.__name__)
-@on_ranks(2, 4)
+@parametrize_pairs(at_most=len(PARTS), write=PARTS, world_size=[2, 4])
+@on_ranks("world_size")
 def test_parts_of_parameters_are_written(write: Callable[[Tensor], None]) -> None:
     plain = _net()
     model = fully_shard(_net())

@@ -58,7 +58,7 @@ GRID: dict[str, list[Any]] = {
 }
 
 
-@parametrize_cases(at_most=8, world_size=[2, 3], **GRID)
+@parametrize_cases(at_most=6, world_size=[2, 3], **GRID)
 def test_training_equals_the_unsharded_model_in_the_same_precision(
     ranks: RankPool, tmp_path: Path, world_size: int, case: Case
 ) -> None:
