@@ -88,6 +88,8 @@ class _Looks:
         lost: seconds of it in which this process did not run: its machine is busy, or it was stopped.
         reported_at: when where all ranks were was last said, or not worth saying.
         report: what was said then.
+        questioned_at: when another rank last asked this one for its own report, which comes to all.
+        questioned_by: that rank.
     """
 
     is_aside: bool
@@ -96,6 +98,8 @@ class _Looks:
     lost: float = 0.0
     reported_at: float = 0.0
     report: str = ""
+    questioned_at: float = 0.0
+    questioned_by: int = 0
 
     def pass_time(self, seconds: float) -> None:
         """Note that a tick has taken so long."""
@@ -246,8 +250,13 @@ class Watchdog:
             looks.lost = 0.0
         # In turn, so that one asks for all: the others have its report before it is theirs to ask.
         turn = _TICK * self._rank / (1 + len(self._addresses))
-        if now - max(wait.since, looks.reported_at) - looks.lost > looks.patience + turn:
+        # More than one turn may come between two ticks: a rank that is asked leaves the report to the asking rank.
+        is_questioned = now < looks.questioned_at + 2 * _ANSWER  # for the answers, and for telling them
+        waited = now - max(wait.since, looks.reported_at) - looks.lost
+        if waited > looks.patience + turn and not is_questioned:
             answers = self._ask_all(looks.is_aside)
+            if looks.reported_at >= now or (looks.questioned_at >= now and looks.questioned_by < self._rank):
+                return  # another rank has begun at the same time
             report = Report(self._rank, answers)
             if report.is_due:
                 first, positions = str(report).split("\n", 1)
@@ -354,6 +363,9 @@ class Watchdog:
             if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
                 self._give_up(message["why"], message["ranks"])
         elif "where" in message:
+            if "asker" in message:
+                looks = self._looks[message["where"]]
+                looks.questioned_by, looks.questioned_at = message["asker"], time.monotonic()
             return asdict(Position.here(message["where"]))
         elif message:
             return self._roll_call.answer(message)
@@ -361,7 +373,7 @@ class Watchdog:
 
     def _ask_all(self, is_aside: bool) -> dict[int, Position | str]:
         answers: dict[int, Position | str] = {self._rank: Position.here(is_aside)}
-        for rank, answer in self._tell_all({"where": is_aside}).items():
+        for rank, answer in self._tell_all({"where": is_aside, "asker": self._rank}).items():
             known = self._ends.get(rank, self._gone(rank) if answer == _GONE else answer)
             answers[rank] = known if isinstance(known, str) else Position.from_json(known)
         return answers

@@ -322,6 +322,48 @@ def test_time_in_which_the_process_did_not_run_is_not_waited() -> None:
     assert looks.lost == pytest.approx(20.4)
 
 
+@pytest.mark.parametrize(
+    ("first", "place", "is_late"),
+    [
+        *((first, place, False) for first in (0, 1) for place in ("_printers", "_tell_all")),
+        (1, "_tell_all", True),
+    ],
+)
+def test_ranks_whose_turns_come_together_report_once(
+    first: int, place: str, is_late: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before one asks, or before it tells what it has found, the other reports, which may arrive too late."""
+    monkeypatch.setattr(watchdog, "_patience", None)  # the threads look at nothing
+    store = dist.HashStore()
+    both = [watchdog.Watchdog(rank, 2, store) for rank in range(2)]
+    one, other = both[first], both[1 - first]
+    wait = communicator.Wait("all-gather of a", "", time.monotonic() - 100.0)
+    monkeypatch.setitem(communicator.waits, threading.main_thread().ident, wait)
+    inner, tell_all = getattr(one, place), other._tell_all
+
+    def look(which: Any) -> None:
+        which._look(which._looks[0], wait, time.monotonic(), 0.2)
+
+    def tell(message: Any) -> Any:
+        return {} if is_late and "report" in message else tell_all(message)
+
+    def meet(*args: Any) -> Any:
+        monkeypatch.setattr(one, place, inner)
+        with mock.patch.object(other, "_tell_all", tell):
+            look(other)
+        return inner(*args)
+
+    try:
+        for each in both:
+            each._find_unknown()
+        monkeypatch.setattr(one, place, meet)
+        look(one)
+    finally:
+        for each in both:
+            each.stop()
+    assert capsys.readouterr().err.count("has waited for all-gather of a for 100 s") == 1
+
+
 def gather_failed(rank_1: str) -> str:
     """A pattern of what rank 0 says."""
     return rf"CollectiveError: rank 0: all-gather of root \(Linear\) in forward did not complete: rank 1 {rank_1}\n"
