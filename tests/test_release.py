@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 
 import fsdp
 from fsdp.__main__ import main as run_command
+from tests.helpers.forking_torchrun import TORCHRUN
 from tests.helpers.needs import needs
 from tests.helpers.paths import ROOT
 
@@ -113,10 +116,19 @@ def test_a_release_is_built_installed_and_tried_and_not_uploaded(
     run = program.run
 
     def run_on_one_rank(*command: Any, **options: Any) -> Any:
-        """Replace the number of ranks: tests/docs/test_getting_started.py trains on two."""
+        """Replace what takes seconds: two ranks, which tests/docs/test_getting_started.py has; one here, forked.
+
+        And the process for the last command, since `fsdp --version` has started one.
+        """
         if "--nproc-per-node" in command:
-            place = command.index("--nproc-per-node") + 1
-            command = (*command[:place], "1", *command[place + 1 :])
+            assert command[1:] == ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
+            one = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "1")
+            command = (command[0], "-c", TORCHRUN, *one, "train.py")
+        if "verify" in command:
+            with monkeypatch.context() as place, contextlib.redirect_stdout(io.StringIO()) as printed:
+                place.chdir(options["cwd"])
+                assert run_command([*command[1:]]) == 0
+            return printed.getvalue()
         return run(*command, **options)
 
     monkeypatch.setattr(program, "run", run_on_one_rank)

@@ -18,6 +18,7 @@ from torch import nn
 
 import fsdp
 from fsdp import checkpoint
+from tests.helpers.forking_torchrun import TORCHRUN
 from tests.helpers.paths import DATA, ROOT
 
 SCRIPT = DATA / "elastic.py"
@@ -101,7 +102,7 @@ def _torchrun(port: int, number: int) -> list[str]:
     hurry = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
     places = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={hurry}"]
     numbers = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
-    return [sys.executable, "-m", "torch.distributed.run", *numbers, *places]
+    return [sys.executable, "-c", TORCHRUN, *numbers, *places]
 
 
 def _environment() -> dict[str, str]:

@@ -25,6 +25,7 @@ import torch.distributed.run
 import fsdp
 from benchmarks._machines import NotAllowedError, two_machines
 from tests.conftest import LitRanks
+from tests.helpers.forking_torchrun import TORCHRUN
 from tests.helpers.hugging_face import PATIENCE
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_ranks
@@ -183,34 +184,6 @@ def test_ray_starts_again_what_was_killed(tmp_path: Path) -> None:
 # Several machines
 
 
-def torchrun(command: list[str], folder: Path, **environment: str) -> str:
-    """Run what starts examples/two_machines/train.py, with checkpoints in a folder, and return what it printed."""
-    here = {"PYTHONPATH": str(ROOT), "FOLDER": str(folder / "checkpoints"), "OMP_NUM_THREADS": "1", **environment}
-    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        command, cwd=ROOT, env={**given, **here, "PATH": path}, text=True, capture_output=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(re.findall(r"step 99: loss ([\d.]+)", done.stdout)[0]) < 0.2
-    assert fsdp.checkpoint.newest(folder / "checkpoints") == folder / "checkpoints" / "step-00000099"
-    return done.stdout
-
-
-# In place of torchrun: its agent forks the ranks, which so need not import torch again.
-TORCHRUN = """#!{python}
-import runpy, sys
-import fsdp, torch._dynamo
-from torch.distributed import run
-from torch.distributed.launcher.api import elastic_launch
-config, _, [_, *sys.argv] = run.config_from_args(run.parse_args(sys.argv[1:]))
-config.start_method = "fork"
-def rank():
-    runpy.run_path(sys.argv[0], run_name="__main__")
-elastic_launch(config, rank)()
-"""
-
-
 @pytest.mark.waiting
 def test_two_machines_train(tmp_path: Path) -> None:
     try:
@@ -218,11 +191,19 @@ def test_two_machines_train(tmp_path: Path) -> None:
             pass
     except NotAllowedError as reason:
         pytest.skip(f"this system makes no two machines: {reason}")
-    (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))
+    (tmp_path / "launch.py").write_text(TORCHRUN)
+    (tmp_path / "torchrun").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/launch.py" "$@" --steps 40\n')
     (tmp_path / "torchrun").chmod(0o755)
-    printed = torchrun(["bash", "examples/two_machines/here.sh"], tmp_path, RANKS="1")
-    assert "machine 0: 1 of 2 ranks" in printed  # their ends of lines may come after each other
-    assert "machine 1: 1 of 2 ranks" in printed
+    here = {"PYTHONPATH": str(ROOT), "FOLDER": str(tmp_path / "checkpoints"), "OMP_NUM_THREADS": "1", "RANKS": "1"}
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command, env = ["bash", "examples/two_machines/here.sh"], {**given, **here, "PATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"step 39: loss ([\d.]+)", done.stdout)[0]) < 1.5  # 4.4 in the first step
+    assert fsdp.checkpoint.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000039"
+    assert "machine 0: 1 of 2 ranks" in done.stdout  # their ends of lines may come after each other
+    assert "machine 1: 1 of 2 ranks" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Slurm is for Linux")
