@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import re
@@ -81,6 +82,7 @@ def _build(folder: Path) -> tuple[int, str]:
     """Return the exit status of Sphinx, and the text that it prints."""
     from sphinx.cmd.build import build_main
 
+    gc.disable()  # the rank ends after the build, a quarter of which would be collections of trees that are in use
     options = ["--fail-on-warning", "--keep-going", "--quiet", "--no-color", "-d", str(folder / "cache")]
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
