@@ -20,8 +20,12 @@ import pytest
 import fsdp
 
 ROOT = Path(__file__).resolve().parent.parent
-# Large parts of torch that no signature of the package mentions. Reading these would take half of mypy's time.
-UNREAD = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch.ao", "torch.fx", "torch.onnx", "sympy")
+# Large packages that no signature of the package mentions. Reading these would take most of mypy's time.
+UNREAD = (
+    *("numpy", "sympy", "torch._decomp", "torch._dynamo", "torch._export", "torch._functorch", "torch._inductor"),
+    *("torch._higher_order_ops", "torch._meta_registrations", "torch._prims", "torch._refs", "torch._subclasses"),
+    *("torch.ao", "torch.distributions", "torch.export", "torch.fx", "torch.jit", "torch.onnx", "torch.package"),
+)
 # What is there in a checkout by use, and in no distribution.
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.pyc", "*.egg-info", "build", "dist", "runs")
 absent = importlib.util.find_spec("setuptools") is None
@@ -119,7 +123,10 @@ def test_types_are_known_to_users(built: Distributions, tmp_path: Path) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         wheel.extractall(tmp_path)
     config = tmp_path / "mypy.ini"
-    config.write_text(f"[mypy]\n[mypy-{','.join(f'{name}.*' for name in UNREAD)}]\nfollow_imports = skip\n")
+    unread = ",".join(f"{name}.*" for name in UNREAD)
+    # Without the bodies of our own functions, which `make lint` checks: users see the signatures.
+    sections = (f"[mypy-{unread}]", "follow_imports = skip", "[mypy-fsdp.*]", "ignore_errors = True")
+    config.write_text("\n".join(["[mypy]", *sections, ""]))
     # Torch's own types are read once, and kept: that takes most of the time.
     options = ["--strict", f"--config-file={config}", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]
     command = [sys.executable, "-m", "mypy", *options]
