@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad, convert_parameters, parametrizations, prun
 from fsdp import FullyShardedDataParallel
 from fsdp.layers import torch_functions
 from tests.helpers.ranks import RankPool
+from tests.test_public_names import MODULES
 
 # Imports the package in a process in which all that others register has been registered, and prints what it has done.
 IMPORTING = """
@@ -34,13 +35,52 @@ before = {(number, name): value for number, space in enumerate(spaces) for name,
 environment = dict(os.environ)
 import fsdp
 changed = [str(key) for key, value in before.items() if vars(spaces[key[0]]).get(key[1]) is not value]
-print(json.dumps(registered + changed + [key for key in os.environ if key not in environment]))
+effects = registered + changed + [key for key in os.environ if key not in environment]
+loaded = [name for name in sys.modules if name.split(".")[0] == "fsdp"]
+asked = [getattr(fsdp, name).__doc__ for name in sys.argv[1:]] + [fsdp.wrap(1), fsdp.__version__]
+import fsdp.compat.fairscale as compat
+finds = compat._FINDER in sys.meta_path
+print(json.dumps({"effects": effects, "loaded": loaded, "asked": asked, "finds": finds}))
 """
+# Modules that `import fsdp` loads: the engine, the ways between ranks that it uses, the front doors and `wrap`.
+LOADED_AT_ONCE = {
+    "": "fsdp",
+    "fsdp.": "distributed engine fully_shard fully_sharded_data_parallel layers wrap",
+    "fsdp.distributed.": "collectives communicator consensus devices dtensor gather_extension messages paths",
+    "fsdp.engine.": "assigned_attributes autograd call_stack counted_data flat_param forward_hooks grad_buffer "
+    "gradient_hooks handle ignored layout names observers orig_params originals passes phase "
+    "placeholder placements policy precision presentation reduction rows_layout runtime schedule "
+    "shard shard_values trees unit unit_backward unsharded_params usage user_attributes",
+    "fsdp.layers.": "flatten_params_wrapper foreign_names lazy managed_params module_overrides on_demand options "
+    "shard_module sharding_strategy shared_params state_requests",
+}
+MAX_LOADED = 60
 
 
-def test_importing_the_package_registers_starts_and_replaces_nothing() -> None:
-    found: Any = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout) == []
+@pytest.fixture(scope="module")
+def imported() -> Any:
+    """Facts about a process that has imported the package."""
+    command = [sys.executable, "-c", IMPORTING, *MODULES]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_importing_the_package_registers_starts_and_replaces_nothing(imported: Any) -> None:
+    assert imported["effects"] == []
+
+
+def test_importing_the_package_loads_the_engine_and_the_front_doors(imported: Any) -> None:
+    allowed = {f"{package}{name}" for package, names in LOADED_AT_ONCE.items() for name in names.split()}
+    assert set(imported["loaded"]) == allowed
+    assert len(allowed) <= MAX_LOADED
+
+
+def test_importing_the_package_is_enough_for_its_modules(imported: Any) -> None:
+    assert len(imported["asked"]) == len(MODULES) + 2
+    assert all(imported["asked"])
+
+
+def test_importing_fairscales_names_installs_nothing(imported: Any) -> None:
+    assert imported["finds"] is False
 
 
 @pytest.mark.parametrize("is_on", [True, False])
