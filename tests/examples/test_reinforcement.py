@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,16 @@ def forked(command: list[str], **pipes: Any) -> Forked:
     return Forked(importlib.import_module("examples.reinforcement.engine").main, *command[2:])
 
 
+def run_in_fork(command: list[str], **pipes: Any) -> Forked:
+    """Run the engine's file as `Popen` would, in a fork."""
+    return Forked(run_program, command[1:])
+
+
+def run_program(arguments: list[str]) -> None:
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def prompts_of(example: Any) -> Tensor:
     """Prompts that count upwards from each token."""
     return (torch.arange(example.PROMPT) + torch.arange(example.VOCABULARY)[:, None]) % example.VOCABULARY
@@ -54,6 +65,7 @@ def test_the_policy_learns_and_is_saved_for_transformers(tmp_path: Path) -> None
     from transformers import AutoModelForCausalLM
 
     with program() as example:
+        example.Popen = run_in_fork
         rewards = example.train(CPU, tmp_path, steps=12)
     assert rewards[-1] > rewards[0] + 0.3
     assert list((tmp_path / "parked").iterdir()) == []
