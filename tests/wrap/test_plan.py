@@ -45,8 +45,12 @@ def gpt(num_layers: int = 3) -> nn.Module:
     return GPT(GPTConfig(num_layers, num_heads=4, width=WIDTH, context=CONTEXT))
 
 
+def short_gpt() -> nn.Module:
+    return gpt(2)
+
+
 def checkpointed_gpt() -> nn.Module:
-    model: Any = gpt()
+    model: Any = short_gpt()
     for number, block in enumerate(model.blocks):
         model.blocks[number] = checkpoint_wrapper(block)
     return model
@@ -63,7 +67,7 @@ def adapted(inner: nn.Module) -> nn.Module:
 
 
 def adapted_gpt() -> nn.Module:
-    model: Any = gpt().requires_grad_(False)
+    model: Any = short_gpt().requires_grad_(False)
     for number, block in enumerate(model.blocks):
         model.blocks[number] = adapted(block)
     return model
@@ -138,14 +142,14 @@ class Case:
 CONVOLUTIONS = UnevenConvolutions, nn.Sequential, (BATCH, 3, 63, 61)
 CASES = {
     "GPT": Case(gpt),
-    "GPT kept after forward": Case(gpt, options={"reshard_after_forward": False}),
-    "GPT in bfloat16": Case(gpt, options={"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}),
-    "GPT of original parameters": Case(gpt, options={"use_orig_params": True}),
-    "GPT not sharded": Case(gpt, options={"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    "GPT kept after forward": Case(short_gpt, options={"reshard_after_forward": False}),
+    "GPT in bfloat16": Case(short_gpt, options={"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}),
+    "GPT of original parameters": Case(short_gpt, options={"use_orig_params": True}),
+    "GPT not sharded": Case(short_gpt, options={"sharding_strategy": ShardingStrategy.NO_SHARD}),
     "GPT with checkpoints": Case(checkpointed_gpt),
-    "GPT of one unit for each parameter": Case(gpt, options={"flatten_parameters": False, "bucket_cap_mb": 0}),
-    "GPT by ZeRO-1": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
-    "GPT by ZeRO-2": Case(gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
+    "GPT of one unit for each parameter": Case(short_gpt, options={"flatten_parameters": False, "bucket_cap_mb": 0}),
+    "GPT by ZeRO-1": Case(short_gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM}),
+    "GPT by ZeRO-2": Case(short_gpt, options={"sharding_strategy": ShardingStrategy.SHARD_OPTIM_GRADS}),
     "convolutions": Case(*CONVOLUTIONS),
     "convolutions by momentum": Case(*CONVOLUTIONS, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "convolutions by fused AdamW": Case(*CONVOLUTIONS, optimizer=partial(torch.optim.AdamW, fused=True)),
@@ -236,12 +240,7 @@ def _train(name: str) -> Measured:
     return train(CASES[name])
 
 
-ON_FOUR_RANKS = ("GPT of original parameters", "convolutions")
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"), [*((name, 2) for name in CASES), *((name, 4) for name in ON_FOUR_RANKS)]
-)
+@pytest.mark.parametrize(("name", "world_size"), [*((name, 2) for name in CASES), ("convolutions", 4)])
 def test_what_is_planned_is_what_training_takes(ranks: RankPool, name: str, world_size: int) -> None:
     _compare(CASES[name].plan(world_size), ranks(world_size).run(_train, name)[0])
 
