@@ -113,7 +113,7 @@ def hand_over(policy: nn.Module, engine: nn.Module) -> None:
             weights[name].copy_(value.full_tensor())
 
 
-def learn(names: Any, loss_of: Loss, steps: int = 4) -> tuple[Any, Found]:
+def learn(names: Any, loss_of: Loss, steps: int = 3) -> tuple[Any, Found]:
     policy, reference, engine, found = sharded(names, 0), sharded(names, 0), Decoder().double(), Found()
     reference.requires_grad_(False).eval()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-2)

@@ -86,9 +86,9 @@ def prompt_of(family: str, rank: int) -> Tensor:
     ("size", "family", "form"),
     [
         *[(1, "llama", "flat"), (2, "llama", "fully_shard"), (3, "llama", "original")],
-        *[(2, "gpt2", "flat"), (3, "gpt2", "fully_shard"), (1, "gpt2", "original")],
-        *[(3, "t5", "flat"), (1, "t5", "fully_shard"), (2, "t5", "original")],
-        *[(2, "whisper", "original"), (2, "whisper", "fully_shard"), (3, "whisper", "flat")],
+        *[(3, "gpt2", "fully_shard"), (1, "gpt2", "original")],
+        *[(3, "t5", "flat"), (2, "t5", "original")],
+        *[(2, "whisper", "fully_shard"), (2, "whisper", "flat")],
     ],
 )
 @on_ranks("size", timeout=PATIENCE)
