@@ -16,6 +16,7 @@ from fsdp.compat import fairscale
 from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first
+from tests.helpers.pairs import parametrize_pairs
 
 EQUAL, UNEQUAL = (4, 4, 4, 4), (4, 6, 3, 5)
 OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
@@ -65,10 +66,8 @@ DOORS: list[Load] = [_by_shard, _by_shard_full, _from_everyone, _from_first]
 every_door = pytest.mark.parametrize("load", [*DOORS, _by_rekeying])
 
 
-@every_door
-@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@on_ranks(2, 3)
+@parametrize_pairs(at_most=12, load=[*DOORS, _by_rekeying], sizes=[EQUAL, UNEQUAL], options=OPTIONS, world_size=[2, 3])
+@on_ranks("world_size")
 def test_each_parameter_gets_its_own_state(load: Load, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     model, optimizer = trained(1, sizes, options)
     full = from_first(model.gather_full_optim_state_dict(optimizer))

@@ -19,6 +19,7 @@ from tests.helpers.equality import assert_same
 from tests.helpers.forms import full_state
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.traffic import Counting, Traffic
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -110,8 +111,8 @@ def assert_equal(model: Any, expected: nn.Module) -> None:
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(1, 2, 3, 4)
+@parametrize_pairs(at_most=6, form=FORMS, world_size=[1, 2, 3, 4])
+@on_ranks("world_size")
 def test_replicas_train_as_unsharded_ones_with_torchs_own_nesterov_sgd(form: str) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = mesh_of(dist.get_world_size())

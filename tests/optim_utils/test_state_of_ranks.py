@@ -29,7 +29,7 @@ def trained(form: dict[str, Any], steps: int = 1) -> tuple[FullyShardedDataParal
 
 
 @every_form
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_groups_are_as_torch_makes_them(form: dict[str, Any]) -> None:
     model, optimizer = trained(form)
     own = optimizer.state_dict()
@@ -51,7 +51,7 @@ def _written_by_0_1_0(state: dict[str, Any]) -> dict[str, Any]:
 
 @every_form
 @pytest.mark.parametrize("is_old", [False, True])
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_the_shards_of_another_rank_are_refused(tmp_path: Path, form: dict[str, Any], is_old: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     other = (rank + 1) % size
