@@ -287,7 +287,7 @@ REGROUPED = [
 
 @pytest.mark.parametrize(("saved", "loaded", "message"), REGROUPED)
 @pytest.mark.parametrize("make", [_orig_pair, _rows_pair])
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_groups_that_were_divided_merged_or_moved_are_refused(
     tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...], message: str, make: Callable[[], Any]
 ) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.owned import backward, talk
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
 
 flat = FullyShardedDataParallel
@@ -84,8 +85,7 @@ def test_steps_of_a_parked_optimizer_have_the_bits_of_other_steps_in_every_form(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("by_closure", [False, True])
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@parametrize_pairs(at_most=len(OPTIMIZERS) + 1, kind=list(OPTIMIZERS), by_closure=[False, True])
 @on_ranks(2)
 def test_steps_of_a_parked_optimizer_have_the_bits_of_other_steps_for_every_optimizer(
     kind: str, by_closure: bool, tmp_path: Path

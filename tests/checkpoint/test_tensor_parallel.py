@@ -72,7 +72,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 # Every rank writes what it has
 
 
-@parametrize_cases(at_most=8, shape=SHAPES, loaded=SHAPES, how=MODELS, options=WRAPS, others=WRAPS)
+@parametrize_cases(at_most=6, shape=SHAPES, loaded=SHAPES, how=MODELS, options=WRAPS, others=WRAPS)
 def test_any_mesh_loads_what_any_other_has_saved(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     written = ranks(size_of(case.shape)).run(_save, tmp_path / "run", case.shape, case.how, case.options)
     expected = tied_state(partial(gpt, **case.how), seed=1)
@@ -110,11 +110,12 @@ def test_optimizers_go_on_at_another_mesh(ranks: RankPool, tmp_path: Path, case:
     for found in ranks(size_of(case.loaded)).run(_load_trained, tmp_path / "run", case.loaded, make_optimizer):
         for own, value in zip(found, expected, strict=True):
             assert_same_state(own, value)
-    # And as a model under other options goes on, whose optimizer shows no whole state.
-    other = {} if "door" in case.options else {"door": "fully_shard"}
-    plain_after = ranks(1).run(_go_on, tmp_path / "run", (1, 1), other, make_optimizer)[0]
-    for after in ranks(size_of(case.loaded)).run(_go_on, tmp_path / "run", case.loaded, case.options, make_optimizer):
-        torch.testing.assert_close(after, plain_after, rtol=1e-4, atol=1e-5)
+    # And a model under other options goes on, whose optimizer shows no whole state.
+    options = {} if "door" in case.options else case.options
+    plain(tokens()).square().mean().backward()
+    optimizer.step()
+    for after in ranks(size_of(case.loaded)).run(_go_on, tmp_path / "run", case.loaded, options, make_optimizer):
+        torch.testing.assert_close(after, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def _save_trained(folder: Path, shape: Shape, options: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
