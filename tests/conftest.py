@@ -41,7 +41,7 @@ POOL = pytest.StashKey[RankPool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     sessions.pytest_addoption(parser)
-    parser.addoption("--fuzz-cases", type=int, default=16, metavar="N", help="random cases of tests/test_fuzz.py")
+    parser.addoption("--fuzz-cases", type=int, default=12, metavar="N", help="random cases of tests/test_fuzz.py")
     parser.addoption("--all-faults", action="store_true", help="in tests/test_faults.py, all of them and not a sample")
     parser.addoption(
         "--accelerator-backend", choices=("gloo", "nccl"), help="of accelerator_ranks(n), where a test asks for neither"
