@@ -1005,7 +1005,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "fsdp.engine.flat_param.FlatParameter.hold_gradient",
         _replaced_instead_of_added,
     ),
-    "clipping knows this rank's norm only": ("fsdp.layers.grad_clipping._over_all", _of_this_rank_alone),
+    "clipping knows this rank's norm only": ("fsdp.layers.grad_clipping.over_all", _of_this_rank_alone),
     "the last rank does not load": ("fsdp.engine.shard_values.ShardValues.store", _not_stored_on_the_last_rank),
     "replicas go apart": ("fsdp.engine.reduction._STAGES", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
@@ -1028,6 +1028,7 @@ def run_seeds_with(mistake: str, seeds: Sequence[int], world_size: int) -> None:
     """Collective. As `run_seeds`, with a mistake planted in the library."""
     place, planted = MISTAKES[mistake]
     owner, _, name = place.rpartition(".")
+    pkgutil.resolve_name(place)  # loads what is loaded when it is first used
     target = pkgutil.resolve_name(owner)
     with mock.patch.object(target, name, planted(target.__dict__[name])):
         run_seeds(seeds, world_size)

@@ -217,8 +217,8 @@ class Conversions:
             if handle.orig_params is not None:
                 handle.orig_params.collect_gradients()  # they follow the shard's
             settle_fingerprints(handle)
-        is_inside = getattr(fn, "func", None) is _convert_tensor  # of the conversion of a unit around it
-        if unit.runtime is not None and not is_inside:
+        around = fn.args[0] if isinstance(fn, partial) and fn.func is _convert_tensor else None  # which is converted
+        if unit.runtime is not None and (around is None or around.runtime is not unit.runtime):
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         gives_memory = self._gives_memory and _makes_memory(fn)

@@ -146,8 +146,8 @@ def _beyond_fairscale(unit: Unit) -> Iterator[str]:
             yield f"{slots[0].name} is sharded as bytes, with a class and a shape"
         if handle.orig_params is None and any(one.stop < other.start for one, other in pairwise(slots)):
             yield (
-                f"{handle.name} has padding between its parameters (wrap with use_orig_params=True to avoid it), for "
-                f"blocks of {unit.placements.block_numel} elements"
+                f"{handle.name} has padding between its parameters, for blocks of {unit.placements.block_numel} "
+                "elements (wrap with use_orig_params=True to avoid it)"
             )
 
 
