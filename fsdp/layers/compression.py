@@ -97,9 +97,8 @@ def compress(
 
     Call the function on every rank with the same arguments, between steps. A second call replaces the first one.
     Parameters of integer dtypes, parameters without dimensions, and units of a single rank are sent as before. With
-    hybrid sharding, `replicas` alone concerns the network between replicas, which is often the slow one. ::
-
-        fsdp.compress(model, replicas=fsdp.QuantizedReduce())
+    hybrid sharding, ``replicas=fsdp.QuantizedReduce()`` alone concerns the network between replicas, which is often the
+    slow one.
 
     Args:
         model: the outermost wrapper, or module under `fully_shard`.
