@@ -50,7 +50,17 @@ from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
 from fsdp.distributed.devices import HOST, is_host
-from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, checked, give_up, wire_tag
+from fsdp.distributed.messages import (
+    Leaving,
+    Receiving,
+    Sending,
+    as_bytes,
+    as_tensor,
+    blank,
+    checked,
+    give_up,
+    wire_tag,
+)
 
 if TYPE_CHECKING:
     from fsdp.distributed.shared_memory import SharedMemory
@@ -281,7 +291,7 @@ class DirectExchange(TorchCollectives):
         received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
         incoming = {peer: [received[peer]] for peer in self._peers}
         asked, sent = self._post(what, kind, tag, incoming, {peer: [outgoing[peer]] for peer in self._peers})
-        return asked + sent, received
+        return [*asked, *(Leaving(self.group, work) for work in sent)], received
 
     def _sum_in_rank_order(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer

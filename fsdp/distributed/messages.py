@@ -53,7 +53,7 @@ class Receiving:
     waiter. So such a buffer is kept until the process ends.
     """
 
-    _under_way: ClassVar[set[Receiving]] = set()
+    _under_way: ClassVar[set[Receiving | Leaving]] = set()
 
     def __init__(self, group: Any, tensor: Tensor, peer: int, number: int) -> None:
         self._group, self._peer = group, peer
@@ -85,6 +85,22 @@ class Receiving:
         peer = dist.get_process_group_ranks(group)[self._peer]
         text = f"nothing comes from rank {peer}: {error}"
         return RuntimeError(text) if _LATE.search(text) else ClosedConnectionError(text, peer)
+
+
+class Leaving:
+    """A message that this rank is sending, and awaits; its tensor is kept until then.
+
+    gloo (seen in torch 2.13) writes nothing more to a peer if the tensor of a message was freed that it was about to
+    write. So a message that is given up is kept until the process ends, as those of `Receiving` are.
+    """
+
+    def __init__(self, group: Any, work: Any) -> None:
+        self._group, self._work = group, work
+        Receiving._under_way.add(self)
+
+    def wait(self, *limit: timedelta) -> None:
+        self._work.wait(*limit)
+        Receiving._under_way.discard(self)
 
 
 def check_messages(enabled: bool = True) -> None:

@@ -404,6 +404,19 @@ def test_a_gather_that_is_given_up_stops_nothing_else() -> None:
     comm.settle()
 
 
+@on_ranks(2)
+def test_a_sum_that_is_given_up_stops_nothing_else() -> None:
+    """As of a model that is dropped after its backward has raised, on a rank that is ahead of the other."""
+    way = communicator(dist.group.WORLD, torch.device("cpu"))
+    for step in range(30):
+        if dist.get_rank() == step % 2:
+            time.sleep(0.002)  # the other has sent, and forgets it, before this one asks
+        way.all_reduce(torch.ones(2000), what="a sum")
+        way.reduce_scatter(torch.ones(4000), "another sum", 1)
+        gc.collect()
+    assert way.all_reduce(torch.ones(1), what="the last sum").wait() == 2.0
+
+
 def test_a_process_ends_well_while_gloo_tidies_up_its_last_collective(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as ended:
         ranks(2, backend=None, grace=60).run(last_collective.main, tmp_path)
