@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,24 +172,29 @@ class OuterOptimizer:
 
         Raises:
             ValueError: for another optimizer than that of the constructor.
+            RuntimeError: for a parameter that other replicas have changed, and this one has never stepped, so that
+                its optimizer can hold no state of it.
         """
         self._require_own(optimizer)
-        stored = []
-        for param in self._listed():
-            if optimizer.state.get(param) or isinstance(optimizer, torch.optim.SGD):
-                stored.append(param)
-                for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
-                    state = torch.zeros_like(param, dtype=held[id(param)].dtype, requires_grad=False)
-                    local = local_part(state)
-                    local.copy_(held[id(param)].view(local.shape))
-                    optimizer.state[param][key] = state
-                optimizer.state[param][_STEP] = torch.tensor(float(self.steps))
+        # torch's optimizers but SGD take no state of a parameter that lacks their own.
+        takes_all = isinstance(optimizer, torch.optim.SGD) or not any(optimizer.state.values())
+        stored = [param for param in self._listed() if takes_all or optimizer.state.get(param)]
+        self._require_nothing_else(stored)
+        for param in stored:
+            for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
+                state = torch.zeros_like(param, dtype=held[id(param)].dtype, requires_grad=False)
+                local = local_part(state)
+                local.copy_(held[id(param)].view(local.shape))
+                optimizer.state[param][key] = state
+            optimizer.state[param][_STEP] = torch.tensor(float(self.steps))
         try:
             yield
         finally:
             for param in stored:
                 for key in (_ANCHOR, _MOMENTUM, _STEP):
                     optimizer.state[param].pop(key, None)
+                if not optimizer.state[param]:
+                    del optimizer.state[param]
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the state of the outer optimizer out of a loaded optimizer state. Call it on every rank. Not collective.
@@ -208,6 +213,20 @@ class OuterOptimizer:
             if momentum is not None:
                 self._momenta[id(param)].copy_(_values(momentum))
             self.steps = self.steps if steps is None else int(steps)
+            if not state:
+                optimizer.state.pop(param, None)
+
+    def _require_nothing_else(self, stored: Sequence[Any]) -> None:
+        """Raise RuntimeError if parameters that are not stored have changed in exchanges."""
+        known = set(map(id, stored))
+        for number, param in enumerate(self._listed()):
+            if id(param) not in known and self._momenta[id(param)].any():
+                name = getattr(param, "fqn", None) or ", ".join(getattr(param, "_names", ())) or f"number {number}"
+                raise RuntimeError(
+                    f"parameter {name} has no state of the {type(self._optimizer).__name__} on this replica, which has "
+                    "taken no step with it, and other replicas have changed it: its outer momentum cannot be stored. "
+                    "Take a step with zeros as its gradient (param.grad = torch.zeros_like(param)) first"
+                )
 
     def _listed(self) -> list[Any]:
         return [param for params in self._fragments for param in params]

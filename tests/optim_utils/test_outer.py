@@ -17,6 +17,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, OuterOptimizer, OwnedOptimizer, fully_shard
 from tests.helpers.equality import assert_same
 from tests.helpers.forms import full_state
+from tests.helpers.forms import sharded as of_form
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -251,6 +252,75 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "momentum": ({"momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1"),
     "fragments": ({"fragments": 5}, ValueError, "fragments must be from 1 to every=4"),
 }
+
+
+class Branches(nn.Module):
+    """A layer, and another one that one replica uses alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, both: bool) -> Tensor:
+        return self.other(self.first(inputs)) if both else self.first(inputs)
+
+
+class SignSGD(torch.optim.Optimizer):
+    """An optimizer of a user, without state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad.sign(), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, SignSGD])
+@on_ranks(4)
+def test_what_one_replica_has_not_stepped_yet_is_saved_or_an_error(form: str, inner: Any, tmp_path: Path) -> None:
+    mesh = mesh_of(4)
+    replica = mesh["site"].get_local_rank()
+
+    def begun() -> tuple[Any, Any, OuterOptimizer]:
+        options = {"mesh": mesh["rank"]} if form == "rows" else {"process_group": mesh["rank"].get_group()}
+        model = of_form(Branches(), form, (nn.Linear,), **options)
+        optimizer = inner(model.parameters())
+        return model, optimizer, OuterOptimizer(optimizer, mesh["site"], every=2, lr=0.7, momentum=0.9)
+
+    def go_on(model: Any, optimizer: Any, outer: OuterOptimizer, steps: range) -> None:
+        for step in steps:
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(4 * step + dist.get_rank()))
+            model(inputs, replica == 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+
+    model, optimizer, outer = begun()
+    go_on(model, optimizer, outer, range(5))
+    if inner is not SignSGD and replica == 1:
+        storing = outer.stored_in(optimizer)
+        with pytest.raises(RuntimeError, match=r"parameter .*has no state of the AdamW on this replica"), storing:
+            pass
+    if inner is not SignSGD:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    with outer.stored_in(optimizer):
+        fsdp.save(tmp_path / f"{replica}", model, optimizer)
+    go_on(model, optimizer, outer, range(5, 8))
+    resumed, its_optimizer, its_outer = begun()
+    fsdp.load(tmp_path / f"{replica}", resumed, its_optimizer)
+    its_outer.load_from(its_optimizer)
+    go_on(resumed, its_optimizer, its_outer, range(5, 8))
+    assert its_outer.steps == outer.steps == 8
+    assert_same(full_state(resumed), full_state(model))
 
 
 @pytest.mark.parametrize("case", list(WRONG))
