@@ -7,7 +7,8 @@ The engine does not depend on this module. Gradients use different communicators
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,12 @@ def compress(
     given = {"reduce": reduce, "gather": gather, "replicas": replicas}
     done_by_all([everyone], "compress communication", lambda: _require_possible(runtime, **given))
     agree_on(everyone, "arguments of fsdp.compress", ", ".join(f"{name}={each}" for name, each in given.items()))
-    return Compression(runtime, reduce, gather, replicas)
+    found = Compression(runtime, reduce, gather, replicas)
+    _present[runtime.root] = weakref.ref(found)
+    return found
+
+
+_present: weakref.WeakKeyDictionary[Unit, weakref.ref[Compression]] = weakref.WeakKeyDictionary()  # by outermost unit
 
 
 class Compression:
@@ -143,7 +149,7 @@ class Compression:
         replicas: QuantizedReduce | None,
     ) -> None:
         self.reduce, self.gather, self.replicas = reduce, gather, replicas
-        self._units = runtime.units
+        self._units, self._root = runtime.units, runtime.root
         self._feedback: dict[FlatParamHandle, list[Feedback | ReplicaFeedback]] = {}
         handles = [(unit, handle) for unit in runtime.units for handle in unit.handles]
         for _, handle in handles:
@@ -205,32 +211,65 @@ class Compression:
 
         Raises:
             ValueError: for a parameter that the optimizer does not have.
-            RuntimeError: for a parameter without optimizer state, before the first step.
+            RuntimeError: before the first step; after another call of `fsdp.compress` for the model.
+            NotImplementedError: for an optimizer that keeps the state of other tensors (`OwnedOptimizer`).
         """
         with during("stored_in()"):
             params = {id(param) for group in optimizer.param_groups for param in group["params"]}
             trained = [handle for handle in self._feedback if handle.requires_grad]
-            for handle in trained:
-                for param in handle.listed_params:
-                    _require_in(optimizer, params, param, handle.name)
+            self._require_storage(optimizer, params, trained)
             stored = []
             for handle in trained:
                 for param, part in _by_param(handle, self._settle(handle)):
-                    stored.append(param)
-                    state = torch.zeros_like(param, requires_grad=False)
-                    local_part(state).view(-1).copy_(part)
-                    optimizer.state[param][_KEY] = state
+                    if optimizer.state.get(param) or isinstance(optimizer, torch.optim.SGD):  # else no step has used it
+                        stored.append(param)
+                        state = torch.zeros_like(param, requires_grad=False)
+                        local_part(state).view(-1).copy_(part)
+                        optimizer.state[param][_KEY] = state
         try:
             yield
         finally:
             for param in stored:
                 optimizer.state[param].pop(_KEY, None)
 
+    def _require_present(self) -> None:
+        present = _present.get(self._root)
+        if present is None or present() is not self:
+            raise RuntimeError(
+                f"{self._root.name}: fsdp.compress was called again for this model. Store and load the feedback by the "
+                "object that the last call has returned"
+            )
+
+    def _require_storage(
+        self, optimizer: torch.optim.Optimizer, params: set[int], trained: Sequence[FlatParamHandle]
+    ) -> None:
+        """Raise an error if an optimizer cannot store the feedback of these handles."""
+        kind = type(optimizer).__name__
+        self._require_present()
+        for handle in trained:
+            for param in handle.listed_params:
+                if param.requires_grad and id(param) not in params:
+                    raise ValueError(f"{handle.name}: a {kind} without this parameter cannot store its feedback")
+        if trained and not isinstance(optimizer, torch.optim.SGD):
+            if not any(optimizer.state.values()):
+                raise RuntimeError(
+                    f"{trained[0].name}: the {kind} has no state of this parameter yet. Save after its first step."
+                )
+            if not any(id(param) in params for param in optimizer.state):
+                raise NotImplementedError(
+                    f"{trained[0].name}: the {kind} keeps the state of other tensors than its parameters, and cannot "
+                    "store error feedback. Use an optimizer of the shards, or compress without feedback"
+                )
+
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the error feedback out of a loaded optimizer state. Call it on every rank. Not collective.
 
         Where the state has none, feedback begins at zero.
+
+        Raises:
+            RuntimeError: after another call of `fsdp.compress` for the model.
         """
+        self._require_present()
         for handle in self._feedback:
             errors = torch.zeros(handle.layout.shard_numel, device=handle.storage.device)
             for param, part in _by_param(handle, errors):
@@ -333,16 +372,6 @@ def _by_param(handle: FlatParamHandle, shard: Tensor) -> list[tuple[nn.Parameter
         return [(handle.flat_param, shard)]
     parts = handle.layout.local_shards(shard, handle.comm.rank)
     return [(param, part) for param, part in zip(handle.listed_params, parts, strict=True) if param.requires_grad]
-
-
-def _require_in(optimizer: torch.optim.Optimizer, params: set[int], param: nn.Parameter, name: str) -> None:
-    if id(param) not in params:
-        if param.requires_grad:
-            raise ValueError(f"{name}: a {type(optimizer).__name__} without this parameter cannot store its feedback")
-    elif not optimizer.state.get(param) and not isinstance(optimizer, torch.optim.SGD):
-        raise RuntimeError(
-            f"{name}: the {type(optimizer).__name__} has no state of this parameter yet. Save after its first step."
-        )
 
 
 def _require_possible(runtime: Runtime, reduce: Any, gather: Any, replicas: Any) -> None:

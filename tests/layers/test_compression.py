@@ -521,6 +521,17 @@ def test_a_second_call_replaces_the_first_and_one_without_arguments_ends_it() ->
 
 
 @on_ranks(2)
+def test_an_object_that_was_replaced_stores_nothing() -> None:
+    model = compressed("orig", reduce(4, feedback=True))
+    before = inside(model).compression
+    optimizer = torch.optim.Adam(model.parameters())
+    compress(model, reduce=reduce(8, feedback=True))
+    for use in (before.load_from, lambda optimizer: before.stored_in(optimizer).__enter__()):
+        with pytest.raises(RuntimeError, match=r"fsdp.compress was called again for this model"):
+            use(optimizer)
+
+
+@on_ranks(2)
 def test_copies_are_exact() -> None:
     model = compressed("flat", reduce(4, feedback=True), GATHER)
     backward(model)
@@ -611,12 +622,30 @@ def _load_feedback(folder: Path) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
+def test_parameters_that_no_step_has_used_have_no_feedback(tmp_path: Path) -> None:
+    model = fsdp.fully_shard(TwoBranches())
+    compression = compress(model, reduce=reduce(4, feedback=True))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(0), False).square().mean().backward()
+    optimizer.step()
+    with compression.stored_in(optimizer):
+        assert sum("quantized_reduce_feedback" in state for state in optimizer.state.values()) == len(optimizer.state)
+        fsdp.save(tmp_path, model, optimizer)
+    fsdp.load(tmp_path, model, optimizer)
+    compression.load_from(optimizer)
+
+
+@on_ranks(2)
 def test_feedback_cannot_be_stored_before_the_first_step_or_in_another_optimizer() -> None:
     model = compressed("orig", reduce(4, feedback=True))
     backward(model)
     compression = inside(model).compression
     early = compression.stored_in(torch.optim.Adam(model.parameters()))
     with pytest.raises(RuntimeError, match=r"Adam has no state of this parameter yet"), early:
+        pass
+    owned = fsdp.OwnedOptimizer(model, [{"optimizer": torch.optim.AdamW}])
+    owned.step()
+    with pytest.raises(NotImplementedError, match=r"keeps the state of other tensors"), compression.stored_in(owned):
         pass
     strange = compression.stored_in(torch.optim.Adam([nn.Parameter(torch.ones(1))]))
     with pytest.raises(ValueError, match=r"Adam without this parameter"), strange:
