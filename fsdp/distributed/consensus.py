@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, OtherRankError
+from fsdp.distributed.communicator import Communicator, OtherRankError, own_rank
 
 _T = TypeVar("_T")
 # Over each in turn, all that hold a shard of something are reached: those that share it, and then their replicas.
@@ -47,6 +47,11 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
     return values
 
 
+def numbers_of(ranks: Ranks) -> list[int]:
+    """Collective. Return the ranks' numbers among all, for messages, in the order of `from_everyone`."""
+    return from_everyone(ranks, own_rank())
+
+
 def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Collective. Overwrite a contiguous tensor with the tensor of the first rank of `ranks`, and return it."""
     for comm in reversed(ranks):  # so that the first rank of each group has it when it sends its own
@@ -64,11 +69,12 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
     if not peers_answer(ranks):
         return
     found = from_everyone(ranks, (name, shown or name))
-    for rank, (other, text) in enumerate(found):
+    for number, (other, text) in enumerate(found):
         if other != found[0][0]:
+            numbers = numbers_of(ranks)  # all ranks are here
             raise RuntimeError(
-                f"rank {number_among(ranks)}: the ranks have different {things}: rank 0 has {found[0][1]} and rank "
-                f"{rank} has {text}. Every rank must have the same."
+                f"rank {own_rank()}: the ranks have different {things}: rank {numbers[0]} has {found[0][1]} and rank "
+                f"{numbers[number]} has {text}. Every rank must have the same."
             )
 
 
@@ -82,7 +88,7 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
     for ranks in everyone:
         if not peers_answer(ranks):
             continue
-        own = f"rank {number_among(ranks)}"
+        own = f"rank {own_rank()}"
         mine = heard if error is None else f"{own} could not {what}. {type(error).__name__}: {error}"
         told = from_everyone(ranks, mine)  # also by ranks that have heard of an error: the others wait for them
         heard = heard or next(filter(None, told), "")

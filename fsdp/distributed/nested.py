@@ -57,6 +57,10 @@ class Nested(Communicator):
         shard, replicas, *together = (each.apart() for each in self._parts)
         return nested(shard, replicas, next(iter(together), None), self.ranks)
 
+    def new_tag(self) -> int:
+        # Of the group of all ranks, so that no two meshes over it have the same.
+        return super().new_tag() if self._together is None else self._together.new_tag()
+
     def share_memory(self, nbytes: int) -> None:
         for each in self._parts:
             each.share_memory(nbytes)

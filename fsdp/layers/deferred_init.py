@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.consensus import from_everyone, numbers_of, peers_answer
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name, join
@@ -72,11 +73,13 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
     told = from_everyone(root.everyone, own) if peers_answer(root.everyone) else [own]
     for number, unit in enumerate(units, start=1):
         unit.awaits_values_somewhere = any(one[number] for one in told)
+    if any(text for text, *_ in told):
+        numbers = numbers_of(root.everyone) if peers_answer(root.everyone) else [own_rank()]
     if problem is not None:
         raise problem
-    for rank, (text, *_) in enumerate(told):
+    for number, (text, *_) in enumerate(told):
         if text:
-            raise RuntimeError(f"rank {number_among(root.everyone)}: rank {rank} has parameters without values. {text}")
+            raise RuntimeError(f"rank {own_rank()}: rank {numbers[number]} has parameters without values. {text}")
 
 
 def valueless_in(unit: Unit) -> Iterator[str]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp.distributed.consensus import Ranks, from_everyone, number_among
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among, numbers_of
 from fsdp.engine.unit import TrainingState, Unit, units_in
 
 
@@ -117,12 +118,11 @@ class FirstRank:
             RuntimeError: on every rank, if any rank has a problem; the message includes it.
         """
         heard = from_everyone(self.ranks, (changed, problem))
-        for rank, (_, text) in enumerate(heard):
+        for number, (_, text) in enumerate(heard):
             if text:
                 self.is_over = True
-                raise RuntimeError(
-                    f"rank {number_among(self.ranks)}: rank {rank} could not load its state dict. {text}"
-                )
+                rank = numbers_of(self.ranks)[number]  # all ranks are here
+                raise RuntimeError(f"rank {own_rank()}: rank {rank} could not load its state dict. {text}")
         return heard[0][0]
 
     def finish(self, error: Exception | None) -> None:

@@ -19,7 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from fsdp import __version__
 from fsdp.distributed.collectives import Communicator
-from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.consensus import Ranks, from_everyone, numbers_of, peers_answer
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.names import clean_name, join
@@ -176,25 +177,27 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
     if len(set(digests)) == 1:
         return
     plans = [json.loads(other) for other in from_everyone(ranks, text)]
-    for rank, other in enumerate(plans):
+    for number, other in enumerate(plans):
         if other != plans[0]:
+            numbers = numbers_of(ranks)  # all ranks are here
             raise RuntimeError(
-                f"rank {number_among(ranks)}: the ranks have built different models. "
-                f"{_difference(plans[0], other, rank)} "
+                f"rank {own_rank()}: the ranks have built different models. "
+                f"{_difference(plans[0], other, numbers[0], numbers[number])} "
                 "Build and shard the same modules in the same order and with the same options on every rank."
             )
 
 
-def _difference(first: Plan, other: Plan, rank: int) -> str:
+def _difference(first: Plan, other: Plan, zero: int, rank: int) -> str:
     for number, (ours, theirs) in enumerate(zip(first, other, strict=False)):
         if ours[0] != theirs[0]:
-            return f"Unit number {number} is '{ours[0]}' on rank 0 and '{theirs[0]}' on rank {rank}."
+            return f"Unit number {number} is '{ours[0]}' on rank {zero} and '{theirs[0]}' on rank {rank}."
         for what, value in ours[1].items():
             if theirs[1].get(what) != value:
-                return f"Unit '{ours[0]}' has {what} {value} on rank 0 and {theirs[1].get(what)} on rank {rank}."
-    longer, more, fewer = (0, first, other) if len(first) > len(other) else (rank, other, first)
+                return f"Unit '{ours[0]}' has {what} {value} on rank {zero} and {theirs[1].get(what)} on rank {rank}."
+    longer, more, fewer = (zero, first, other) if len(first) > len(other) else (rank, other, first)
     missing = more[len(fewer)][0]
-    return f"Rank 0 has {len(first)} units and rank {rank} has {len(other)}: unit '{missing}' is only on rank {longer}."
+    counts = f"Rank {zero} has {len(first)} units and rank {rank} has {len(other)}"
+    return f"{counts}: unit '{missing}' is only on rank {longer}."
 
 
 def settle_fingerprints(handle: FlatParamHandle) -> None:
@@ -248,11 +251,11 @@ def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     difference = first_difference([[each.get(name) for name in told[0]] for each in told])
     if difference is None:
         return ""
-    rank, number, count = difference
-    more = f" (and of {count - 1} more)" if count > 1 else ""
+    place, number, count = difference
+    more, numbers = f" (and of {count - 1} more)" if count > 1 else "", numbers_of(ranks)
     return (
-        f"rank {rank} has other values than rank 0 of {list(told[0])[number]}{more}. Each rank would keep its own "
-        "shard of them; nothing was changed."
+        f"rank {numbers[place]} has other values than rank {numbers[0]} of {list(told[0])[number]}{more}. Each rank "
+        "would keep its own shard of them; nothing was changed."
     )
 
 
@@ -264,13 +267,14 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
     difference = first_difference(from_everyone(ranks, found))
     if difference is None:
         return ""
-    rank, number, count = difference
+    place, number, count = difference
+    numbers = numbers_of(ranks)
     unit, handle, slot = seen[number]
     more = f" (and of {count - 1} more)" if count > 1 else ""
     return (
-        f"rank {number_among(ranks)}: the ranks have sharded different values. Rank {rank} has other values than "
-        f"rank 0 of {handle.layout.slots[slot].name} of unit '{unit}'{more}: their shards are of different models. "
-        "Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
+        f"rank {own_rank()}: the ranks have sharded different values. Rank {numbers[place]} has other values than "
+        f"rank {numbers[0]} of {handle.layout.slots[slot].name} of unit '{unit}'{more}: their shards are of different "
+        "models. Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
         "FullyShardedDataParallel does with sync_module_states=True), or load a checkpoint before the first use."
     )
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
+from fsdp.distributed.communicator import own_rank
+from fsdp.distributed.consensus import Ranks, from_everyone, numbers_of, peers_answer
 from fsdp.distributed.dtensor import MeshPart, local_part, set_local_part
 from fsdp.distributed.gather_extension import around, inner_of
 from fsdp.engine.handle import FlatParamHandle
@@ -546,13 +547,14 @@ def require_same_options(
         for key, value in {**options_of(group), "number of parameters": len(group["params"])}.items()
     } | {repr(key): _shown(value) for key, value in (beside or {}).items()}
     heard = from_everyone(ranks, own)
-    for rank, other in enumerate(heard):
+    for number, other in enumerate(heard):
         for key in {**heard[0], **other}:
             one, another = heard[0].get(key, "none"), other.get(key, "none")
             if one != another:
+                numbers = numbers_of(ranks)  # all ranks are here
                 raise RuntimeError(
-                    f"rank {number_among(ranks)}: the ranks have different options in their optimizers: {key} is {one} "
-                    f"on rank 0 and {another} on rank {rank}. Every rank must have the same."
+                    f"rank {own_rank()}: the ranks have different options in their optimizers: {key} is {one} "
+                    f"on rank {numbers[0]} and {another} on rank {numbers[number]}. Every rank must have the same."
                 )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy, set_watchdog
@@ -193,6 +194,20 @@ def same_everywhere() -> list[dict[int, list[str]]]:
         for name in own.keys() & other.keys():
             assert own[name] == other[name]
     return list(own.values())
+
+
+@on_ranks(4)
+def test_models_over_different_meshes_of_the_same_ranks_are_not_compared_with_each_other() -> None:
+    before, models = {each.name for each in list(journals)}, []
+    for _ in range(2):
+        options: dict[str, Any] = {"process_group": init_device_mesh("cpu", (2, 2))}
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD_OPTIM
+        model: Any = FullyShardedDataParallel(nn.Linear(4, 4), **options)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        models.append(model)
+    assert len({each.name for each in list(journals)} - before) == 2
+    del model, models
+    gc.collect()
 
 
 @on_ranks(2)

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, get_fsdp_instances, load_safetensors
+from fsdp import FullyShardedDataParallel, ShardingStrategy, get_fsdp_instances, load_safetensors
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.layers.fingerprints import Fingerprints, fingerprint, first_difference
+from tests.helpers.hybrid import mesh_of as hybrid_mesh
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -94,6 +95,25 @@ USES: dict[str, Callable[[Any], Any]] = {
 @on_ranks(2)
 def test_pain_point_19_whoever_reads_whole_values_is_told(use: str) -> None:
     assert_refused(seeded_by_rank(), USES[use])
+
+
+@pytest.mark.parametrize("over", ["a group", "a mesh whose both axes are sharded"])
+@on_ranks(4)
+def test_ranks_are_named_by_their_numbers_among_all(over: str) -> None:
+    rank, odd = dist.get_rank(), 3 if over == "a group" else 1
+    torch.manual_seed(1 if rank == odd else 0)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    options: dict[str, Any] = {"process_group": groups[rank // 2]}
+    if over != "a group":
+        options = {"process_group": hybrid_mesh(2, 2), "sharding_strategy": ShardingStrategy.HYBRID_SHARD_OPTIM}
+    model = FullyShardedDataParallel(nn.Linear(5, 5), **options)
+    if over == "a group" and rank < 2:
+        forward(model)
+    else:
+        first = 2 if over == "a group" else 0
+        message = assert_refused(model)
+        assert message.startswith(f"rank {rank}: the ranks have sharded different values. Rank {odd} has")
+        assert f"other values than rank {first} of" in message
 
 
 @on_ranks(3)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import (
     agree_on_outcome,
     done_by_all,
     from_everyone,
-    number_among,
     peers_answer,
     sent_by_first,
 )
@@ -232,7 +232,7 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
         if form.source is None:
             problem = _difference(unit, dict(zip(hidden, values, strict=True)))
             text = (
-                f"rank {number_among(unit.everyone)}: loading a state dict, {problem} Load the same state dict on "
+                f"rank {own_rank()}: loading a state dict, {problem} Load the same state dict on "
                 "every rank, or pass rank0_only=True, where the first rank's counts."
             )
             agree_on_outcome([unit.everyone], "load its state dict", RuntimeError(text) if problem else None)

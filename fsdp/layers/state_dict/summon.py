@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
+from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.dtensor import is_dtensor, local_part
@@ -410,7 +411,7 @@ class _Summoned:
         problem = difference_of_written(ranks, written)
         if problem:
             raise RuntimeError(
-                f"rank {number_among(ranks)}: {name}: leaving summon_full_params(), {problem} Make the same changes on "
+                f"rank {own_rank()}: {name}: leaving summon_full_params(), {problem} Make the same changes on "
                 "every rank, or summon with rank0_only=True, where the first rank's count."
             )
 
