@@ -271,7 +271,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in PUBLIC and "_options" in self.__dict__:
+            if name in PUBLIC and "_options" in self.__dict__ and not self._is_method(name):
                 return getattr(self._options, name)  # FairScale's are attributes
             if "_fsdp_wrapped_module" not in self.__dict__.get("_modules", {}):
                 raise  # a subclass's constructor is before ours
@@ -280,6 +280,10 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             refuse_foreign(type(self), name)
             raise
+
+    def _is_method(self, name: str) -> bool:
+        """Return whether the wrapped module has a method of this name: `flatten_parameters` of recurrent networks."""
+        return callable(getattr(type(self.module.module), name, None))
 
     def __setattr__(self, name: str, value: Any) -> None:
         holder = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")

@@ -267,8 +267,20 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
             f"joins parameters in one vector, and DTensors with other numbers of rows on other ranks, such as "
             f"{_name_of(uneven)}, cannot be: use an optimizer that works element by element (Adam, AdamW, SGD, ...)"
         )
+    elif not isinstance(optimizer, optim.SGD) and type(optimizer).__module__.startswith("torch.optim"):
+        lost = next((each for each in rows if each.is_complex() and each.dim() <= 1 and _is_lost_as_real(each)), None)
+        if lost is not None:
+            problem = (
+                f"steps complex numbers as pairs of real ones, and DTensors lose what is written to those of "
+                f"{_name_of(lost)}, since ranks have different numbers of its elements: use FullyShardedDataParallel, "
+                "or hold it as a real parameter (torch.view_as_complex in the forward)"
+            )
     if problem:
         raise RuntimeError(f"{type(optimizer).__name__} {problem}.")
+
+
+def _is_lost_as_real(param: Any) -> bool:
+    return param.dim() == 0 or _is_uneven(param)
 
 
 def _is_uneven(param: Any) -> bool:

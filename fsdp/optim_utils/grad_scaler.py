@@ -40,7 +40,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: If False, no method has an effect.
         process_group: the ranks that must agree; None means all ranks. If units have separate process groups or
             parameters are DTensors, pass a group of all ranks that hold a part of the model.
-        device: the device type of the loss ("cuda", "cpu"). None uses the accelerator if there is one, else "cpu".
+        device: the device type of the loss ("cuda", "cpu"). None uses the accelerator if there is one, else "cpu". This
+            is the last argument, as in FairScale, and not the first one, as in torch's classes.
+
+    Raises:
+        TypeError: if `init_scale` is a device.
     """
 
     agrees_over_ranks = True
@@ -55,6 +59,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         process_group: Group | None = None,
         device: str | None = None,
     ) -> None:
+        first: Any = init_scale
+        if isinstance(first, str):
+            raise TypeError(
+                f"ShardedGradScaler({first!r}): the first argument is init_scale, as in FairScale. "
+                f"Pass device={first!r}"
+            )
         super().__init__(
             device or (accelerator() or HOST).type,
             init_scale=init_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -87,6 +88,25 @@ def test_what_dtensors_do_not_support_is_an_error_before_the_step(make: MakeOpti
     with pytest.raises(RuntimeError, match=message):
         steps(model, optimizer)
     assert all(map(torch.equal, weights(model), before))
+
+
+@on_ranks(2)
+def test_complex_vectors_that_torch_would_not_step_are_an_error_and_others_are_stepped() -> None:
+    for features, is_lost in ((3, True), (4, False)):
+        torch.manual_seed(0)
+        plain = nn.Linear(5, features, dtype=torch.complex64)
+        model = fsdp.fully_shard(copy.deepcopy(plain))
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+        for each in (plain, model):
+            each(torch.ones(2, 5, dtype=torch.complex64)).abs().square().mean().backward()
+        optimizers[0].step()
+        if is_lost:
+            with pytest.raises(RuntimeError, match=r"AdamW steps complex numbers as pairs.*lose.*bias"):
+                optimizers[1].step()
+            continue
+        optimizers[1].step()
+        for found, expected in zip(weights(model), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach())
 
 
 ELEMENTWISE: dict[str, MakeOptimizer] = {

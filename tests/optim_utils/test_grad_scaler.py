@@ -116,6 +116,12 @@ def _bursting_batch(generator: torch.Generator, rows: int) -> tuple[Tensor, Tens
     return inputs, targets
 
 
+def test_a_device_as_the_first_argument_is_an_error() -> None:
+    """As torch's classes take it."""
+    with pytest.raises(TypeError, match=r"the first argument is init_scale, as in FairScale. Pass device='cpu'"):
+        ShardedGradScaler("cpu")  # type: ignore[arg-type]
+
+
 @parametrize_pairs(clip=[None, 0.2], world_size=[1, 2])
 @on_ranks("world_size")
 def test_pain_point_17_scaled_training_equals_torchs_scaler_on_the_unsharded_model(clip: float | None) -> None:

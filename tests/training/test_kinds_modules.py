@@ -103,6 +103,7 @@ class Recurrent(nn.Module):
         self.readout = nn.Linear(width, 5)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self.cell.flatten_parameters()  # as models do that were written for GPUs
         outputs, _ = self.cell(inputs[..., None])
         return self.readout(outputs.mean(1))
 
