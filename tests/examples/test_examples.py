@@ -10,6 +10,7 @@ import io
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import types
@@ -292,8 +293,10 @@ def _fit(folder: Path, epochs: int) -> float:
 def test_it_goes_on_with_more_ranks_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path, name: str) -> None:
     through = ranks(2).run(_train, name, tmp_path / "through", 4)[0]
     first = ranks(2).run(_train, name, tmp_path / "resumed", 2)[0]
+    shutil.copytree(tmp_path / "resumed", tmp_path / "again")
     second = ranks(3).run(_train, name, tmp_path / "resumed", 4)[0]
     assert first + second == pytest.approx(through, rel=2e-3)  # in 16 bits, and in another order
+    assert first + ranks(2).run(_train, name, tmp_path / "again", 4)[0] == through  # to the bit, on as many
 
 
 def _train(name: str, folder: Path, steps: int) -> list[float]:
