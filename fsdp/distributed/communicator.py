@@ -656,6 +656,16 @@ def summed(
     return pending.wait()[:numel]
 
 
+def completed(stages: Generator[None, None, Tensor]) -> Tensor:
+    """Return the result of a collective in stages, without anything between the stages."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+
+
 def reduced_scattered(
     comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
 ) -> Generator[None, None, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.block_codes import DTYPES, BlockCodes
-from fsdp.distributed.communicator import Communicator, during, summed
+from fsdp.distributed.communicator import Communicator, completed, during, summed
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.dtensor import local_part
@@ -253,7 +253,7 @@ class Compression:
         if trained and not isinstance(optimizer, torch.optim.SGD):
             if not any(optimizer.state.values()):
                 raise RuntimeError(
-                    f"{trained[0].name}: the {kind} has no state of this parameter yet. Save after its first step."
+                    f"{trained[0].name}: the {kind} has no state yet. Store the feedback after its first step."
                 )
             if not any(id(param) in params for param in optimizer.state):
                 raise NotImplementedError(
@@ -284,7 +284,7 @@ class Compression:
         axis = _plain(handle.replica_axis)
         if axis.world_size > 1:
             what, tag = f"feedback of {handle.name}", ("feedback", handle.replica_tag)
-            errors = _result(summed(axis, errors, errors.dtype, what, tag))
+            errors = completed(summed(axis, errors, errors.dtype, what, tag))
         self._begin_with(handle, errors)
         return errors
 
@@ -355,15 +355,6 @@ def _plain(comm: Communicator) -> Communicator:
 def _has_replicas(unit: Unit, handle: FlatParamHandle) -> bool:
     """Return whether a handle's gradients are summed along the replica axis of its unit's mesh."""
     return unit.axes[1].world_size > 1 and _plain(handle.replica_axis) is unit.axes[1]
-
-
-def _result(stages: Generator[None, None, Tensor]) -> Tensor:
-    """Return the result of a collective in stages, one directly after the other."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as end:
-            return end.value
 
 
 def _by_param(handle: FlatParamHandle, shard: Tensor) -> list[tuple[nn.Parameter, Tensor]]:

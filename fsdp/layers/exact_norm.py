@@ -53,9 +53,8 @@ def exact_norm(comms: Sequence[Communicator], tensors: Iterable[Tensor], device:
                 rest.sub_(whole)
             sums += torch.stack(digits).to(device)
     total = 0
-    for digit in over_all(
-        comms, sums, "sum", "squares, for a norm"
-    ).tolist():  # as Python's integers, which do not overflow
+    sums = over_all(comms, sums, "sum", "squares, for a norm")
+    for digit in sums.tolist():  # as Python's integers, which do not overflow
         total = (total << bits) + digit
     norm = math.ldexp(math.sqrt(total / (1 << _INTEGERS * bits)), exponent)
     return torch.tensor(norm, dtype=torch.float64, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.distributed.collectives import communicator
-from fsdp.distributed.communicator import default_group, during, ranks_of, served_device, summed
+from fsdp.distributed.communicator import completed, default_group, during, ranks_of, served_device, summed
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.runtime import runtimes
@@ -150,7 +150,7 @@ class OuterOptimizer:
         anchors, momenta = ([held[id(param)] for param in params] for held in (self._anchors, self._momenta))
         change = torch.cat([anchor - _values(param) for param, anchor in zip(params, anchors, strict=True)])
         what = f"outer exchange {number} after step {self.steps}"
-        total = _run(summed(self._comm, change.to(self._device), change.dtype, what, ("outer", number)))
+        total = completed(summed(self._comm, change.to(self._device), change.dtype, what, ("outer", number)))
         mean = total.to(change.device) / self._comm.world_size
         parts = mean.split([anchor.numel() for anchor in anchors])
         for param, anchor, momentum, part in zip(params, anchors, momenta, parts, strict=True):
@@ -248,15 +248,6 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
 def _values(tensor: Tensor) -> Tensor:
     """Return the elements of this rank ``[n]``."""
     return local_part(tensor).detach().reshape(-1)
-
-
-def _run(stages: Generator[None, None, Tensor]) -> Tensor:
-    while True:
-        try:
-            next(stages)
-        except StopIteration as end:
-            result: Tensor = end.value
-            return result
 
 
 def _require_possible(optimizer: Any, group: Any, every: int, lr: float, momentum: float, fragments: int) -> None:
