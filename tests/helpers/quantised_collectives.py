@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp
 from fsdp import QuantizedGather, QuantizedReduce, compress
 from fsdp.distributed.consensus import from_everyone
 from fsdp.engine.unit import unit_of
-from tests.helpers.forms import inside, sharded
+from tests.helpers.equality import assert_same
+from tests.helpers.forms import full_state, inside, sharded
 
 BLOCK = 16  # small, so that the pieces of small models have several blocks
 
@@ -91,3 +94,26 @@ def sent_gradients() -> Iterator[dict[str, Tensor]]:
 
     with mock.patch.object(GradientBuffer, "take", noted):
         yield found  # type: ignore[misc]
+
+
+def assert_resumes_with_the_same_bits(begun: Callable[[], tuple[Any, torch.optim.Optimizer]], folder: Path) -> None:
+    """Collective. A training that is saved with its error feedback and loaded goes on as the one that was not."""
+    model, optimizer = begun()
+    _train(model, optimizer, range(2))
+    with inside(model).compression.stored_in(optimizer):
+        fsdp.save(folder, model, optimizer)
+    _train(model, optimizer, range(2, 4))
+    resumed, its_optimizer = begun()
+    fsdp.load(folder, resumed, its_optimizer)
+    inside(resumed).compression.load_from(its_optimizer)
+    for each in (optimizer, its_optimizer):
+        assert not any("quantized_reduce_feedback" in state for state in each.state.values())
+    _train(resumed, its_optimizer, range(2, 4))
+    assert_same(full_state(resumed), full_state(model))
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()

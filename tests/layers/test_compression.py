@@ -24,6 +24,7 @@ from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import alone
 from tests.helpers.quantised_collectives import (
     BLOCK,
+    assert_resumes_with_the_same_bits,
     backward,
     batch,
     compressed,
@@ -564,24 +565,7 @@ def test_a_resumed_training_has_the_bits_of_the_one_that_went_on(form: str, opti
         model = compressed(form, reduce(4, feedback=True), GATHER)
         return model, OPTIMIZERS[optimizer](model.parameters())
 
-    def train(model: Any, optim: torch.optim.Optimizer, steps: range) -> None:
-        for step in steps:
-            backward(model, step)
-            optim.step()
-            optim.zero_grad()
-
-    model, optim = begun()
-    train(model, optim, range(2))
-    with inside(model).compression.stored_in(optim):
-        fsdp.save(tmp_path, model, optim)
-    assert not any("quantized_reduce_feedback" in state for state in optim.state.values())
-    train(model, optim, range(2, 4))
-    resumed, its_optim = begun()
-    fsdp.load(tmp_path, resumed, its_optim)
-    inside(resumed).compression.load_from(its_optim)
-    assert not any("quantized_reduce_feedback" in state for state in its_optim.state.values())
-    train(resumed, its_optim, range(2, 4))
-    assert_same(full_state(resumed), full_state(model))
+    assert_resumes_with_the_same_bits(begun, tmp_path)
 
 
 def test_feedback_is_loaded_by_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from tests.helpers.equality import assert_same
 from tests.helpers.forms import FORMS, full_state, inside, sharded
 from tests.helpers.hybrid import mesh_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.quantised_collectives import BLOCK, backward, batch, compressed, handles_of, layers, rounded
+from tests.helpers.quantised_collectives import (
+    BLOCK,
+    assert_resumes_with_the_same_bits,
+    backward,
+    batch,
+    compressed,
+    handles_of,
+    layers,
+    rounded,
+)
 from tests.helpers.ranks import RankPool
 from tests.helpers.traffic import Counting, Traffic
 
@@ -239,22 +248,7 @@ def test_a_resumed_training_has_the_bits_of_the_one_that_went_on(form: str, tmp_
         model = compressed(form, **policies, **on_mesh(form, 2, 2))
         return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
-    def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for step in steps:
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = begun()
-    train(model, optimizer, range(2))
-    with inside(model).compression.stored_in(optimizer):
-        fsdp.save(tmp_path, model, optimizer)
-    train(model, optimizer, range(2, 4))
-    resumed, its_optimizer = begun()
-    fsdp.load(tmp_path, resumed, its_optimizer)
-    inside(resumed).compression.load_from(its_optimizer)
-    train(resumed, its_optimizer, range(2, 4))
-    assert_same(full_state(resumed), full_state(model))
+    assert_resumes_with_the_same_bits(begun, tmp_path)
 
 
 def test_errors_of_replicas_are_loaded_by_another_mesh(ranks: RankPool, tmp_path: Path) -> None:
