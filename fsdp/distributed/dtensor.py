@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.distributed.communicator import Group, ranks_of
+from fsdp.distributed.communicator import Group, backend_names, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -226,7 +226,34 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return arrived(tensor.full_tensor())  # type: ignore[attr-defined]
+        found, device = cast("DTensor", tensor), tensor.device
+        if any(backend_names(group).get(device.type) == "gloo" for group in found.device_mesh.get_all_groups()):
+            found = _in_host_memory(found)
+        return arrived(found.full_tensor()).to(device)
+
+
+def _in_host_memory(tensor: DTensor) -> DTensor:
+    """A copy on a mesh of CPUs with the same process groups; the tensor itself if it is there.
+
+    torch's all-gather of a `DTensor` on CUDA over gloo ends the process with SIGSEGV (torch 2.11, see
+    https://github.com/pytorch/pytorch/issues/152645).
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    if tensor.device.type == "cpu":
+        return tensor
+    mesh = tensor.device_mesh
+    groups = mesh.get_all_groups()
+    if len(groups) == 1:
+        host = DeviceMesh.from_group(groups[0], "cpu")
+    else:
+        names = mesh.mesh_dim_names or tuple(f"dim{number}" for number in range(mesh.ndim))
+        host = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+    local = local_part(tensor).cpu()
+    return DTensor.from_local(
+        local, host, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def settled_gradient(param: Tensor) -> Tensor | None:
