@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer, ShardingStrategy
-from tests.helpers.accelerator import ACCELERATOR, device_module
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, device_module
 from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.forms import full_state
 from tests.helpers.models import Wrap, keep, nested_mlp
@@ -170,7 +170,9 @@ def test_exports_of_a_parked_model_need_device_memory_for_a_unit_at_most(form: s
     model(torch.ones(2, WIDTH, device=ACCELERATOR)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    names = [name for name in EXPORTS if form == "rows" or name not in ("get_model_state_dict", "optimizer")]
+    # torch's own gather `DTensor`s, which on CUDA over gloo ends the process.
+    with_torch = form == "rows" and IS_SIMULATED
+    names = [name for name in EXPORTS if with_torch or name not in ("get_model_state_dict", "optimizer")]
     expected = {name: apart(EXPORTS[name](model, optimizer, tmp_path / "a")) for name in names}
     unit = WIDTH * WIDTH * 4
     with fsdp.parked(model, optimizer):
@@ -225,6 +227,7 @@ def test_an_optimizer_that_is_parked_between_steps_has_no_bytes_there_and_the_sa
 @on_accelerators(2)
 def test_a_step_of_a_parked_optimizer_has_the_state_of_two_units_in_memory() -> None:
     def peak(is_parked: bool) -> int:
+        before = allocated()
         layers = nn.Sequential(*(flat(nn.Linear(64, 64).to(ACCELERATOR)) for _ in range(8)))
         model: Any = flat(layers)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -236,7 +239,8 @@ def test_a_step_of_a_parked_optimizer_has_the_state_of_two_units_in_memory() -> 
                 device_module().synchronize()
                 device_module().reset_peak_memory_stats()
             optimizer.step()
-        return int(device_module().max_memory_allocated())
+        return int(device_module().max_memory_allocated()) - before
 
+    peak(False)  # allocates what a process allocates once
     state_of_unit = 2 * 4 * (64 * 64 + 64) // 2
     assert peak(False) - peak(True) >= 5 * state_of_unit

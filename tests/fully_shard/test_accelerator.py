@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.accelerator import (
     ACCELERATOR,
     NCCL_SIZES,
@@ -33,10 +34,7 @@ def _train(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    state = model.state_dict()
-    return {
-        name: value.full_tensor().cpu() if hasattr(value, "full_tensor") else value for name, value in state.items()
-    }
+    return {name: full_tensor(value).cpu() for name, value in model.state_dict().items()}
 
 
 def _train_and_compare(options: dict[str, Any], tolerance: float = 1e-5) -> None:

@@ -14,6 +14,7 @@ a wrong factor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +29,7 @@ from fsdp import MixedPrecision
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import Trained, Training, every_rank, fully_sharded, reordered, train_alone
 
-# The noise is the largest of four samples, not a bound; that of single numbers may be small by chance.
+# The noise is the largest of five samples, not a bound; that of single numbers may be small by chance.
 NOISE_FACTORS = {"loss": 8.0, "norm": 8.0, "tensors": 4.0, "units": 4.0}
 NOISE_FLOOR = 1e-6  # eight units in the last place of float32
 
@@ -175,7 +176,8 @@ class Measured:
         start = train_alone(replace(training, steps=0)).weights
         reference = train_alone(training)
         others = [train_alone(training, parts) for parts in (every_rank, reordered(1), reordered(2))]
-        noise = [gap(trained, reference, start) for trained in (*others, _train_alone_like_ranks(training))]
+        alike = (_train_alone_like_ranks(training), _train_alone_rounding_sums(training))
+        noise = [gap(trained, reference, start) for trained in (*others, *alike)]
         allowed = {
             quantity: factor * max(each.largest(quantity) for each in noise) + NOISE_FLOOR
             for quantity, factor in NOISE_FACTORS.items()
@@ -218,6 +220,26 @@ def _train_alone_like_ranks(training: Training) -> Trained:
 
     trained = train_alone(replace(training, plain=plain, task=replace(training.task, loss=loss)), every_rank)
     return replace(trained, losses=trained.losses / size)
+
+
+def _train_alone_rounding_sums(training: Training) -> Trained:
+    """Accumulated gradients are rounded once more, as where they are reduced in the dtype of the computation."""
+    twin = training.plain(nn.Linear(1, 1))
+    digits = 1 - math.log2(torch.finfo(twin.dtype if isinstance(twin, MixedTwin) else torch.float32).eps)
+
+    def optimizer_of(params: Any) -> torch.optim.Optimizer:
+        optimizer = training.make_optimizer(params)
+        optimizer.register_step_pre_hook(lambda *_: _round_gradients(optimizer, digits))
+        return optimizer
+
+    return train_alone(replace(training, make_optimizer=optimizer_of))
+
+
+def _round_gradients(optimizer: torch.optim.Optimizer, digits: float) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            mantissa, exponent = torch.frexp(param.grad.float())
+            param.grad = torch.ldexp((mantissa * 2**digits).round() / 2**digits, exponent).to(param.grad.dtype)
 
 
 def fast_sgd_with_momentum(params: Any, factor: float = 1.0) -> torch.optim.Optimizer:

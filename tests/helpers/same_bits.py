@@ -56,8 +56,8 @@ def tokens_of(step: int, number: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    scores = model(tokens).flatten(0, 1)
-    return nn.functional.cross_entropy(scores, tokens.roll(1).flatten().to(scores.device))
+    tokens = tokens.to(next(model.parameters()).device)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1).flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -18,11 +18,13 @@ pytestmark = [pytest.mark.gpu, needs("lightning")]
 @pytest.mark.parametrize(
     "options", [{}, {"cpu_offload": True}, {"reshard_after_forward": False}], ids=["plain", "offload", "kept"]
 )
-@pytest.mark.parametrize(("backend", "world_size"), [("nccl", 1), ("gloo", 2)])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_trainer_fits_as_one_process(
-    accelerator_ranks: Callable[..., Ranks], options: dict[str, Any], backend: str, world_size: int
+    accelerator_ranks: Callable[..., Ranks], options: dict[str, Any], world_size: int
 ) -> None:
-    accelerator_ranks(world_size, backend=backend, timeout=240.0).run(_fit, options, "32-true")
+    if world_size > torch.cuda.device_count():
+        pytest.skip(f"Lightning needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+    accelerator_ranks(world_size, backend="nccl", timeout=240.0).run(_fit, options, "32-true")
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
@@ -34,7 +36,7 @@ def _fit(options: dict[str, Any], precision: Any) -> None:
     from tests.helpers import lightning as lit
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(
-        parallel_devices=[torch.device("cuda", 0)] * dist.get_world_size(), **options
+        parallel_devices=[torch.device("cuda", index) for index in range(dist.get_world_size())], **options
     )
     trainer = lit.trainer(strategy=strategy, accelerator="cuda", precision=precision, gradient_clip_val=0.5)
     module = lit.WithLayers()

@@ -281,7 +281,7 @@ def test_what_is_offloaded_is_counted_on_the_host(
 ) -> None:
     case = offloaded(name)
     plan = case.plan(world_size, backend="nccl")
-    measured: Measured = accelerator_ranks(world_size).run(_train_offloaded, name)[0]
+    measured: Measured = accelerator_ranks(world_size, backend="nccl").run(_train_offloaded, name)[0]
     assert {phase.name: phase.host_peak for phase in plan.phases} == measured.host_peaks
     assert {phase.name: phase.peak for phase in plan.phases} == pytest.approx(measured.peaks, rel=0.005)
     assert plan.host_peak > plan.parameter_bytes + plan.gradient_bytes + plan.optimizer_bytes
