@@ -34,10 +34,8 @@ def this_device() -> torch.device:
     return _device
 
 
-def backend_of(kind: str, world_size: int) -> str:
-    """Return the backends of ranks on a type of device: NCCL if each has a GPU; gloo if they share GPUs.
-
-    An accelerator's ranks use gloo for tensors on the CPU.
+def backend_of(kind: str) -> str:
+    """Return the backends of ranks on a type of device; an accelerator's ranks use gloo for tensors on the CPU.
 
     Raises:
         RuntimeError: if `kind` is "cuda" and there is no GPU.
@@ -48,7 +46,12 @@ def backend_of(kind: str, world_size: int) -> str:
         return "cpu:gloo,sim:simulated"
     if not torch.cuda.is_available():
         raise RuntimeError("--device cuda: torch sees no GPU here. Leave the option out to use the CPU.")
-    return f"cpu:gloo,cuda:{'nccl' if world_size <= torch.cuda.device_count() else 'gloo'}"
+    return "cpu:gloo,cuda:nccl"
+
+
+def share_gpus(rank: int) -> None:
+    """Let NCCL connect ranks that share a GPU, by sockets: it refuses that only for ranks of the same host."""
+    os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def run_ranks(
@@ -76,9 +79,7 @@ def run_ranks(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries that rank's traceback.
     """
-    return _spawn(
-        world_size, world_size, device, backend_of(device, world_size), job, args, environment or {}, machines
-    )
+    return _spawn(world_size, world_size, device, backend_of(device), job, args, environment or {}, machines)
 
 
 def run_fake_rank(job: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> Any:
@@ -118,6 +119,8 @@ def _rank_main(
         machines[rank % len(machines)].enter()
     _ignore_peer_warnings()
     _use_device(device, rank)
+    if backend.endswith("nccl") and world_size > torch.cuda.device_count():
+        share_gpus(rank)
     dist.init_process_group(
         backend,
         # A file instead of a port: no collisions, and no TCP traffic other than the collectives.

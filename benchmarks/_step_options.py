@@ -54,7 +54,7 @@ def describe(options: argparse.Namespace, setup: Setup, details: str) -> str:
         f"batch {setup.batch} x {setup.context}, AdamW ({'foreach' if setup.foreach else 'fused'}), "
         f"{details}, "
         f"{options.rounds} rounds of {options.steps} steps in rotated order, {setup.device} "
-        f"({backend_of(setup.device, options.ranks)}), "
+        f"({backend_of(setup.device)}), "
         f"torch {torch.__version__}"
     )
 

@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = choose(options.only, among=AMONG, always=())
     print(
         f"{setup.num_parameters:,} parameters, {options.ranks} ranks, batch {setup.batch} x {setup.context}, "
-        f"{setup.device} ({backend_of(setup.device, options.ranks)}), {options.steps} steps, torch {torch.__version__}",
+        f"{setup.device} ({backend_of(setup.device)}), {options.steps} steps, torch {torch.__version__}",
         flush=True,
     )
     warn_if_busy()

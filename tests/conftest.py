@@ -115,10 +115,9 @@ def lit_ranks(ranks: RankPool) -> LitRanks:
 def accelerator_ranks(request: pytest.FixtureRequest, ranks: RankPool) -> AcceleratorRanks:
     """As `ranks`, for bodies with tensors on the `ACCELERATOR`; mark the test `accelerator`.
 
-    On CUDA, `accelerator_ranks(n)` shares the GPUs among n ranks over gloo. `accelerator_ranks(n, backend="nccl")`
-    needs one GPU per rank, so on a machine with a single one only n = 1 runs, and the others skip. The simulated device
-    has collectives by NCCL's rules in both cases, and goes over gloo with `through_host=True`. With the option
-    `--accelerator-backend`, tests that ask for neither a backend nor the host use that one.
+    On CUDA, n ranks share the GPUs if there are fewer: over gloo, or over NCCL's sockets with `backend="nccl"`. The
+    simulated device has collectives by NCCL's rules in both cases, and goes over gloo with `through_host=True`. With
+    the option `--accelerator-backend`, tests that ask for neither a backend nor the host use that one.
     """
 
     if IS_SIMULATED:
@@ -130,8 +129,6 @@ def accelerator_ranks(request: pytest.FixtureRequest, ranks: RankPool) -> Accele
         if IS_SIMULATED:
             through_host = through_host or (backend is None and option == "gloo")
             return ranks(world_size, backend=f"cpu:gloo,sim:{'gloo' if through_host else 'simulated'}", **options)
-        if way == "nccl" and world_size > torch.cuda.device_count():
-            pytest.skip(f"NCCL needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
         if backend is None:
             # A name of its own even for gloo: CPU tests must not run in processes that hold a CUDA context.
             return ranks(world_size, backend=f"cpu:gloo,cuda:{way or 'gloo'}", **options)

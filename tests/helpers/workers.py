@@ -234,6 +234,10 @@ def _join(station: Station) -> None:
     if "cuda" in station.backend or station.backend == "nccl":
         device = torch.device("cuda", station.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if station.world_size > torch.cuda.device_count():
+            from benchmarks._ranks import share_gpus  # only on a GPU
+
+            share_gpus(station.rank)
     dist.init_process_group(
         station.backend,
         store=dist.FileStore(str(station.folder / "store"), station.world_size),
