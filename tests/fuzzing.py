@@ -31,6 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 2  # of each rank's batch
+_device = "cpu"  # of the models and batches, see `run_seeds`
 Flags = Sequence[bool]  # for each `Optional`, by its number, whether it runs
 
 
@@ -75,10 +76,11 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(1, channels, 3, padding=1)
+        self.conv = nn.Conv1d(1, channels, 3)  # holds the parameters; the simulated device computes no convolutions
 
     def forward(self, x: Tensor, flags: Flags) -> Tensor:
-        return x + self.conv(x.flatten(0, 1)[:, None]).mean(1).view_as(x).tanh()
+        windows = nn.functional.pad(x, (1, 1)).unfold(-1, 3, 1)
+        return x + nn.functional.linear(windows, self.conv.weight[:, 0], self.conv.bias).mean(-1).tanh()
 
 
 class Lookup(nn.Module):
@@ -89,7 +91,7 @@ class Lookup(nn.Module):
         self.table = nn.Embedding(rows, width)
 
     def forward(self, x: Tensor, flags: Flags) -> Tensor:
-        return x + 0.1 * self.table(torch.arange(x.shape[1]) % self.table.num_embeddings)
+        return x + 0.1 * self.table(torch.arange(x.shape[1], device=x.device) % self.table.num_embeddings)
 
 
 class Tied(nn.Module):
@@ -375,7 +377,7 @@ def _mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     if dist.group.WORLD not in _MESHES:
-        _MESHES[dist.group.WORLD] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        _MESHES[dist.group.WORLD] = init_device_mesh(_device, (2, 2), mesh_dim_names=("replicate", "shard"))
     return _MESHES[dist.group.WORLD]
 
 
@@ -442,7 +444,7 @@ class Pair:
 
     def batch(self, rank: int, turn: int) -> tuple[Tensor, Flags]:
         generator = torch.Generator().manual_seed(self.case.seed * 1000003 + self.step * 1009 + turn * 101 + rank)
-        inputs = torch.randn(ROWS, 2, 3, generator=generator)
+        inputs = torch.randn(ROWS, 2, 3, generator=generator).to(_device)
         of = rank if self.case.flags == "apart" else 0
         rng = random.Random(f"flags {self.case.seed} {self.step} {turn} {of}")
         return inputs, [self.case.flags == "always" or rng.random() < 0.5 for _ in range(self.plain.optional)]
@@ -477,7 +479,7 @@ class Pair:
         if found.shape != expected.shape:
             raise AssertionError(f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
         size = float(expected.abs().max()) if expected.numel() else 0.0
-        error = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
+        error = float((found.cpu().double() - expected.cpu().double()).abs().max()) if expected.numel() else 0.0
         if not error <= self.case.tolerance * max(size, 0.1):  # written so that NaN fails
             raise AssertionError(f"{what}: off by {error:.2e}, the largest element is {size:.2e}")
 
@@ -532,7 +534,9 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    from fsdp.distributed.dtensor import full_tensor
+
+    return full_tensor(value)
 
 
 def _fill_missing(sharded: Any, plain: nn.Module) -> None:
@@ -921,12 +925,14 @@ class CaseError(AssertionError):
 
 
 def _make(case: Case) -> Pair:
-    plain = plain_model(case)
+    plain = plain_model(case).to(_device)
     return Pair(case, _shard(case, copy.deepcopy(plain)), plain, random.Random(f"operations {case.seed}"))
 
 
-def run_seeds(seeds: Sequence[int], world_size: int) -> None:
+def run_seeds(seeds: Sequence[int], world_size: int, device: str = "cpu") -> None:
     """Collective. The cases of these seeds, one after the other."""
+    global _device
+    _device = device
     for seed in seeds:
         run_case(Case.of_seed(seed, world_size))
 

@@ -13,20 +13,33 @@ import torch
 
 from fsdp.distributed.gathered_part import LEAST_TORCH
 from tests.fuzzing import MISTAKES, OPTIMIZERS, Case, plain_model, run_seeds, run_seeds_with
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.ranks import RankError, RankPool, Ranks
 
 CHUNK = 20  # cases in one run of ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_cases_equal_the_unsharded_model(ranks: RankPool, world_size: int, pytestconfig: pytest.Config) -> None:
-    first, count = pytestconfig.getoption("--fuzz-seed"), pytestconfig.getoption("--fuzz-cases")
-    left = [seed for seed in range(first, first + count) if seed % 4 == world_size - 1]
+    _run_cases(ranks(world_size), pytestconfig)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_cases_on_an_accelerator_equal_the_unsharded_model(
+    accelerator_ranks: AcceleratorRanks, world_size: int, pytestconfig: pytest.Config
+) -> None:
+    _run_cases(accelerator_ranks(world_size, backend="nccl"), pytestconfig, ACCELERATOR)
+
+
+def _run_cases(ranks: Ranks, config: pytest.Config, device: str = "cpu") -> None:
+    first, count = config.getoption("--fuzz-seed"), config.getoption("--fuzz-cases")
+    left = [seed for seed in range(first, first + count) if seed % 4 == ranks.world_size - 1]
     failures = []
     while left:
         now, left = left[:CHUNK], left[CHUNK:]
         try:
-            ranks(world_size).run(run_seeds, now, world_size)
+            ranks.run(run_seeds, now, ranks.world_size, device)
         except RankError as error:
             failures.append(str(error))
             seed = re.search(r"seed (\d+) at", failures[-1])
