@@ -30,7 +30,6 @@ class Part:
         name, about: for the command line and the report.
         module: the module for `python -m`.
         arguments: of the command, for a machine.
-        gpus: the least number of GPUs; the simulated device has as many as are asked for.
         most_gpus: the part is for machines with at most this number; None if there is no limit.
         packages: required packages.
         has_figures: whether the command writes its figures to the file after ``--json``.
@@ -40,7 +39,6 @@ class Part:
     about: str
     module: str
     arguments: Arguments
-    gpus: int = 1
     most_gpus: int | None = None
     packages: tuple[str, ...] = ()
     has_figures: bool = False
@@ -48,8 +46,6 @@ class Part:
     def obstacle(self, machine: GpuMachine) -> str | None:
         """Return the reason why the part cannot run on a machine; None if it can."""
         count = max(len(machine.gpus), 1)
-        if count < self.gpus and not machine.is_simulated:
-            return f"requires {self.gpus} GPUs, and this machine has {count}"
         if self.most_gpus is not None and count > self.most_gpus:
             return f"is for machines with at most {self.most_gpus} GPU; the other parts use all {count} GPUs"
         missing = [package for package in self.packages if not machine.has(package)]
@@ -128,12 +124,11 @@ def _tests(
     *selected: str,
     without: Sequence[str] = (),
     options: Sequence[str] = (),
-    gpus: int = 1,
 ) -> Part:
     """Return a part that runs tests, except for those in `without`; both are files or pytest's node ids."""
     omitted = [option for each in without for option in ("--deselect", each)]
     arguments = [*PYTEST, "-m", "accelerator or gpu", *options, *omitted, *selected]
-    return Part(name, about, "pytest", lambda machine: arguments, gpus, packages=("pytest",))
+    return Part(name, about, "pytest", lambda machine: arguments, packages=("pytest",))
 
 
 _TRAINING = "tests/engine/test_accelerator.py"
@@ -142,6 +137,7 @@ _PRECISION = "tests/engine/test_accelerator_precision.py"
 _USES = "tests/training/test_accelerator_uses.py"
 _BATCH_NORM = "tests/wrap/test_batch_norm.py"
 _COMPILED = f"{_USES}::test_compiled_units_train"
+_GRAPHS = "tests/training/test_cuda_graphs.py"
 _OVER_NCCL = "test_training_over_nccl_equals_the_unsharded_model"
 _NCCL = (f"{_TRAINING}::{_OVER_NCCL}", f"{_ROWS}::{_OVER_NCCL}", f"{_PRECISION}::{_OVER_NCCL}_in_the_same_precision")
 _HYBRID = tuple(
@@ -211,14 +207,18 @@ def _states(gigabytes: float, simulated: Sequence[str]) -> Arguments:
 
 
 def _overhead(machine: GpuMachine) -> list[str]:
-    # torch's fake process group does not serve a custom device.
-    return ["--device", "cpu", "--units", "5", "--rounds", "1"] if machine.is_simulated else ["--device", "cuda"]
+    # torch's fake process group does not serve a custom device. For each of its ranks, an all-gather queues a kernel.
+    return (
+        ["--device", "cpu", "--units", "5", "--rounds", "1"]
+        if machine.is_simulated
+        else ["--device", "cuda", "--ranks", "2"]
+    )
 
 
 def _overlap(machine: GpuMachine) -> list[str]:
     # Kernels of the simulated device are not in a profile, so gloo's messages are measured on the CPU instead.
     where = ["--device", "cpu", "--steps", "1"] if machine.is_simulated else ["--device", "cuda"]
-    size = ["--size", "46M"] if len(machine.gpus) == 1 else []  # two ranks share it, and communicate through the host
+    size = ["--size", "46M"] if len(machine.gpus) == 1 else []  # two ranks share it, and communicate by sockets
     return [*_model(machine), *where, *size, "--ranks", str(max(len(machine.gpus), 2))]
 
 
@@ -255,10 +255,12 @@ PARTS: tuple[Part, ...] = (
         "tests/state_dict_utils/test_host.py",
         "tests/checkpoint/test_accelerator_parking.py",
     ),
-    _tests("compile", "torch.compile of units", _COMPILED),
     _tests(
-        "nccl-one",
-        "NCCL: a single rank, and up to four ranks with as many GPUs",
+        "compile", "torch.compile of units, and steps in CUDA graphs", _COMPILED, "tests/training/test_cuda_graphs.py"
+    ),
+    _tests(
+        "nccl-parity",
+        "training over NCCL equals the unsharded model",
         *_NCCL,
         _BATCH_NORM,
     ),
@@ -266,17 +268,17 @@ PARTS: tuple[Part, ...] = (
         "shared",
         "ranks that share a GPU, over gloo",
         _USES,
+        "tests/distributed/test_accelerator_dtensor.py",
         "tests/weights/test_accelerator.py",
         without=(*_HYBRID, *_SAVES, _COMPILED),
         options=("--accelerator-backend", "gloo"),
     ),
     _tests(
         "nccl",
-        "the same tests over NCCL, with a GPU for each rank",
+        "the other tests over NCCL; ranks share GPUs if there are fewer",
         *(_TRAINING, _ROWS, _USES, "tests/layers/test_accelerator_offload.py", "tests/weights/test_accelerator.py"),
         without=(*_NCCL, _THROUGH_HOST, _COMPILED),
         options=("--accelerator-backend", "nccl"),
-        gpus=2,
     ),
     Part(
         "train",
@@ -285,6 +287,7 @@ PARTS: tuple[Part, ...] = (
         _example,
         packages=("tqdm",),
     ),
+    _tests("random", "random models and calls, over NCCL", "tests/test_fuzz.py", options=("--fuzz-cases", "60")),
     _tests("precision", "mixed precision, offload and accumulation together", _PRECISION, without=_NCCL),
     _tests(
         "features",

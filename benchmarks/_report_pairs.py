@@ -33,4 +33,4 @@ def report_original(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> Non
 
 
 def _ratio(values: Mapping[str, Sequence[float]], one: str, other: str) -> str:
-    return ratio(values[one], values[other]) if one in values and other in values else _MISSING
+    return ratio(values[one], values[other]) if one in values and all(values.get(other, [0])) else _MISSING

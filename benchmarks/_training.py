@@ -97,7 +97,8 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 def build(contestant: Contestant, setup: Setup, device: torch.device, config: GPTConfig | None = None) -> nn.Module:
     """Build the model from the common seed, wrapped block by block; a `config` sets different sizes."""
     torch.manual_seed(0)
-    model = setup.model(config or setup.config).to(device)
+    with device:
+        model = setup.model(config or setup.config)
     return contestant.wrap(model, model.blocks, device, setup.policy)
 
 
