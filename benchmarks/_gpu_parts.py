@@ -292,8 +292,10 @@ PARTS: tuple[Part, ...] = (
     _tests(
         "features",
         "optimizers by owners, resharded state, resident units, plans, recomputation",
+        "tests/layers/test_accelerator_compression.py",
         "tests/layers/test_accelerator_resident.py",
         "tests/layers/test_accelerator_same_bits.py",
+        "tests/optim_utils/test_accelerator_outer.py",
         "tests/optim_utils/test_accelerator_owned.py",
         "tests/optim_utils/test_accelerator_reshard_optimizer.py",
         "tests/wrap/test_checkpoint_wrapper_memory.py",
