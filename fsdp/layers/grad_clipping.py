@@ -215,4 +215,6 @@ def _local_total(
         return stacked.max()
     copies = [count for _, count in wide]
     powers = stacked.pow(norm_type)
-    return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
+    if set(copies) != {1}:  # a tensor of them would be copied from the host, which waits for that
+        powers = torch.stack(torch._foreach_div(powers.unbind(), copies))
+    return powers.sum()

@@ -64,9 +64,9 @@ class Feedback:
             self.sent, self.received = errors.bfloat16(), None
             return
         part, whole = errors.new_zeros(comm.world_size, errors.shape[1]), self._whole(errors.device)
-        part[peers_of(comm)] = errors
+        set_peers_rows(part, comm.rank, errors)
         _copy(layout, part, self.handle.layout, whole)  # the errors of what was left out stay
-        self.sent = whole[peers_of(comm)].bfloat16()
+        self.sent = peers_rows(whole, comm.rank).bfloat16()
         if self.received is not None:
             self.received = whole[comm.rank].clone()
 
@@ -86,7 +86,7 @@ class Feedback:
         comm, numel = self.handle.reduce_comm, self.handle.layout.shard_numel
         whole = torch.zeros(comm.world_size, numel, device=device)
         if self.sent is not None:
-            whole[peers_of(comm)] = self.sent.to(device, whole.dtype)
+            set_peers_rows(whole, comm.rank, self.sent.to(device, whole.dtype))
         if self.received is not None:
             whole[comm.rank] = self.received
         return whole
@@ -117,7 +117,7 @@ class QuantizedSums:
         rows, feedback = rows.float(), self.feedback.get(handle)
         if feedback is not None:
             feedback.add_to(rows)
-        values = rows[peers_of(comm)]  # a copy
+        values = peers_rows(rows, comm.rank)
         messages = self.codes.encoded(values)
         if feedback is not None:
             errors = values.sub_(self.codes.decoded(messages, values.shape[1]))
@@ -179,9 +179,14 @@ def added_in_rank_order(received: Sequence[Tensor], own: int, decoded: Callable[
     return total
 
 
-def peers_of(comm: Communicator) -> list[int]:
-    """Return the other ranks of a communicator."""
-    return [rank for rank in range(comm.world_size) if rank != comm.rank]
+def peers_rows(rows: Tensor, rank: int) -> Tensor:
+    """Return a copy of all rows but one. Without an index tensor, for which the host would wait for the device."""
+    return torch.cat([rows[:rank], rows[rank + 1 :]])
+
+
+def set_peers_rows(rows: Tensor, rank: int, values: Tensor) -> None:
+    """Set all rows but one."""
+    rows[:rank], rows[rank + 1 :] = values[:rank], values[rank:]
 
 
 def _copy(source: Layout, values: Tensor, target: Layout, to: Tensor) -> None:

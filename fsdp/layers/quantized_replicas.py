@@ -17,7 +17,13 @@ from fsdp.distributed.block_codes import BlockCodes
 from fsdp.distributed.communicator import Communicator, Pending, Tag
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Layout
-from fsdp.layers.quantized_reduce import Quantizing, added_in_rank_order, peers_of, require_quantizable
+from fsdp.layers.quantized_reduce import (
+    Quantizing,
+    added_in_rank_order,
+    peers_rows,
+    require_quantizable,
+    set_peers_rows,
+)
 
 
 class ReplicaFeedback:
@@ -100,10 +106,10 @@ class ReplicaSums:
             for feedback, layout, part in self._sums[tag].parts_of(pieces):
                 feedback.add_to(part, layout)
 
-    def note_pieces(self, errors: Tensor, peers: Sequence[int], tag: Tag) -> None:
+    def note_pieces(self, errors: Tensor, rank: int, tag: Tag) -> None:
         """Note the errors ``[replicas - 1, n]`` of the pieces that were sent to the other replicas."""
         if self.feedback:
-            self._sums[tag].errors[peers] = _finite(errors)
+            set_peers_rows(self._sums[tag].errors, rank, _finite(errors))
 
     def note_sum(self, errors: Tensor, rank: int, tag: Tag) -> None:
         """Note the errors ``[n]`` of the sum that this rank sends, and keep all errors."""
@@ -140,12 +146,12 @@ class QuantizedReplicaSums(Quantizing):
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         require_quantizable(full, what)
-        sums, kind, peers = self._collective, dtype or full.dtype, peers_of(self)
+        sums, kind = self._collective, dtype or full.dtype
         pieces = full.view(self.world_size, -1).to(torch.float32, copy=True)
         sums.begin(pieces, tag)
-        sent = pieces[peers]
+        sent = peers_rows(pieces, self.rank)
         messages = sums.codes.encoded(sent)
-        sums.note_pieces(sent - self._decoded(messages, sent.shape[1]), peers, tag)
+        sums.note_pieces(sent - self._decoded(messages, sent.shape[1]), self.rank, tag)
         outgoing = [*messages]
         outgoing.insert(self.rank, pieces[self.rank].clone())
 

@@ -121,6 +121,7 @@ def _module(compiled: Any) -> ModuleType:
         "set_rng_state": lambda state, device=NAME: generator.set_state(state),
         "stream": stream,
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
+        "_host_waits": compiled.host_waits,
         "_is_in_bad_fork": lambda: False,
         "_pin": compiled.pin,
         "_set_delay": compiled.set_delay,

@@ -39,6 +39,7 @@ constexpr DeviceType SIMULATED = DeviceType::PrivateUse1;
 const Device DEVICE(SIMULATED, 0);
 
 std::atomic<int> most_delay_us{0};  // of one kernel
+std::atomic<int64_t> host_waits{0};  // as often the host would wait for CUDA, which no graph may contain
 
 // --- streams and events -----------------------------------------------------------------------------------------------
 
@@ -187,13 +188,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Shared*>(event); }
   bool queryEvent(void* event) const override { return event == nullptr || (*static_cast<Shared*>(event))->query(); }
   void synchronizeEvent(void* event) const override {
+    ++host_waits;
     if (event != nullptr) {
       (*static_cast<Shared*>(event))->wait();
     }
   }
   bool queryStream(const Stream& stream) const override { return streams().queue(stream.id()).mark()->query(); }
-  void synchronizeStream(const Stream& stream) const override { streams().queue(stream.id()).mark()->wait(); }
+  void synchronizeStream(const Stream& stream) const override {
+    ++host_waits;
+    streams().queue(stream.id()).mark()->wait();
+  }
   void synchronizeDevice(DeviceIndex) const override {
+    ++host_waits;
     for (Queue* queue : streams().all()) {
       queue->mark()->wait();
     }
@@ -691,6 +697,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     here().push([from, to]() { at::Tensor(to).copy_(from); });
   } else if (is_ours(dst)) {
     if (!(non_blocking && self.is_pinned())) {
+      ++host_waits;
       from = self.clone();
       here().push([from, to] { at::Tensor(to).copy_(from); });
     } else {
@@ -708,6 +715,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
         dst.sizes(), dst.strides(), dst.storage_offset());
     here().push([from, alias] { at::Tensor(alias).copy_(from); });
     if (!(non_blocking && dst.is_pinned())) {
+      ++host_waits;
       here().mark()->wait();
     }
   }
@@ -722,6 +730,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
+  ++host_waits;
   here().mark()->wait();
   return at::_local_scalar_dense(on_host(self));
 }
@@ -978,6 +987,7 @@ PYBIND11_MODULE(simulated_device, module) {
   module.def("collectives", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(gloo);
   });
+  module.def("host_waits", [] { return host_waits.load(); });
   module.def("set_delay", [](int most_us) { most_delay_us = most_us; });
   module.def("sleep", [](int64_t us) {
     here().push([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });

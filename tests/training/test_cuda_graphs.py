@@ -1,4 +1,7 @@
-"""A whole training step in a CUDA graph: forward, backward, clipping and the optimizer's step."""
+"""A whole training step in a CUDA graph: forward, backward, clipping and the optimizer's step.
+
+A capture fails where the host waits for the device. The simulated device captures nothing, but counts that.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
-from tests.helpers.accelerator import AcceleratorRanks
+from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
 
-pytestmark = pytest.mark.gpu
-
+BACKENDS = "cpu:gloo,cuda:nccl"  # small messages go over gloo
 EAGER = 3  # steps before the capture, in which everything is allocated
 Step = Callable[[], Tensor]
 
@@ -39,9 +41,27 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.skipif(not IS_SIMULATED, reason="a GPU captures the step")
+@pytest.mark.accelerator
+@pytest.mark.parametrize("form", WRAPPED)
+def test_the_host_does_not_wait_in_a_step(accelerator_ranks: AcceleratorRanks, form: str) -> None:
+    accelerator_ranks(2).run(_count_waits, form)
+
+
+def _count_waits(form: str) -> None:
+    inputs, step = _training(WRAPPED[form])
+    inputs.normal_()
+    for _ in range(EAGER):
+        step()
+    before = device_module()._host_waits()
+    step()
+    assert device_module()._host_waits() == before
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", WRAPPED)
 def test_a_captured_step_gives_the_same_bits(accelerator_ranks: AcceleratorRanks, form: str) -> None:
-    accelerator_ranks(2, backend="cpu:gloo,cuda:nccl").run(_compare, form)  # small messages go over gloo
+    accelerator_ranks(2, backend=BACKENDS).run(_compare, form)
 
 
 def _compare(form: str) -> None:
@@ -74,10 +94,10 @@ def _on(batch: Tensor, inputs: Tensor, step: Step) -> float:
 def _training(wrap: Callable[[nn.Module], Any]) -> tuple[Tensor, Step]:
     """The tensor that a step reads, and the step, which returns its loss."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(ACCELERATOR):
         model: Any = wrap(nn.Sequential(*(wrap(nn.Sequential(nn.Linear(32, 32), nn.GELU())) for _ in range(3))))
         inputs = torch.empty(8, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=ACCELERATOR == "cuda")
 
     def step() -> Tensor:
         loss = model(inputs).float().square().mean()
