@@ -22,6 +22,7 @@ used: they are matched by their order alone, and two matched collectives of diff
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,7 +103,16 @@ class TorchCollectives(Communicator):
         super().__init__(group.rank(), group.size())
         self.group = group  # what is gathered and reduced goes through it, also where it is a user's object
         self._apart: Communicator | None = None
-        self.peers_answer = "fake" not in backend_names(group).values()
+        names = backend_names(group)
+        self.peers_answer = "fake" not in names.values()
+        if self.rank == 0 and names and "cpu" not in names:
+            (served, *_), backends = names, ",".join(f"{device}:{backend}" for device, backend in names.items())
+            warnings.warn(
+                f"A process group has no backend for the CPU. In each backward, ranks compare on the {served} device "
+                "which parameters have gradients, and the host waits for the device. Create the group with "
+                f'torch.distributed.init_process_group("cpu:gloo,{backends}") instead.',
+                stacklevel=2,
+            )
 
     @property
     def _known(self) -> Any:

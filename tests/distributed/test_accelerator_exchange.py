@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import Communicator, StagedExchange, communicator
 from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from tests.helpers.on_ranks import on_accelerators
 
 pytestmark = pytest.mark.accelerator
 
@@ -67,3 +70,12 @@ def _call(call: str, late: int) -> list[float]:
     found = CALLS[call][0](way)
     way.settle()
     return found
+
+
+@on_accelerators(2)
+def test_a_group_without_a_backend_for_the_cpu_lets_the_host_wait() -> None:
+    (group,) = [dist.new_group(backend=dist.get_backend_config().split(",")[1])]
+    first = dist.get_rank() == 0
+    with pytest.warns(UserWarning, match=r'init_process_group\("cpu:gloo,\w+:\w+"\)') if first else nullcontext():
+        model = FullyShardedDataParallel(nn.Linear(3, 3).to(ACCELERATOR), process_group=group)
+        model(torch.ones(2, 3, device=ACCELERATOR)).sum().backward()
