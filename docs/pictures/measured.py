@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def figures(page: str) -> list[tuple[str, float, float]]:
     """Return the model, and its time and CPU time for communication relative to the best peer."""
-    section = page.split("\n## Results\n")[1].split("\n## ")[0]
+    section = page.split("\n## Results\n")[1].split("\n##")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     measured = [row for row in rows if len(row) > 2 and re.fullmatch(r"0\.\d\d", row[1])]
     return [(row[0].replace("`", ""), float(row[1]), float(row[2])) for row in measured]
