@@ -56,6 +56,7 @@ from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import CollectiveError, own_rank
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.devices import HOST
 from fsdp.engine.unit import Unit
 from fsdp.layers.deferred_init import require_values_everywhere
 from fsdp.layers.state_dict.full import buffers_in_own_precision, ensure_same_values
@@ -363,7 +364,7 @@ class Senders:
     """The ranks without access to the folder that have data to write. The constructor is collective."""
 
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
-        self._comm = ranks[0].for_device(ranks[0].talk_device)
+        self._comm = ranks[0].talk.for_device(HOST)
         self._own = number_among(ranks)
         extents = {entry.name: entry.part.extents(entry.dtype) for entry in entries if entry.part is not None}
         heard = from_everyone(ranks, extents)
@@ -380,7 +381,7 @@ class Senders:
         sent: list[Fragment] = []
         for entry in entries if self._own in self.ranks else ():
             for begin, memory in entry.chunks():
-                chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
+                chunk = torch.frombuffer(memory, dtype=torch.uint8)
                 self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
                 self._comm.settle()  # the memory is reused for the next chunk
                 sent.append(fragment(entry.name, begin, memory))
@@ -391,7 +392,7 @@ class Senders:
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
         """Write the received data, or discard it after an error, because the senders do not know of the error."""
         problem: OSError | None = None
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._comm.talk_device)
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         with ExitStack() as stack:
             places = {name: (number, file.begins[name]) for number, file in enumerate(files) for name in file.begins}
             fds = [stack.enter_context(opened_to_write(folder, file)) for file in files]
@@ -401,7 +402,7 @@ class Senders:
                 number, first = places[name]
                 if problem is None:
                     try:
-                        write_at(fds[number], chunk.cpu().numpy().data, first + begin)
+                        write_at(fds[number], chunk.numpy().data, first + begin)
                     except OSError as error:
                         error.filename = error.filename or os.path.join(folder, files[number].name)
                         problem = error

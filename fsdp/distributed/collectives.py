@@ -22,7 +22,6 @@ used: they are matched by their order alone, and two matched collectives of diff
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -105,14 +104,8 @@ class TorchCollectives(Communicator):
         self._apart: Communicator | None = None
         names = backend_names(group)
         self.peers_answer = "fake" not in names.values()
-        if self.rank == 0 and names and "cpu" not in names:
-            (served, *_), backends = names, ",".join(f"{device}:{backend}" for device, backend in names.items())
-            warnings.warn(
-                f"A process group has no backend for the CPU. In each backward, ranks compare on the {served} device "
-                "which parameters have gradients, and the host waits for the device. Create the group with "
-                f'torch.distributed.init_process_group("cpu:gloo,{backends}") instead.',
-                stacklevel=2,
-            )
+        self._serves_host = "cpu" in names or not names
+        self._for_host: Communicator | None = None
 
     @property
     def _known(self) -> Any:
@@ -120,19 +113,24 @@ class TorchCollectives(Communicator):
         return behind(self.group)
 
     @property
-    def talk_device(self) -> torch.device:
-        names = backend_names(self.group)
-        return torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
+    def talk(self) -> Communicator:
+        if self._serves_host:
+            return self
+        if self._for_host is None:
+            self._for_host = TorchCollectives(self._new_group())
+        return self._for_host
 
     def for_device(self, device: torch.device) -> Communicator:
         return communicator(self.group, device)
 
     def apart(self) -> Communicator:
         if self._apart is None:
-            members = dist.get_process_group_ranks(self._known)
-            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self._apart = communicator(group, HOST)
+            self._apart = communicator(self._new_group(), HOST)
         return self._apart
+
+    def _new_group(self) -> Any:
+        members = dist.get_process_group_ranks(self._known)
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     def give_up(self) -> None:
         if "gloo" in backend_names(self._known).values():

@@ -116,9 +116,9 @@ class Communicator(ABC):
         self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
-    def talk_device(self) -> torch.device:
-        """The device for short messages: the host if possible, to avoid waiting for the device."""
-        return HOST
+    def talk(self) -> Communicator:
+        """The way to the same ranks for CPU tensors, so that the host need not wait for a device; collective."""
+        return self
 
     def for_device(self, device: torch.device) -> Communicator:
         """The way to the same ranks for tensors on another device."""

@@ -53,8 +53,8 @@ class InFront(Communicator):
         return self._behind.new_tag()  # the two send to the same ranks
 
     @property
-    def talk_device(self) -> torch.device:
-        return self._behind.talk_device
+    def talk(self) -> Communicator:
+        return self._behind.talk
 
     def for_device(self, device: torch.device) -> Communicator:
         return type(self)(self._behind.for_device(device), self._collective)

@@ -46,8 +46,9 @@ class Nested(Communicator):
         return [each for each in (self._shard, self._replicas, self._together) if each is not None]
 
     @property
-    def talk_device(self) -> torch.device:
-        return self._shard.talk_device if self._shard.world_size > 1 else self._replicas.talk_device
+    def talk(self) -> Communicator:
+        shard, replicas, *together = (each.talk for each in self._parts)
+        return nested(shard, replicas, next(iter(together), None), self.ranks)
 
     def for_device(self, device: torch.device) -> Communicator:
         shard, replicas, *together = (each.for_device(device) for each in self._parts)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.devices import HOST
 
 
 class Kind(IntEnum):
@@ -81,11 +82,10 @@ class Talk:
         """Collective. The messages of all ranks in this round, none of which may have failed."""
         rows = torch.tensor([mine], dtype=torch.int64)
         for comm in self.comms:
-            row = rows.view(-1).to(comm.talk_device)
-            everyone = row.new_empty(row.numel() * comm.world_size)
-            there = comm.for_device(comm.talk_device)
-            there.all_gather(everyone, row, f"talk about {self._describe(mine)}", "talk").wait()
-            rows = everyone.view(-1, rows.shape[1]).cpu()
+            everyone = rows.new_empty(rows.numel() * comm.world_size)
+            there = comm.talk.for_device(HOST)
+            there.all_gather(everyone, rows.view(-1), f"talk about {self._describe(mine)}", "talk").wait()
+            rows = everyone.view(-1, rows.shape[1])
         messages = [Message(*row) for row in rows.tolist()]
         for rank, message in enumerate(messages):
             if message.kind == Kind.FAILED:

@@ -53,8 +53,7 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
       gradients are the sum over the ranks that ran the module, divided by the number of all ranks.
 
     Calls may be nested, and may be in modules with activation checkpointing. Backward must run before the next
-    forward. On CUDA, ranks wait for the message on the host; a group with an additional gloo backend for the CPU
-    (``init_process_group("cpu:gloo,cuda:nccl")``) avoids a device synchronization.
+    forward. Ranks wait for the message on the host.
 
     Args:
         module: a part of a wrapped model: a wrapped module, a module with wrapped modules inside, or a plain module.

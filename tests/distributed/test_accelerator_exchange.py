@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.collectives import Communicator, StagedExchange, communicator
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks
+from fsdp.distributed.dtensor import full_tensor
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, host_waits
 from tests.helpers.on_ranks import on_accelerators
 
 pytestmark = pytest.mark.accelerator
@@ -72,10 +74,30 @@ def _call(call: str, late: int) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("form", ["flat", "original", "rows"])
 @on_accelerators(2)
-def test_a_group_without_a_backend_for_the_cpu_lets_the_host_wait() -> None:
-    (group,) = [dist.new_group(backend=dist.get_backend_config().split(",")[1])]
-    first = dist.get_rank() == 0
-    with pytest.warns(UserWarning, match=r'init_process_group\("cpu:gloo,\w+:\w+"\)') if first else nullcontext():
-        model = FullyShardedDataParallel(nn.Linear(3, 3).to(ACCELERATOR), process_group=group)
-        model(torch.ones(2, 3, device=ACCELERATOR)).sum().backward()
+def test_the_host_waits_for_no_device_in_a_group_without_a_backend_for_the_cpu(form: str) -> None:
+    """Short messages then have a group of their own."""
+    device_only = dist.get_backend_config().split(",")[1]
+    assert device_only.startswith(ACCELERATOR)
+    expected = _trained(form, dist.group.WORLD)
+    found = _trained(form, dist.new_group(backend=device_only))
+    assert all(torch.equal(full_tensor(value), full_tensor(expected[name])) for name, value in found.items())
+
+
+def _trained(form: str, group: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 4).to(ACCELERATOR)
+    if form == "rows":
+        model = fully_shard(model, mesh=DeviceMesh.from_group(group, ACCELERATOR))
+    else:
+        model = FullyShardedDataParallel(model, process_group=group, use_orig_params=form == "original")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.full((2, 3), 1.0 + dist.get_rank(), device=ACCELERATOR)
+    for step in range(3):
+        before = host_waits()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step == 0 or host_waits() == before
+    return dict(model.state_dict())

@@ -30,6 +30,11 @@ def device_module() -> Any:
     return torch.get_device_module(ACCELERATOR)
 
 
+def host_waits() -> int:
+    """Return how often the host has waited for the device, which only the simulated one counts."""
+    return int(device_module()._host_waits()) if IS_SIMULATED else 0
+
+
 @contextmanager
 def later_kernels() -> Iterator[None]:
     """Have kernels of the simulated device begin up to 5 ms late; a GPU takes the time that it takes."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 from fsdp import FullyShardedDataParallel, QuantizedGather, QuantizedReduce
 from fsdp.distributed.dtensor import full_tensor
-from tests.helpers.accelerator import ACCELERATOR, IS_SIMULATED, AcceleratorRanks, device_module
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, host_waits
 
 pytestmark = pytest.mark.accelerator
 
@@ -68,14 +68,9 @@ def _train(form: str, device: str, policies: dict[str, Any], replicas: tuple[int
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         inputs = torch.randn(4, 8, generator=generator).to(device)
-        before = _host_waits()
+        before = host_waits()
         (model(inputs) - inputs).square().mean().backward()
-        assert step == 0 or _host_waits() == before
+        assert step == 0 or host_waits() == before
         optimizer.step()
         optimizer.zero_grad()
     return {name: full_tensor(value).detach().cpu().clone() for name, value in model.state_dict().items()}
-
-
-def _host_waits() -> int:
-    """How often the host has waited for the device, which only the simulated one counts."""
-    return device_module()._host_waits() if IS_SIMULATED else 0  # type: ignore[no-any-return]
