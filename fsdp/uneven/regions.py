@@ -579,7 +579,9 @@ class Visits(Participation):
         if visit is None:
             return None
         if visit.is_mixed and not visit.was_owed:
-            # The forward was without a graph. Now all ranks are here at the same time, so it is as in forward.
+            # The forward was without a graph. Now all ranks that run it are here, so it is as in forward: after what
+            # lies behind it, which other ranks may have to compute again.
+            self._wait_at(visit.position)
             visit.is_reentrant = True
             self._open.append(visit)
             output = self._run(visit, compute)

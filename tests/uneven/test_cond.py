@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.uneven.regions import Visits
+from tests.helpers.equality import assert_close_state
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.twins import assert_at_rest
@@ -30,6 +32,54 @@ def nothing_but(*parts: str) -> Choice:
 
 
 # Results
+
+
+class PartOfUnits(nn.Module):
+    """A part that is no unit, and computes a region with a unit again in backward."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.is_reentrant = is_reentrant
+        self.first, self.unit = nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.first(x) + fsdp.cond(self.unit, True, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.compute, x, use_reentrant=self.is_reentrant)
+        return found
+
+
+class ChoiceOfParts(nn.Module):
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(4, 4)
+        self.parts = nn.ModuleList(PartOfUnits(is_reentrant) for _ in range(3))
+
+    def forward(self, x: Tensor, runs: tuple[bool, ...]) -> Tensor:
+        x = self.entry(x)
+        for part, run_here in zip(self.parts, runs, strict=True):
+            found = fsdp.cond(part, run_here, x)
+            x = x if found is None else x + found
+        return x
+
+
+@pytest.mark.parametrize("chosen", [[(1, 0, 0), (0, 1, 0), (0, 0, 1)], [(0, 1, 1), (1, 0, 1), (1, 1, 0)]])
+@on_ranks(3)
+def test_re_entrant_checkpoints_in_different_parts_are_recomputed_in_order(chosen: list[tuple[int, ...]]) -> None:
+    rank = dist.get_rank()
+    results = []
+    for is_reentrant in (False, True):
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(ChoiceOfParts(is_reentrant))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(3 * step + rank))
+            model(inputs, tuple(map(bool, chosen[(rank + step) % 3]))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.state_dict())
+    assert_close_state(*results, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(3)
