@@ -6,7 +6,9 @@ from fsdp.transformers import Trainer  # instead of: from transformers import Tr
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import fsdp
 
 try:
     from transformers import Trainer as _PlainTrainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
     raise ImportError(
@@ -43,6 +46,8 @@ class Trainer(_PlainTrainer):
             know of another number of ranks than there are, as without ``use_cpu=True`` on CPU.
     """
 
+    label_smoother: Any
+
     def __init__(self, model: nn.Module | None = None, args: Any = None, *others: Any, **options: Any) -> None:
         if not isinstance(model, nn.Module) or options.get("model_init") is not None:
             raise TypeError("Trainer needs the sharded model itself; it cannot make one by model_init")
@@ -57,6 +62,9 @@ class Trainer(_PlainTrainer):
         plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
         super().__init__(plain, args, *others, **options)
         self.model_wrapped = model
+        if self.label_smoother is not None and _class_name(plain) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            # transformers.Trainer shifts labels by the name of the class, which `fully_shard` changes.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         # Some arguments take precedence over the environment, and all ranks would then use the same batches.
         if dist.is_initialized() and self.args.world_size != dist.get_world_size():
             raise ValueError(
@@ -151,6 +159,15 @@ class Trainer(_PlainTrainer):
 
     def _load_best_model(self) -> None:
         fsdp.load(self.state.best_model_checkpoint, self.model_wrapped, generators=False)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of the class of a model before `fully_shard`; of a PEFT model, that of the model inside it."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model = model.base_model.model
+    kind = type(model)
+    return kind.__bases__[1].__name__ if issubclass(kind, fsdp.FSDPModule) else kind.__name__
 
 
 def _refuse(args: Any) -> None:

@@ -77,6 +77,7 @@ def assert_close_trainings(found: tuple[Log, dict[str, Tensor]], expected: tuple
         (2, "llama", "flat", {}),
         (3, "gpt2", "original", {"weight_decay": 0.5, "gradient_accumulation_steps": 2}),
         (2, "gpt2", "fully_shard", {"weight_decay": 0.5, "gradient_accumulation_steps": 2}),
+        (2, "llama", "fully_shard", {"label_smoothing_factor": 0.1}),
         (2, "llama", "original", {"max_grad_norm": 0.0, "activation_checkpointing": True}),
     ],
 )
