@@ -32,7 +32,7 @@ pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 from tests import simulated  # noqa: E402
 from tests.helpers import sessions  # noqa: E402
 from tests.helpers.accelerator import IS_SIMULATED, AcceleratorRanks, has_accelerator  # noqa: E402
-from tests.helpers.ranks import RankPool, Ranks  # noqa: E402
+from tests.helpers.ranks import RankPool, Ranks, start_server  # noqa: E402
 from tests.helpers.sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
 
 LitRanks = Callable[[int], Ranks]
@@ -62,6 +62,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of ranks before sessions are forked, which share it: it imports for seconds."""
+    uses_ranks = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+    if uses_ranks and not session.config.option.collectonly:
+        folder = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        start_server(_preload(session), folder / "server.output")
+
+
+def _preload(session: pytest.Session) -> list[str]:
+    """Return the modules that the files of the tests ask to be imported in the server of ranks."""
+    modules = {getattr(item, "module", None) for item in session.items}
+    return sorted({name for module in modules for name in getattr(module, "PRELOAD", ())})
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -97,9 +111,7 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """`ranks(n).run(body, *args)` runs a module-level function in n processes with gloo as WORLD."""
-    modules = {getattr(item, "module", None) for item in request.session.items}
-    preload = sorted({name for module in modules for name in getattr(module, "PRELOAD", ())})
-    pool = RankPool(tmp_path_factory.mktemp("ranks"), preload)
+    pool = RankPool(tmp_path_factory.mktemp("ranks"), _preload(request.session))
     request.config.stash[POOL] = pool
     yield pool
     pool.close()

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ def site(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _build(folder: Path) -> tuple[int, str]:
     """Return the exit status of Sphinx, and the text that it prints."""
     from sphinx.cmd.build import build_main
+    from sphinx.search.en import SearchEnglish
 
+    SearchEnglish.stem = cache(SearchEnglish.stem)  # the same words come again, and a stem takes long in Python
     gc.disable()  # the rank ends after the build, a quarter of which would be collections of trees that are in use
     options = ["--fail-on-warning", "--keep-going", "--quiet", "--no-color", "-d", str(folder / "cache")]
     printed = io.StringIO()

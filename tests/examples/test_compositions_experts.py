@@ -19,6 +19,7 @@ import fsdp
 from examples.compositions import offload
 from examples.compositions.loop import train
 from examples.compositions.offload import Saved
+from fsdp.testing import World
 from tests.helpers.accelerator import device_module
 from tests.helpers.dtensor_twins import whole
 from tests.helpers.needs import needs
@@ -72,9 +73,9 @@ def assert_trains_as_plain(
     return resumed
 
 
-@on_ranks(4)
+# As threads of one process, ranks search for the sharding of each operation on `DTensor`s once, and not once each.
 def test_experts_are_divided_over_an_axis_of_ranks(tmp_path: Path) -> None:
-    assert_trains_as_plain("expert_parallel", tmp_path / "run", ep=2, then={"ep": 4})
+    World(4).run(assert_trains_as_plain, "expert_parallel", tmp_path / "run", ep=2, then={"ep": 4})
 
 
 @needs("transformers")

@@ -75,6 +75,32 @@ def test_a_test_that_waits_leaves_its_file(tmp_path: Path) -> None:
     assert "5 passed" in report
 
 
+# A file whose session starts a process, which the server of multiprocessing forks.
+FORKING = """
+import multiprocessing
+def parent_of_a_fork(pipe): pipe.send(os.getppid())
+def test_forks():
+    context = multiprocessing.get_context("forkserver")
+    pipe, far_end = context.Pipe()
+    process = context.Process(target=parent_of_a_fork, args=(far_end,))
+    process.start()
+    pathlib.Path("{own}.server").write_text(str(pipe.recv()))
+    process.join()
+"""
+STARTING = """
+from multiprocessing import forkserver
+def pytest_collection_finish(): forkserver.ensure_running()
+"""
+
+
+def test_a_server_of_processes_that_was_started_before_is_that_of_all_sessions(tmp_path: Path) -> None:
+    files = {f"test_{own}.py": (MEETING + FORKING).format(own=own, other=other) for own, other in ("ab", "ba")}
+    report, status = report_of(tmp_path, files | {"conftest.py": STARTING}, "--sessions=2")
+    assert status == 0, report
+    assert "6 passed" in report
+    assert (tmp_path / "a.server").read_text() == (tmp_path / "b.server").read_text()
+
+
 LASTING = """
 import pathlib, pytest, time
 @pytest.mark.parametrize("number", range(1000))

@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,8 +103,7 @@ class RankPool:
         self._sets: dict[Key, WorkerSet] = {}
         self._serial = itertools.count()
         self._printed: list[tuple[str, str]] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD + [*OWN, *preload] * _found_by_server())
+        self._context = _prepare_server(preload)
 
     def __call__(
         self, world_size: int, *, timeout: float = TIMEOUT, grace: float = GRACE, backend: str | None = "gloo"
@@ -151,6 +152,31 @@ class RankPool:
     def close(self) -> None:
         while self._sets:
             self._sets.popitem()[1].kill()
+
+
+def start_server(preload: Iterable[str], output: Path) -> None:
+    """Start the server that ranks are forked from, which sessions that are forked afterwards use as well.
+
+    `output` is the file of what libraries print while they are imported, and of the tracker of shared resources.
+    """
+    _prepare_server(preload)
+    with output.open("wb") as file:
+        streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+        try:
+            for descriptor in streams:
+                os.dup2(file.fileno(), descriptor)
+            forkserver.ensure_running()
+        finally:
+            for descriptor, stream in streams.items():
+                os.dup2(stream, descriptor)
+                os.close(stream)
+
+
+def _prepare_server(preload: Iterable[str]) -> ForkServerContext:
+    """Say what the server imports, unless it runs already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD + [*OWN, *preload] * _found_by_server())
+    return context
 
 
 class WorkerSet:

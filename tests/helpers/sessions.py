@@ -19,6 +19,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,7 @@ def _play(session: pytest.Session, files: list[list[pytest.Item]], hat: int, pip
     status = 1
     try:
         _capture_apart(session.config)
+        _share_server()
         plugins = session.config.pluginmanager
         plugins.unregister(plugins.getplugin("terminalreporter"))
         plugins.register(Teller(session.config, pipe))
@@ -221,6 +223,15 @@ def _capture_apart(config: pytest.Config) -> None:
         capture.stop_global_capturing()
         capture.start_global_capturing()
         capture.suspend_global_capture()
+
+
+def _share_server() -> None:
+    """Use the server of multiprocessing that the session that was started has started, and leave its end to that one.
+
+    A session would wait for the process of the server to see whether it runs, which only its parent may.
+    """
+    if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 
 
 class Teller:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +24,7 @@ from tests.helpers.offload import on
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, alone, fully_sharded, sgd_with_momentum
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import printed_by_program
 from tests.helpers.ranks import RankPool
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads Linux's /proc")
@@ -368,7 +365,7 @@ def test_a_gradient_s_file_that_is_truncated_before_backward_is_an_error(tmp_pat
 
 
 @needs_proc
-def test_a_model_on_disk_takes_a_fraction_of_its_size_in_memory(tmp_path: Path) -> None:
+def test_a_model_on_disk_takes_a_fraction_of_its_size_in_memory(ranks: RankPool, tmp_path: Path) -> None:
     script = f"""
         import ctypes, re, torch
         from torch import nn
@@ -393,10 +390,7 @@ def test_a_model_on_disk_takes_a_fraction_of_its_size_in_memory(tmp_path: Path) 
         growth(8)  # what is imported at first use is not the model's
         print(*growth(640, offload="disk", offload_folder={str(tmp_path)!r}), *growth(640))
         """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    disk_with_free_lists, disk, _, in_memory = map(float, done.stdout.split())
+    disk_with_free_lists, disk, _, in_memory = map(float, printed_by_program(ranks, script).split())
     whole = 4 * 16 * 640 * 640 * 4 / 2**20  # MiB of parameters, gradients and two moments, in sixteen layers
     assert in_memory > 0.9 * whole
     assert disk < 0.1 * whole

@@ -24,7 +24,9 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -36,6 +38,7 @@ using c10::Stream;
 using c10::StreamId;
 
 constexpr DeviceType SIMULATED = DeviceType::PrivateUse1;
+constexpr size_t MOST_RESULTS = 20000;  // of meta kernels that are kept
 const Device DEVICE(SIMULATED, 0);
 
 std::atomic<int> most_delay_us{0};  // of one kernel
@@ -498,6 +501,101 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Writes what meta kernels see of an argument; returns whether the result follows from it, and not from values.
+bool describe(const c10::IValue& value, std::string* key) {
+  const auto write = [key](char kind, const void* data, size_t nbytes) {
+    key->push_back(kind);
+    key->append(static_cast<const char*>(data), nbytes);
+  };
+  const auto write_number = [&write](char kind, int64_t number) { write(kind, &number, sizeof(number)); };
+  if (value.isNone()) {
+    key->push_back('n');
+  } else if (value.isTensor()) {
+    const auto& tensor = value.toTensor();
+    if (!tensor.defined()) {
+      key->push_back('u');
+      return true;
+    }
+    if (!is_ours(tensor)) {
+      // A number. The count of elements that a mask selects is a value.
+      write_number(tensor.unsafeGetTensorImpl()->is_wrapped_number() ? 'w' : 'h',
+                   static_cast<int64_t>(tensor.scalar_type()));
+      return tensor.dim() == 0 && tensor.scalar_type() != at::kBool && tensor.scalar_type() != at::kByte;
+    }
+    write_number('t', static_cast<int64_t>(tensor.scalar_type()));
+    write_number('d', tensor.dim());
+    write('s', tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
+    write('/', tensor.strides().data(), tensor.dim() * sizeof(int64_t));
+  } else if (value.isInt()) {
+    write_number('i', value.toInt());
+  } else if (value.isBool()) {
+    write_number('b', value.toBool());
+  } else if (value.isDouble()) {
+    const double number = value.toDouble();
+    write('f', &number, sizeof(number));
+  } else if (value.isString()) {
+    write_number('c', static_cast<int64_t>(value.toStringRef().size()));
+    key->append(value.toStringRef());
+  } else if (value.isDevice()) {
+    write_number('v', static_cast<int64_t>(value.toDevice().type()));
+  } else if (value.isList()) {
+    const auto list = value.toListRef();
+    write_number('l', static_cast<int64_t>(list.size()));
+    return std::all_of(list.begin(), list.end(), [key](const c10::IValue& each) { return describe(each, key); });
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool is_out(const c10::FunctionSchema& schema, size_t number, const c10::IValue& value) {
+  return schema.arguments()[number].is_out() && value.isTensor();
+}
+
+// The results of an operator's meta kernel, or its `out`s if it has any; none if they depend on values. Most of these
+// kernels are written in Python and take longer than all that the device does with a small tensor, so what they give
+// is kept.
+std::optional<torch::jit::Stack> results_on_meta(const c10::OperatorHandle& op, const Values& arguments) {
+  static std::mutex guard;
+  static auto& known = *new std::unordered_map<std::string, std::optional<torch::jit::Stack>>();
+  std::string key = toString(op.operator_name());
+  key.push_back(static_cast<char>(at::get_default_dtype_as_scalartype()));
+  const bool is_kept = std::all_of(
+      arguments.begin(), arguments.end(), [&key](const c10::IValue& each) { return describe(each, &key); });
+  if (is_kept) {
+    std::lock_guard<std::mutex> locked(guard);
+    if (const auto found = known.find(key); found != known.end()) {
+      return found->second;
+    }
+  }
+  std::optional<torch::jit::Stack> metas = changed_all(arguments, as_meta, Device(DeviceType::Meta));
+  torch::jit::Stack outs;
+  for (size_t number = 0; number < metas->size(); ++number) {
+    if (is_out(op.schema(), number, (*metas)[number])) {
+      outs.push_back((*metas)[number]);
+    }
+  }
+  try {
+    op.callBoxed(&*metas);
+    if (!outs.empty()) {
+      metas = std::move(outs);
+    }
+  } catch (const std::exception&) {
+    if (!outs.empty()) {
+      throw;
+    }
+    metas.reset();
+  }
+  if (is_kept) {
+    std::lock_guard<std::mutex> locked(guard);
+    if (known.size() >= MOST_RESULTS) {
+      known.clear();
+    }
+    known.insert_or_assign(std::move(key), metas);
+  }
+  return metas;
+}
+
 // Any operator: the CPU's kernel, later.
 void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -534,23 +632,16 @@ void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     // An `out` of another size is resized by the kernel, too late.
     std::vector<at::Tensor> outs;
     for (size_t number = 0; number < count; ++number) {
-      const auto& argument = schema.arguments()[number];
-      if (argument.is_out() && arguments[number].isTensor()) {
+      if (is_out(schema, number, arguments[number])) {
         outs.push_back(arguments[number].toTensor());
       }
     }
     if (!outs.empty()) {
-      auto values = changed_all(arguments, as_meta, Device(DeviceType::Meta));
-      std::vector<at::Tensor> metas;
-      for (size_t number = 0; number < count; ++number) {
-        if (schema.arguments()[number].is_out() && values[number].isTensor()) {
-          metas.push_back(values[number].toTensor());
-        }
-      }
-      op.callBoxed(&values);
+      const auto metas = *results_on_meta(op, arguments);
       for (size_t number = 0; number < outs.size(); ++number) {
-        if (outs[number].sizes() != metas[number].sizes()) {
-          outs[number].resize_(metas[number].sizes());
+        const auto sizes = metas[number].toTensor().sizes();
+        if (outs[number].sizes() != sizes) {
+          outs[number].resize_(sizes);
         }
       }
     }
@@ -580,23 +671,15 @@ void queue_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   // The CPU's has statistics of another dtype than that of other devices, which is what is known beforehand.
   const bool differs = schema.name() == "aten::native_layer_norm" || schema.name() == "aten::native_group_norm";
-  bool is_known = !differs && !draws_numbers(schema);
-  torch::jit::Stack metas;
-  if (is_known) {
-    metas = changed_all(arguments, as_meta, Device(DeviceType::Meta));
-    try {
-      op.callBoxed(&metas);
-    } catch (const std::exception&) {
-      is_known = false;  // its result depends on values
-    }
-  }
+  const bool is_sought = !differs && !draws_numbers(schema);
+  const auto metas = is_sought ? results_on_meta(op, arguments) : std::nullopt;
   const auto is_value = [](const c10::IValue& value) { return !value.isTensor() && !value.isTensorList(); };
-  if (!is_known || std::any_of(metas.begin(), metas.end(), is_value)) {
+  if (!metas || std::any_of(metas->begin(), metas->end(), is_value)) {
     run_now(true);
     return;
   }
   auto made = std::make_shared<Values>();
-  for (const auto& meta : metas) {
+  for (const auto& meta : *metas) {
     const auto make = [](const at::Tensor& tensor) { return tensor.defined() ? like_on(tensor, DEVICE) : tensor; };
     stack->push_back(changed(meta, make, DEVICE));
     made->push_back(changed(stack->back(), on_host, Device(DeviceType::CPU)));

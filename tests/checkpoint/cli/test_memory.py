@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.programs import printed_by_program
+from tests.helpers.ranks import RankPool
 
 WIDTH, LAYERS = 1024, 5
 TENSOR = WIDTH * WIDTH * 4 / 2**20  # MiB
@@ -20,7 +19,7 @@ WHOLE = 3 * LAYERS * TENSOR  # with two moments
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
 
 
-def growths(script: str) -> list[float]:
+def growths(ranks: RankPool, script: str) -> list[float]:
     """What a process of its own prints: MiB of anonymous memory."""
     common = f"""
         import re, torch, fsdp
@@ -59,24 +58,16 @@ def growths(script: str) -> list[float]:
         WIDTH, LAYERS = {WIDTH}, {LAYERS}
         """
     text = textwrap.dedent(common) + textwrap.dedent(script)
-    # glibc gives larger blocks a mapping each, and back when they are freed: what is resident is what is alive.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+    # What is resident is what is alive.
+    printed = printed_by_program(ranks, text, mapped_from=1 << 16)
+    return [float(word) for word in printed.splitlines()[-1].split()]
 
 
 @needs_proc
-def test_converting_and_verifying_need_memory_for_pieces(tmp_path: Path) -> None:
-    *found, whole = growths(f"""
+def test_converting_and_verifying_need_memory_for_pieces(ranks: RankPool, tmp_path: Path) -> None:
+    *found, whole = growths(
+        ranks,
+        f"""
         import ctypes, gc
         words = ("fsdp", "torch", "dcp", "safetensors")
         save("{tmp_path}/small", 8, 1)
@@ -96,7 +87,8 @@ def test_converting_and_verifying_need_memory_for_pieces(tmp_path: Path) -> None
         before = anonymous()
         held = torch.load("{tmp_path}/0torch")  # what a converter must not do
         print(*found, anonymous() - before)
-        """)
+        """,
+    )
     assert whole > 0.9 * WHOLE  # so the measure sees what is in memory
     for number, each in enumerate(found):
         limit = 1.2 * TENSOR + PIECES if number in (4, 6) else PIECES  # to a DCP folder, whole tensors go
