@@ -107,7 +107,8 @@ class Presentation:
         entries: for each listed parameter, the module and the name there.
 
     Attributes:
-        lent: the places where a tensor is lent.
+        lent: the places where a tensor is lent, and whether the caller has put it there, or at another place of the
+            parameter.
         look: see `Look`.
         is_exposed: modules hold unsharded, ordinary parameters, for a state dict or `summon_full_params`.
         touched: the numbers of the parameters in whose places something was put, until `changed` has compared all.
@@ -127,7 +128,7 @@ class Presentation:
 
     def wake(self) -> None:
         """Enter the modules; again in a copy, after it and the modules were copied or unpickled."""
-        self.lent: set[tuple[nn.Module, str]] = set()
+        self.lent: dict[tuple[nn.Module, str], bool] = {}
         self.look = Look.SHARDED
         self.is_exposed = False
         self.touched: set[int] = set()
@@ -373,15 +374,20 @@ class Presentation:
 
     def _show(self, slot: int, module: nn.Module, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Show a lent tensor as attribute, or again what is ours."""
+        # A caller finds a listed parameter in each of its places; an unlisted one has all that it put nothing in.
         at = [(each, key) for _, each, key, number, entry in self._at if number == slot and entry is None]
-        places = at or [(module, name)]  # a caller finds a listed parameter in each of its places
-        for each, key in places:
+        self.lent.pop((module, name), None)
+        others = [place for place in at if place != (module, name) and not self.lent.get(place)]
+        if not is_lent and any(map(self.lent.get, at)):
+            others = []
+        for each, key in [(module, name), *others]:
             each.__dict__[key] = tensor
         if is_lent:
-            self.lent.update(places)
+            self.lent |= {(module, name): True, **dict.fromkeys(others, False)}
             lenders.add(self)
         else:
-            self.lent.difference_update(places)
+            for place in others:
+                self.lent.pop(place, None)
             if not self.lent:
                 lenders.discard(self)
 

@@ -132,6 +132,23 @@ def test_functional_call_computes_with_what_it_is_given_and_leaves_the_parameter
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2)
+def test_both_names_of_a_tied_parameter_may_be_given(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model, inputs = _wrapped(plain, kind), torch.ones(2, 4)
+    one, other = torch.eye(4), 2 * torch.eye(4)
+    for given, tie_weights in (
+        ({"first.weight": one, "tied.weight": one}, True),
+        ({"first.weight": one, "tied.weight": other}, False),
+        ({"tied.weight": other, "first.weight": one}, False),
+    ):
+        found, expected = (functional_call(each, given, inputs, tie_weights=tie_weights) for each in (model, plain))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model(inputs), plain(inputs))
+
+
 @parametrize_pairs(kind=["flat", "pieces", "rows"], keeps_class=[True, False])
 @on_ranks(2)
 def test_functional_call_in_the_middle_of_a_forward(kind: str, keeps_class: bool) -> None:
