@@ -118,6 +118,15 @@ class Place:
     def folder(self) -> str:
         return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
 
+    def require_replaceable(self) -> None:
+        """Raise ValueError if this process is in the folder, which a checkpoint replaces as a whole."""
+        folder, here = map(os.path.realpath, (self.folder, os.getcwd()))
+        if os.path.commonpath((folder, here)) == folder:
+            raise ValueError(
+                f"cannot save to {os.fspath(self.path)!r}: the checkpoint would replace the current folder, {here}. "
+                "Give a folder inside of it, such as 'checkpoint'"
+            )
+
     @property
     def what_is_there(self) -> str:
         """Return a description of the files that this rank finds after an incomplete save."""
@@ -226,7 +235,11 @@ def prepare(
         require_values_everywhere(unit, _WHAT)
         ensure_same_values(unit)
 
-    tensors = done_by_all([ranks], "find its part of a checkpoint", partial(named_tensors, model, units))
+    def begin() -> dict[str, Target]:
+        place.require_replaceable()
+        return named_tensors(model, units)
+
+    tensors = done_by_all([ranks], "find its part of a checkpoint", begin)
     written = written_here(tensors, ranks)
     state, rest = ([], None) if optimizer is None else _optimizer_state(optimizer, tensors, written, ranks)
 

@@ -102,6 +102,20 @@ def test_the_message_names_the_file(tmp_path: Path) -> None:
         fsdp.save(path, nested_mlp(fully_sharded()))
 
 
+@pytest.mark.parametrize("inside", [".", "logs"])
+@on_ranks(2)
+def test_the_current_folder_of_a_rank_is_not_replaced(tmp_path: Path, inside: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    here = run / inside if dist.get_rank() == 1 else tmp_path
+    with (
+        mock.patch("os.getcwd", return_value=str(here)),
+        pytest.raises((ValueError, RuntimeError), match=r"would replace the current folder, .*run"),
+    ):
+        fsdp.save(run, nested_mlp(fully_sharded()))
+    assert list(run.iterdir()) == []
+
+
 def test_a_path_that_is_a_file_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     ranks(2).run(_save_at_file, tmp_path / "run")
