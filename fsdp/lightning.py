@@ -50,7 +50,7 @@ from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch import callbacks as _callbacks
     from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -74,6 +74,7 @@ _SHARED = (
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
+_AVERAGES = (_callbacks.StochasticWeightAveraging, getattr(_callbacks, "WeightAveraging", ()))  # the second since 2.6
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # By an argument of the wrapper, the strategy's replacement.
 _OURS = {
@@ -550,11 +551,12 @@ def _check_precision(strategy: FullyShardedStrategy) -> None:
 
 
 def _check_trainer(trainer: Any, module: LightningModule) -> None:
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-        raise ValueError(
-            "StochasticWeightAveraging copies the whole model, and this one is sharded: take the callback out, and "
-            "keep an average with fsdp.EMA(trainer.model) in a callback of your own"
-        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, _AVERAGES):
+            raise ValueError(
+                f"{type(callback).__name__} copies the whole model, and this one is sharded: take the callback out, "
+                "and keep an average with fsdp.EMA(trainer.model) in a callback of your own"
+            )
     if module._compiler_ctx is not None:
         raise ValueError(
             "a compiled LightningModule cannot be sharded: compile the blocks inside of it, in configure_model, each "

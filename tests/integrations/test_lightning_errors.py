@@ -78,13 +78,17 @@ def test_optimizers_of_other_parameters_are_refused() -> None:
 
 @on_lit_ranks(2)
 def test_what_would_change_a_sharded_model_is_refused() -> None:
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch import callbacks
 
     from fsdp import wrap
     from tests.helpers import lightning as lit
 
-    with pytest.raises(ValueError, match="StochasticWeightAveraging copies the whole model"):
-        lit.fitted(lit.Regression(), lit.trainer(callbacks=[StochasticWeightAveraging(0.1)]))
+    averages = [callbacks.StochasticWeightAveraging(0.1)]
+    if hasattr(callbacks, "EMAWeightAveraging"):
+        averages.append(callbacks.EMAWeightAveraging())
+    for average in averages:
+        with pytest.raises(ValueError, match=f"{type(average).__name__} copies the whole model"):
+            lit.fitted(lit.Regression(), lit.trainer(callbacks=[average]))
     compiled: Any = torch.compile(lit.Regression(), backend="eager")
     with pytest.raises(ValueError, match="compile the blocks inside of it, in configure_model"):
         lit.fitted(compiled, lit.trainer())
