@@ -406,7 +406,14 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
             "torch": partial(write_torch, by_number=args.by_number),
         }
         advance = progress.start(content.nbytes)
-        writers[word](args.target, content, overwrite=args.overwrite, advance=advance)
+        try:
+            writers[word](args.target, content, overwrite=args.overwrite, advance=advance)
+        except (BrokenPipeError, FileExistsError):
+            raise
+        except (OSError, RuntimeError) as error:  # torch's writers do not name the file
+            if args.target in str(error):
+                raise
+            raise OSError(f"cannot write {args.target}: {error}") from error
     count = len(content.model or ()) + len(content.optimizer or ())
     say(f"{args.target} ({word}): {count:,} tensors, {size_text(content.nbytes)}")
     return FINE

@@ -127,6 +127,7 @@ def test_a_disk_that_takes_no_more_is_said(tmp_path: Path, capsys: Captured, ori
         said = command(capsys, "convert", origin, tmp_path / "there", "--to", word)
     assert said.code == 1
     assert said.err.splitlines()[-1].startswith("fsdp: ")
+    assert str(tmp_path / "there") in said.err.splitlines()[-1]
     assert "Traceback" not in said.err
     assert everything_in(tmp_path) == {"beside": b"mine"}
 
