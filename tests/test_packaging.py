@@ -115,7 +115,7 @@ def test_the_readme_says_what_has_not_been_run_before_it_says_how_to_install() -
     """As long as that is so."""
     reasons, install, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Install\n")
     assert install
-    assert "CUDA and NCCL are untested" in reasons
+    assert "More than one GPU is untested" in reasons
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy: not installed")
