@@ -255,9 +255,7 @@ PARTS: tuple[Part, ...] = (
         "tests/state_dict_utils/test_host.py",
         "tests/checkpoint/test_accelerator_parking.py",
     ),
-    _tests(
-        "compile", "torch.compile of units, and steps in CUDA graphs", _COMPILED, "tests/training/test_cuda_graphs.py"
-    ),
+    _tests("compile", "torch.compile of units, and steps in CUDA graphs", _COMPILED, _GRAPHS),
     _tests(
         "nccl-parity",
         "training over NCCL equals the unsharded model",

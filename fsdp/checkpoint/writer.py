@@ -377,7 +377,7 @@ class Senders:
     """The ranks without access to the folder that have data to write. The constructor is collective."""
 
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
-        self._comm = ranks[0].talk.for_device(HOST)
+        self._comm = ranks[0].on_host.for_device(HOST)
         self._own = number_among(ranks)
         extents = {entry.name: entry.part.extents(entry.dtype) for entry in entries if entry.part is not None}
         heard = from_everyone(ranks, extents)

@@ -105,7 +105,7 @@ class TorchCollectives(Communicator):
         names = backend_names(group)
         self.peers_answer = "fake" not in names.values()
         self._serves_host = "cpu" in names or not names
-        self._for_host: Communicator | None = None
+        self._on_host: Communicator | None = None
 
     @property
     def _known(self) -> Any:
@@ -113,12 +113,12 @@ class TorchCollectives(Communicator):
         return behind(self.group)
 
     @property
-    def talk(self) -> Communicator:
+    def on_host(self) -> Communicator:
         if self._serves_host:
             return self
-        if self._for_host is None:
-            self._for_host = TorchCollectives(self._new_group())
-        return self._for_host
+        if self._on_host is None:
+            self._on_host = TorchCollectives(self._new_group())
+        return self._on_host
 
     def for_device(self, device: torch.device) -> Communicator:
         return communicator(self.group, device)

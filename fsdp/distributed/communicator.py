@@ -116,8 +116,11 @@ class Communicator(ABC):
         self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
-    def talk(self) -> Communicator:
-        """The way to the same ranks for CPU tensors, so that the host need not wait for a device; collective."""
+    def on_host(self) -> Communicator:
+        """The communicator of the same ranks for CPU tensors. Its first use is collective.
+
+        Small tensors are exchanged on the CPU, so that the host does not wait for a device.
+        """
         return self
 
     def for_device(self, device: torch.device) -> Communicator:

@@ -53,8 +53,8 @@ class InFront(Communicator):
         return self._behind.new_tag()  # the two send to the same ranks
 
     @property
-    def talk(self) -> Communicator:
-        return self._behind.talk
+    def on_host(self) -> Communicator:
+        return self._behind.on_host
 
     def for_device(self, device: torch.device) -> Communicator:
         return type(self)(self._behind.for_device(device), self._collective)

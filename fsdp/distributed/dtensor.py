@@ -227,13 +227,15 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         found, device = cast("DTensor", tensor), tensor.device
-        if any(backend_names(group).get(device.type) == "gloo" for group in found.device_mesh.get_all_groups()):
+        if device.type != "cpu" and any(
+            backend_names(group).get(device.type) == "gloo" for group in found.device_mesh.get_all_groups()
+        ):
             found = _in_host_memory(found)
         return arrived(found.full_tensor()).to(device)
 
 
 def _in_host_memory(tensor: DTensor) -> DTensor:
-    """A copy on a mesh of CPUs with the same process groups; the tensor itself if it is there.
+    """Return a copy on a mesh of CPUs with the same process groups.
 
     torch's all-gather of a `DTensor` on CUDA over gloo ends the process with SIGSEGV (torch 2.11, see
     https://github.com/pytorch/pytorch/issues/152645).
@@ -241,16 +243,9 @@ def _in_host_memory(tensor: DTensor) -> DTensor:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    if tensor.device.type == "cpu":
-        return tensor
-    mesh = tensor.device_mesh
-    groups = mesh.get_all_groups()
-    if len(groups) == 1:
-        host = DeviceMesh.from_group(groups[0], "cpu")
-    else:
-        names = mesh.mesh_dim_names or tuple(f"dim{number}" for number in range(mesh.ndim))
-        host = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
-    local = local_part(tensor).cpu()
+    mesh, local = tensor.device_mesh, local_part(tensor).cpu()
+    names = mesh.mesh_dim_names or tuple(f"dim{number}" for number in range(mesh.ndim))
+    host = DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
     return DTensor.from_local(
         local, host, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

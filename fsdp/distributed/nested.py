@@ -46,8 +46,8 @@ class Nested(Communicator):
         return [each for each in (self._shard, self._replicas, self._together) if each is not None]
 
     @property
-    def talk(self) -> Communicator:
-        shard, replicas, *together = (each.talk for each in self._parts)
+    def on_host(self) -> Communicator:
+        shard, replicas, *together = (each.on_host for each in self._parts)
         return nested(shard, replicas, next(iter(together), None), self.ranks)
 
     def for_device(self, device: torch.device) -> Communicator:

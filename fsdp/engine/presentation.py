@@ -374,7 +374,8 @@ class Presentation:
 
     def _show(self, slot: int, module: nn.Module, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Show a lent tensor as attribute, or again what is ours."""
-        # A caller finds a listed parameter in each of its places; an unlisted one has all that it put nothing in.
+        # A caller finds all places of a listed parameter by itself. A tensor for an unlisted one is shown in all places
+        # of the parameter but those that were given a tensor of their own.
         at = [(each, key) for _, each, key, number, entry in self._at if number == slot and entry is None]
         self.lent.pop((module, name), None)
         others = [place for place in at if place != (module, name) and not self.lent.get(place)]

@@ -197,7 +197,7 @@ class Runtime:
         for comm, handles in by_ranks.items():
             flags = torch.stack([handle.is_overwritten for handle in handles]).to("cpu", torch.uint8)
             what = f"comparison of {handles[0].name} with its shards before a forward"
-            overwritten = comm.talk.all_reduce(flags, "max", what).wait().tolist()
+            overwritten = comm.on_host.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.reshard()
 

@@ -52,8 +52,8 @@ class _Among:
         what = f"exchange of which parameters get a gradient in the {first.passes.stage or 'backward'} of {first.name}"
         *within, last = self._comms
         for comm in within:
-            told = comm.talk.all_reduce(told, "max", what).wait()
-        return last.talk.all_reduce(told, "max", what)
+            told = comm.on_host.all_reduce(told, "max", what).wait()
+        return last.on_host.all_reduce(told, "max", what)
 
 
 class Usage:

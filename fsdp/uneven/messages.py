@@ -83,7 +83,7 @@ class Talk:
         rows = torch.tensor([mine], dtype=torch.int64)
         for comm in self.comms:
             everyone = rows.new_empty(rows.numel() * comm.world_size)
-            there = comm.talk.for_device(HOST)
+            there = comm.on_host.for_device(HOST)
             there.all_gather(everyone, rows.view(-1), f"talk about {self._describe(mine)}", "talk").wait()
             rows = everyone.view(-1, rows.shape[1])
         messages = [Message(*row) for row in rows.tolist()]

@@ -579,8 +579,8 @@ class Visits(Participation):
         if visit is None:
             return None
         if visit.is_mixed and not visit.was_owed:
-            # The forward was without a graph. Now all ranks that run it are here, so it is as in forward: after what
-            # lies behind it, which other ranks may have to compute again.
+            # The forward was without a graph, so this call is like a forward of all ranks. Backward comes to later
+            # regions first: wait for the ranks that recompute these.
             self._wait_at(visit.position)
             visit.is_reentrant = True
             self._open.append(visit)
