@@ -17,14 +17,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_Layout = TypeVar("_Layout", bound="Layout")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Layout(ABC):
         dims: Iterable[int] | None = None,
         block: int = 1,
     ) -> Self:
-        """Pack parameters, given as (name, shape), in the given order.
+        """Pack parameters, given as (name, shape), in the given order; units with the same parameters share a layout.
 
         Args:
             named_shapes: the parameters.
@@ -98,11 +100,8 @@ class Layout(ABC):
             dims: for each, which dimension lies first; None is the first.
             block: no rank's part of a parameter begins or ends inside of a block of so many of its elements.
         """
-        slots, start, align = [], 0, math.lcm(align, block)
-        for (name, shape), dim in zip(named_shapes, itertools.repeat(0) if dims is None else dims, strict=False):
-            slots.append(Slot(name, torch.Size(shape), -(-start // align) * align, dim))
-            start = slots[-1].stop
-        return cls(tuple(slots), world_size, align, block)
+        named = tuple((name, torch.Size(shape)) for name, shape in named_shapes)
+        return _packed(cls, named, world_size, align, None if dims is None else tuple(dims), block)
 
     @cached_property
     def numel(self) -> int:
@@ -206,6 +205,23 @@ class Layout(ABC):
     def _check(tensor: Tensor, numel: int, what: str) -> None:
         if tensor.dim() != 1 or tensor.numel() != numel:
             raise ValueError(f"a {what} of this layout has shape [{numel}], got {list(tensor.shape)}")
+
+
+@lru_cache(maxsize=1 << 10)
+def _packed(
+    kind: type[_Layout],
+    named_shapes: tuple[tuple[str, torch.Size], ...],
+    world_size: int,
+    align: int,
+    dims: tuple[int, ...] | None,
+    block: int,
+) -> _Layout:
+    slots: list[Slot] = []
+    start, align = 0, math.lcm(align, block)
+    for (name, shape), dim in zip(named_shapes, itertools.repeat(0) if dims is None else dims, strict=False):
+        slots.append(Slot(name, shape, -(-start // align) * align, dim))
+        start = slots[-1].stop
+    return kind(tuple(slots), world_size, align, block)
 
 
 class ContiguousLayout(Layout):

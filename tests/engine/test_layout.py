@@ -56,6 +56,12 @@ def cut(layout: Layout, values: Sequence[Tensor]) -> list[Tensor]:
 
 
 @both_kinds
+def test_units_with_the_same_parameters_share_a_layout(kind: type[Layout]) -> None:
+    assert pack(kind, [(2, 3), (3,)], 2) is pack(kind, [[2, 3], [3]], 2)
+    assert pack(kind, [(2, 3), (3,)], 2) != pack(kind, [(2, 3), (3,)], 3)
+
+
+@both_kinds
 @for_any(shapes=SHAPES, world_size=WORLD_SIZES)
 def test_the_ranks_keep_every_element_exactly_once(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
     layout = pack(kind, shapes, world_size)
