@@ -140,7 +140,7 @@ class Groups:
         pair = _pair_of(given)
         if pair is None:
             group = _group_of(given)
-            ranks = ranks_of(group)
+            members = _members(group)
             shard, replicate = (group, None) if placements.optimizer != UNSHARDED else (LoneGroup(), group)
             if placements.is_nested or (strategy is not None and strategy.is_hybrid):
                 shard, replicate = _by_machine(group)
@@ -156,9 +156,9 @@ class Groups:
                     "group of all ranks, or shard the optimizer state"
                 )
             shard, replicate = pair
-            ranks = [*chain(*_rows(*pair)), *ranks_of(replicate)]
+            members = _members(*pair)
         has_one_axis = replicate is None or replicate.size() == 1
-        return cls(shard, replicate, frozenset(ranks), placements.on_one_axis if has_one_axis else placements)
+        return cls(shard, replicate, members, placements.on_one_axis if has_one_axis else placements)
 
 
 def _is_mesh(given: Any) -> bool:
@@ -203,6 +203,7 @@ def _group_of(given: Any) -> Group:
 
 # Earlier results, since every unit of a model asks for the same.
 _checked: dict[tuple[Any, Any], tuple[tuple[int, ...], ...]] = made_once_for_groups()
+_members_of: dict[tuple[Any, ...], frozenset[int]] = made_once_for_groups()
 _made: dict[tuple[Any, int], tuple[Group, Group | None]] = made_once_for_groups()
 _post_forward_groups: dict[tuple[Any, int], Group] = made_once_for_groups()
 _groups_apart: dict[Any, Group] = made_once_for_groups()
@@ -222,6 +223,15 @@ def _rows(shard: Group, replicate: Group) -> tuple[tuple[int, ...], ...]:
             _check_rectangle(rows, columns, shard, replicate)
         _checked[key] = tuple(map(tuple, rows))
     return _checked[key]
+
+
+def _members(group: Group, replicate: Group | None = None) -> frozenset[int]:
+    """Return the ranks of a group, or of the rectangle of two; all units of these groups share the set."""
+    key = (group, replicate)
+    if key not in _members_of:
+        rows = [] if replicate is None else [*_rows(group, replicate), ranks_of(replicate)]
+        _members_of[key] = frozenset(chain(ranks_of(group), *rows))
+    return _members_of[key]
 
 
 def _together(shard: Group, replicate: Group) -> tuple[Group | None, Sequence[int]]:

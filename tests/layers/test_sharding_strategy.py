@@ -37,6 +37,15 @@ def wrapped(**options: Any) -> Any:
     return fully_sharded(**options)(nn.Linear(4, 3))
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+@on_ranks(2)
+def test_units_of_the_same_groups_share_the_set_of_ranks(hybrid: bool) -> None:
+    over = {"process_group": mesh_of(2, 1)} if hybrid else {}
+    one, other = wrapped(**over), wrapped(**over)
+    assert one._unit.ranks == {0, 1}
+    assert one._unit.ranks is other._unit.ranks
+
+
 # Names
 
 

@@ -49,7 +49,6 @@ class Loading:
         for module in (wrapper, *own_modules(unit.module)):
             unit.hooks += [
                 module.register_load_state_dict_pre_hook(self._enter),
-                module.register_load_state_dict_pre_hook(spread_loaded),
                 module.register_load_state_dict_post_hook(self._leave),
             ]
 
@@ -72,9 +71,13 @@ class Loading:
         self._error_msgs[known:] = [clean_text(message) for message in self._error_msgs[known:]]
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
+        # Otherwise the shards are loaded already, or what is to be written is listed.
+        if not self._unit.request(LocalState) and self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+            self._expose(module)
+        spread_loaded(module, *rest)
+
+    def _expose(self, module: nn.Module) -> None:
         unit = self._unit
-        if unit.request(LocalState) or unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            return  # the shards are loaded already, or what is to be written is listed
         if unit.runtime is not None:
             unit.runtime.ensure_idle("load a state dict")
         self._entered, unit.unfinished_load = module, self.close
