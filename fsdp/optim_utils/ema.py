@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from fsdp.distributed.dtensor import local_part
 from fsdp.layers.deferred_init import require_values
 
 
@@ -90,10 +91,12 @@ def _average_of(decay: float) -> Callable[..., None]:
 
     @torch.no_grad()
     def update(averages: Sequence[Tensor], weights: Sequence[Tensor], count: Any) -> None:
+        # torch does not mix `DTensor`s and plain tensors, such as buffers and ignored parameters.
+        averages, weights = [*map(local_part, averages)], [*map(local_part, weights)]
         if averages[0].is_floating_point() or averages[0].is_complex():
             average(averages, weights, count)
         else:  # integers and bytes of quantised parameters have no average
-            torch._foreach_copy_(list(averages), list(weights))
+            torch._foreach_copy_(averages, weights)
 
     return update
 

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
+from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.copied_twins import (
     FLAT,
     ORIGINAL,
@@ -275,6 +276,23 @@ def test_buffers_are_copied_or_averaged(use_buffers: bool) -> None:
         expected = DECAY * expected + (1 - DECAY) * own if use_buffers and number else own
     assert expected.any()
     torch.testing.assert_close(ema.module.state_dict()["block.1.running_mean"], expected)
+
+
+@pytest.mark.parametrize("plain", ["buffers", "ignored"])
+@on_ranks(2)
+def test_plain_tensors_beside_the_dtensors_of_fully_shard_are_averaged(plain: str) -> None:
+    options = {"ignored_params": {(ignored := normed()).exit.bias}} if plain == "ignored" else {}
+    model = fsdp.fully_shard(ignored if options else normed(), **options)
+    name = "exit.bias" if options else "block.1.running_mean"
+    ema = fsdp.EMA(model, DECAY, use_buffers=plain == "buffers")
+    before, optimizer = {}, sgd_with_momentum(model.parameters())
+    for number in range(2):
+        train(model, optimizer, number)
+        ema.update_parameters(model)
+        own = {each: full_tensor(model.state_dict()[each]).clone() for each in (name, "exit.weight")}
+        before = {each: DECAY * before[each] + (1 - DECAY) * value for each, value in own.items()} if number else own
+    found = ema.module.state_dict()
+    assert_close_state({each: full_tensor(found[each]) for each in before}, before, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
