@@ -47,10 +47,10 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 @cache
 def teach_dtensor() -> None:
-    """Make `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as in state dicts here.
+    """Make `copy.deepcopy` and pickle support `DTensor`s whose local tensor lies in a shard, as in state dicts here.
 
-    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have. In addition,
-    writes to a part of a parameter reach the parameter.
+    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have. A pickle holds
+    the elements of each, and not all of the shard. In addition, writes to a part of a parameter reach the parameter.
     """
     write_parts_through(_lies_in_a_shard)
     torchs = DTensor.__deepcopy__
@@ -64,7 +64,13 @@ def teach_dtensor() -> None:
         found.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return found
 
+    def reduced(self: Any, protocol: Any) -> Any:
+        is_inside = self.storage_offset() or _lies_in_a_shard(self)
+        apart = self.detach().clone().requires_grad_(self.requires_grad) if is_inside else self
+        return Tensor.__reduce_ex__(apart, protocol)
+
     DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    DTensor.__reduce_ex__ = reduced  # type: ignore[method-assign]
 
 
 # The shards that contain local tensors of `DTensor`s.

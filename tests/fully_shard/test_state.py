@@ -295,6 +295,23 @@ def test_a_state_dict_can_be_copied() -> None:
     assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
 
 
+@on_ranks(2)
+def test_a_state_dict_can_be_saved_by_each_rank(tmp_path: Path) -> None:
+    model, _ = trained(ours())
+    path = tmp_path / f"rank{dist.get_rank()}.pt"
+    expected = {name: local(value).clone() for name, value in model.state_dict().items()}
+    torch.save(model.state_dict(), path)
+    kept = torch.load(path)
+    assert sum(local(value).untyped_storage().nbytes() for value in kept.values()) == sum(
+        value.nbytes for value in expected.values()
+    )  # and not the whole shard for each
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(kept)
+    assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
+
+
 def scaled() -> nn.Module:
     """With a parameter without dimensions."""
     return Net(lambda net, x: net.linear(x) * net.scale, scale=nn.Parameter(torch.tensor(1.5)), linear=nn.Linear(5, 3))
