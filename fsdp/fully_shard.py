@@ -37,7 +37,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.layers import on_demand
 from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
-from fsdp.layers.managed_params import group
+from fsdp.layers.managed_params import ddp_message, group
 from fsdp.layers.module_overrides import unswapped
 from fsdp.layers.options import Options
 from fsdp.layers.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
@@ -415,6 +415,15 @@ class UnshardHandle:
         self._unit.wait_for_unshard()
 
 
+class _RefusesDistributedDataParallel:
+    """The names that `DistributedDataParallel` is to ignore: an error, unless a user has set them on the module."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        raise RuntimeError(ddp_message(_of(module).name))
+
+
 class FSDPModule(_Base):
     """The class, mixed into ``FSDP<Class>``, of modules whose parameters are sharded by `fully_shard`."""
 
@@ -698,6 +707,8 @@ class FSDPModule(_Base):
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         _of(copied).wake()
         return copied
+
+    _ddp_params_and_buffers_to_ignore = _RefusesDistributedDataParallel()
 
     def _replicate_for_data_parallel(self) -> Any:
         refuse_data_parallel(f"a {type(self).__name__}", "the module itself")

@@ -26,6 +26,8 @@ def test_distributed_data_parallel_around_what_is_sharded_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given NestedMlp.*Leave it out"):
         DistributedDataParallel(model)
     assert all(map(torch.equal, model.parameters(), before))
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given Linear.*Leave it out"):
+        DistributedDataParallel(fsdp.fully_shard(nn.Linear(4, 4)))
     # A unit further inside shows when it runs.
     part = nested_mlp(keep)
     part.trunk = fully_sharded()(part.trunk)
