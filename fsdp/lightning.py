@@ -75,6 +75,7 @@ _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
 _AVERAGES = (_callbacks.StochasticWeightAveraging, getattr(_callbacks, "WeightAveraging", ()))  # the second since 2.6
+_OPTIMIZERS: WeakSet[torch.optim.Optimizer] = WeakSet()  # of sharded models
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # By an argument of the wrapper, the strategy's replacement.
 _OURS = {
@@ -272,6 +273,7 @@ class FullyShardedStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, of the wrapped model's parameters."""
         _check_optimizers(self._required_wrapper(), functools.partial(super().setup_optimizers, trainer), self)
+        _OPTIMIZERS.update(map(_plain, self.optimizers))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step; see the note on manual optimization."""
@@ -665,6 +667,25 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
             raise ValueError(f"no optimizer steps {name}, which contains the parameters outside inner units. {hint}")
 
 
+def _not_in_optimizer(
+    lightnings: Callable[..., list[Any]], optimizer: torch.optim.Optimizer, params: Iterable[Any]
+) -> list[Any]:
+    """Return the parameters that `BaseFinetuning` has thawed and an optimizer does not have.
+
+    Lightning compares values, and of two parameters a rank may hold no elements: on that rank they would be equal.
+    """
+    if optimizer not in _OPTIMIZERS:
+        return lightnings(optimizer, params)
+    known, found = {id(param) for group in optimizer.param_groups for param in group["params"]}, list(params)
+    if not found:
+        raise RuntimeError(
+            "a finetuning callback has thawed modules without parameters: with use_orig_params=False only units list "
+            "theirs, as flat parameters. Leave use_orig_params at True, or have auto_wrap_policy pick these modules."
+        )
+    lightnings(optimizer, [param for param in found if id(param) in known])  # which warns of them
+    return [param for param in found if id(param) not in known]
+
+
 def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
     values = fsdp.checkpoint.values(path)
     if not isinstance(values, dict) or _TRAINER not in values:
@@ -729,4 +750,7 @@ def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]
     return names
 
 
+_callbacks.BaseFinetuning.filter_on_optimizer = staticmethod(  # type: ignore[method-assign]
+    functools.partial(_not_in_optimizer, _callbacks.BaseFinetuning.filter_on_optimizer)
+)
 FullyShardedStrategy.register_strategies(StrategyRegistry)

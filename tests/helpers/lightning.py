@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -132,6 +133,24 @@ class WithAutoWrap(Regression):
     def configure_model(self) -> None:
         if not get_fsdp_instances(self):
             self.net = auto_wrap(self.net)
+
+
+class FineTuned(Regression):
+    """Whose optimizer has what is not frozen."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((param for param in self.parameters() if param.requires_grad), lr=0.1, momentum=0.9)
+
+
+class Thaw(BaseFinetuning):
+    """Freezes the network, and trains it from the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net, optimizer, lr=0.05)
 
 
 def global_batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -219,3 +219,38 @@ def test_two_optimizers_take_turns_and_are_clipped_apart(case: Case) -> None:
     assert not own, "the outermost unit, whose forward is not run"
     expected = turns_alone(Adversaries(case.clips, case.accumulate))
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_parameters": False}])
+@on_lit_ranks(3)
+def test_a_callback_freezes_and_thaws_modules(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also where ranks hold no elements of several parameters, which are equal then."""
+    from tests.helpers import lightning as lit
+
+    expected = lit.Regression()
+    optimizer = torch.optim.SGD(expected.head.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(2):
+        if epoch:
+            optimizer.add_param_group({"params": [*expected.net.parameters()], "lr": 0.05})
+        for step in range(lit.STEPS):
+            expected.loss(lit.global_batch(step)).backward()
+            optimizer.step()
+            expected.zero_grad()
+    trainer = lit.trainer(
+        strategy=lit.fsdp.lightning.FullyShardedStrategy(**options), max_epochs=2, callbacks=[lit.Thaw()]
+    )
+    lit.fitted(lit.FineTuned(), trainer)
+    torch.testing.assert_close(lit.state_of(trainer), dict(expected.state_dict()), rtol=1e-4, atol=1e-6)
+    assert len(trainer.optimizers[0].param_groups[1]["params"]) == len(list(expected.net.parameters()))
+    trainer.save_checkpoint(tmp_path / "thawed.ckpt")
+
+
+@on_lit_ranks(2)
+def test_a_callback_that_thaws_modules_without_parameters_is_refused() -> None:
+    from tests.helpers import lightning as lit
+
+    trainer = lit.trainer(
+        strategy=lit.fsdp.lightning.FullyShardedStrategy(use_orig_params=False), max_epochs=2, callbacks=[lit.Thaw()]
+    )
+    with pytest.raises(RuntimeError, match="has thawed modules without parameters: with use_orig_params=False"):
+        lit.fitted(lit.FineTuned(), trainer)
