@@ -304,8 +304,9 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
         for one in chain.from_iterable(groups)
         for original in one.originals
     }
+    empty = [number for number, group in enumerate(rest["groups"]) if not group["params"]]
     numbers, problems = match_groups(
-        groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", rest.get("has_groups", True)
+        groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", rest.get("has_groups", True), empty
     )
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
     plan = StatePlan(optimizers, tensors, [], options, groups, problems)

@@ -215,16 +215,21 @@ def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]
 
 def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dict[str, Any], list[OptimParam]]]:
     """Return the optimizer's parameter groups, each with the options of the saved group with its parameters."""
-    held = held_by(params, optim, optim.state_dict())
+    now = optim.state_dict()
+    held = held_by(params, optim, now)
     saved_in = {original: number for number, (_, places) in enumerate(full.groups) for _, original in places}
-    numbers, problems = match_groups(held, saved_in.get, "the optimizer state")
+    empty = [number for number, (_, places) in enumerate(full.groups) if not places]
+    numbers, problems = match_groups(held, saved_in.get, "the optimizer state", empty=empty)
     known = {one for members in held for one in members}
     strangers = [original.name for one, original in full.states if one not in known]
     if strangers:
         problems.append(f"the optimizer state has something of {strangers[0]}, and the optimizer has not")
     if problems:
         raise ValueError(f"{problems[0]}. Create the optimizer with the saved parameters and groups.")
-    options = [{} if number is None else full.groups[number][0] for number in numbers]
+    options = [
+        options_of(group) if number is None else full.groups[number][0]
+        for number, group in zip(numbers, now["param_groups"], strict=True)
+    ]
     return list(zip(options, held, strict=True))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
@@ -202,13 +202,14 @@ def match_groups(
     saved_in: Callable[[Original], int | None],
     saved: str,
     has_groups: bool = True,
+    empty: Container[int] = (),
 ) -> tuple[list[int | None], list[str]]:
     """Return the number of the saved group for each parameter group of an optimizer, and all mismatches.
 
     Groups must be equal and in the same order, because learning-rate schedulers refer to them by number. `saved_in`
     returns the number of the saved group with an original parameter, or None. `saved` is the name of the saved state
     in messages. If the saved state has settings per parameter instead of groups (`has_groups` is False), any groups
-    are permitted.
+    are permitted. A group without parameters is the saved one of the same number, if that is `empty` too.
     """
     found: list[int | None] = []
     problems = []
@@ -223,7 +224,7 @@ def match_groups(
                 )
             else:
                 first.setdefault(there, original.name)
-        found.append(next(iter(first), None))
+        found.append(number if not group and number in empty else next(iter(first), None))
         places += [(number, there, name) for there, name in first.items()]
     for (ours, theirs, name), (others, their_others, other) in combinations(places, 2):
         is_same = (ours < others) == (theirs < their_others) and (ours == others) == (theirs == their_others)

@@ -121,6 +121,31 @@ def test_settings_of_groups_come_back_as_they_were(tmp_path: Path) -> None:
     assert [{key: value for key, value in group.items() if key != "params"} for group in other.param_groups] == before
 
 
+@pytest.mark.parametrize("by", ["files", "names"])
+@on_ranks(2)
+def test_a_group_without_parameters_has_its_settings(tmp_path: Path, by: str) -> None:
+    """As of a rule that finds no parameters for it; a scheduler reads and sets its learning rate too."""
+
+    def of(model: FullyShardedDataParallel, unused: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [], "lr": unused}, {"params": [*model.parameters()], "lr": 0.1}])
+
+    model = nested_mlp(fully_sharded(use_orig_params=True))
+    optimizer, other = of(model, 0.2), of(model, 0.3)
+    train(model, optimizer, range(1))
+    if by == "files":
+        fsdp.save(tmp_path / "run", model, optimizer)
+        fsdp.load(tmp_path / "run", model, other)
+    else:
+        full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+        optim_utils.load_full_optim_state_dict(model, other, full)
+    before, after = ([group | {"params": []} for group in each.param_groups] for each in (optimizer, other))
+    assert after == before
+    # It keeps its own, where the saved one has parameters.
+    moved = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "lr": 0.4}])
+    optim_utils.load_full_optim_state_dict(model, moved, optim_utils.full_optim_state_dict(model, optimizer, None))
+    assert [group["lr"] for group in moved.param_groups] == [0.1, 0.4]
+
+
 def test_every_byte_is_written_and_read_once(ranks: RankPool, tmp_path: Path) -> None:
     counts = ranks(2).run(_count, tmp_path)
     total = 3 * sum(value.nbytes for value in nested_mlp().state_dict().values())
