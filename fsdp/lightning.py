@@ -383,10 +383,7 @@ class FullyShardedStrategy(DDPStrategy):
         return self._together(f"read {path}", look)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Collective. Load the model, now or in `setup`, and the optimizers with it if a folder contains them.
-
-        See the note on restoring.
-        """
+        """Collective. Load the model, now or in `setup`; see the note on restoring."""
         if self.wrapper is None:
             self._for_setup = (checkpoint, strict)
             return
@@ -394,14 +391,12 @@ class FullyShardedStrategy(DDPStrategy):
         if folder is None:
             self.wrapper.load_state_dict(checkpoint["state_dict"], strict=strict)
             return
-        module = self.lightning_module
-        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self._plain_optimizers() if is_fitting and "optimizer_states" in checkpoint else None
-        fsdp.load(folder, self.wrapper, optimizers, strict=strict, generators=False)
+        fsdp.load(folder, self.wrapper, strict=strict, generators=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Load the optimizers from a single file; from a folder they were loaded with the model."""
-        if _FOLDER in checkpoint:
+        """Collective. Load the optimizers. Callbacks may have added parameters to them since the model was loaded."""
+        if (folder := checkpoint.get(_FOLDER)) is not None:
+            fsdp.load(folder, self._required_wrapper(), self._plain_optimizers(), generators=False, weights=False)
             return
         saved, optimizers = checkpoint["optimizer_states"], self.optimizers
         if len(saved) != len(optimizers):

@@ -124,6 +124,7 @@ def load(
     *,
     strict: bool = True,
     generators: bool = True,
+    weights: bool = True,
 ) -> Loaded:
     """Collective. Load a checkpoint that any number of ranks has saved. Each rank reads only its own ranges.
 
@@ -140,6 +141,7 @@ def load(
             checkpoint; they receive the saved settings. None skips the optimizer state of the checkpoint.
         strict: raise for missing and unexpected keys of the model. For optimizers, mismatches always raise.
         generators: restore the states of this rank's random number generators, if the number of ranks is the same.
+        weights: False leaves the model as it is, and loads the optimizer only.
 
     Returns:
         The values that were saved with the checkpoint, its step, and the missing keys.
@@ -155,18 +157,18 @@ def load(
     units, everyone = prepared(model, "load a checkpoint")
     given = "no optimizer" if optimizer is None else "an optimizer"
     for ranks in everyone:
-        settings = f"strict={bool(strict)}, generators={bool(generators)}, {given}"
+        settings = f"strict={bool(strict)}, generators={bool(generators)}, weights={bool(weights)}, {given}"
         agree_on(ranks, "settings to load a checkpoint", settings)
     with closing(_opened(path, everyone, optimizer is not None)) as source:
         states = None
         if generators:
             states = done_by_all(everyone, f"read {source.path}", lambda: _generators(source, everyone))
         targets = tensors_in(model, units)
-        missing, unexpected, problems = misfits(targets, source.model, strict)
-        extra = extra_states(model)
+        missing, unexpected, problems = misfits(targets, source.model, strict) if weights else ([], [], [])
+        extra = extra_states(model) if weights else {}
         both = {"missing": extra.keys() - source.extra.keys(), "unexpected": source.extra.keys() - extra.keys()}
         for what, names in both.items():
-            if strict and names:
+            if strict and weights and names:
                 problems.append(f"{what}: {readable(', '.join(sorted(names)))}")
         plan = None
         if optimizer is not None:
@@ -175,8 +177,9 @@ def load(
             problems += plan.problems
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
         agree_on_outcome(everyone, f"load {source.path}", problem)
-        done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
-        _compare(source.model, everyone)
+        if weights:
+            done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
+            _compare(source.model, everyone)
         if plan is not None and source.optimizer is not None:
             what, files = f"read the optimizer's state in {source.path}", source.optimizer
             found = done_by_all(everyone, what, partial(read_state, plan, files))

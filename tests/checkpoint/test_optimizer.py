@@ -19,7 +19,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, optim_utils
 from tests.checkpoint.test_resume import FORMS
 from tests.helpers.checkpoint_models import counted_writes
-from tests.helpers.equality import assert_same_state
+from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import grouped_adamw, train
@@ -119,6 +119,20 @@ def test_settings_of_groups_come_back_as_they_were(tmp_path: Path) -> None:
     other = torch.optim.AdamW([{"params": group["params"], "lr": 5.0} for group in optimizer.param_groups])
     fsdp.load(tmp_path / "run", model, other)
     assert [{key: value for key, value in group.items() if key != "params"} for group in other.param_groups] == before
+
+
+@on_ranks(2)
+def test_an_optimizer_is_loaded_without_the_weights(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer, other = adam(model.parameters()), adam(model.parameters())
+    train(model, optimizer, range(1))
+    fsdp.save(tmp_path / "run", model, optimizer)
+    state = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    train(model, optimizer, range(1, 2))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    fsdp.load(tmp_path / "run", model, other, weights=False)
+    assert_same_state(model.state_dict(), weights)
+    assert_same(optim_utils.full_optim_state_dict(model, other, recipient_rank=None), state)
 
 
 @pytest.mark.parametrize("by", ["files", "names"])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
+from fsdp.optim_utils import full_optim_state_dict
 from tests.conftest import LitRanks
 from tests.helpers.needs import needs
 from tests.helpers.on_ranks import on_lit_ranks
@@ -44,6 +45,32 @@ def _fit(folder: Path, kind: str, options: dict[str, Any], epochs: int) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**epochs)
     trainer.save_checkpoint(path)
     assert path.is_file() if kind == "full" else path.is_dir()
+
+
+@parametrize_pairs(at_most=2, kind=["full", "sharded"], loaded_by=[3, 2])
+def test_training_goes_on_after_modules_were_thawed(
+    lit_ranks: LitRanks, tmp_path: Path, kind: str, loaded_by: int
+) -> None:
+    """The callback adds the parameters after the model was loaded."""
+    lit_ranks(2).run(_thaw, tmp_path, kind, epochs=2)
+    lit_ranks(loaded_by).run(_thaw, tmp_path, kind, epochs=3)
+
+
+def _thaw(folder: Path, kind: str, epochs: int) -> None:
+    from tests.helpers import lightning as lit
+
+    path = folder / "last.ckpt"
+    strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind)
+    trainer = lit.trainer(folder, strategy=strategy, max_epochs=epochs, callbacks=[lit.Thaw()])
+    lit.fitted(lit.FineTuned(), trainer, ckpt_path=path if epochs == 3 else None)
+    if epochs == 2:
+        trainer.save_checkpoint(path)
+        return
+    # As in one process, the callback does not thaw again: only the head is trained.
+    assert len(trainer.optimizers[0].param_groups) == 2
+    state = full_optim_state_dict(trainer.model, trainer.optimizers[0], recipient_rank=None)["state"]
+    assert "net.scale" in state
+    assert not torch.equal(lit.state_of(trainer)["net.scale"], torch.ones(5))
 
 
 def test_a_full_checkpoint_is_what_one_process_would_save(lit_ranks: LitRanks, tmp_path: Path) -> None:
