@@ -27,7 +27,7 @@ from fsdp.distributed.gather_extension import around, inner_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.originals import taken_by
-from fsdp.layers.optimizer_hooks import SHARDS_OF, is_number
+from fsdp.layers.optimizer_hooks import SHARDS_OF, is_number, keys_with_elements
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
 
@@ -462,6 +462,7 @@ def own_kinds(
 ) -> list[OwnKinds]:
     """Return the kinds of this rank's state of some parameters before the state is read; `doing` is for messages."""
     found = []
+    has_elements = keys_with_elements((one.param.shape, states.get(one) or {}) for one in params)
     for one in params:
         state = states.get(one) or {}
         for key, value in state.items() if isinstance(one, SteppedParam) else ():
@@ -471,7 +472,8 @@ def own_kinds(
                     f"Tensor, which neither files nor full states support. Save optimizer.state_dict() on every rank, "
                     "and load it with the same number of ranks."
                 )
-        kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it", is_owned=one.is_owned)
+        shape, whose = one.param.shape, "this rank's shard of it"
+        kinds = kinds_of(one.name, state, shape, whose, has_elements, is_owned=one.is_owned)
         if one.handle is not None:
             one.handle.storage.check_readable(f"{doing} the optimizer's state of {one.name}", state.values())
         is_on = any(one.interval(original, one.comm.rank) is not None for original in one.originals)

@@ -5,6 +5,7 @@ That training goes on as if it had not stopped is in test_checkpoint_resume.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from fsdp import FullyShardedDataParallel, get_fsdp_instances, optim_utils
 from tests.checkpoint.test_resume import FORMS
 from tests.helpers.checkpoint_models import counted_writes
 from tests.helpers.equality import assert_same, assert_same_state
-from tests.helpers.models import nested_mlp
+from tests.helpers.forms import sharded
+from tests.helpers.models import nested_mlp, scaled_layers
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import grouped_adamw, train
 from tests.helpers.pairs import Case, parametrize_cases
@@ -119,6 +121,23 @@ def test_settings_of_groups_come_back_as_they_were(tmp_path: Path) -> None:
     other = torch.optim.AdamW([{"params": group["params"], "lr": 5.0} for group in optimizer.param_groups])
     fsdp.load(tmp_path / "run", model, other)
     assert [{key: value for key, value in group.items() if key != "params"} for group in other.param_groups] == before
+
+
+@on_ranks(2)
+def test_a_number_of_a_parameter_without_dimensions_is_recognized_by_other_parameters(tmp_path: Path) -> None:
+    """Its shape is that of the parameter, and torch's optimizers do not have this key."""
+    plain: Any = scaled_layers()
+    plain.scale = nn.Parameter(torch.tensor(1.5))
+    models = [sharded(copy.deepcopy(plain), form) for form in ("rows", "orig", "flat")]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    models[0](torch.ones(4, 5)).sum().backward()
+    optimizers[0].step()
+    for state in optimizers[0].state.values():
+        state["visits"] = torch.tensor(3.0)
+    fsdp.save(tmp_path / "run", models[0], optimizers[0])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        fsdp.load(tmp_path / "run", model, optimizer)
+        assert all(state["visits"].shape == () and state["visits"] == 3 for state in optimizer.state.values())
 
 
 @on_ranks(2)
