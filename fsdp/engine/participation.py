@@ -29,6 +29,11 @@ class Participation:
         """True if some ranks may have no more batches, and take part in other ranks' steps and in nothing else."""
         return False
 
+    @property
+    def repeats_steps(self) -> bool:
+        """False if such ranks do nothing else after a step of an optimizer than the step."""
+        return True
+
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         """Collective. The forward of a unit begins, or (if it `is_outermost`) the forward of all."""
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp.distributed.dtensor import local_part
+from fsdp.engine.runtime import runtimes
+from fsdp.engine.unit import unit_of_wrapper
 from fsdp.layers.deferred_init import require_values
 
 
@@ -45,8 +47,17 @@ class EMA(AveragedModel):
 
         Raises:
             ValueError: if `model` has different parameters than the copied model, or was cast since.
+            RuntimeError: inside `fsdp.join` without ``after_step``: finished ranks would not update.
         """
         self._pairs(model)
+        unit = unit_of_wrapper(model)
+        uneven = [each.participation for each in runtimes() if each.root is unit and each.participation is not None]
+        if not all(participation.repeats_steps for participation in uneven):
+            raise RuntimeError(
+                "EMA.update_parameters() inside fsdp.join: ranks that have finished step their shards, and would leave "
+                "the average as it is. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "
+                "which they call"
+            )
         super().update_parameters(model)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -118,6 +118,7 @@ class Joining:
         """Announce this rank's operations from now on, until `end`."""
         self._runtime.checks.trust_values(self._runtime.root)
         self._visits.joining, self._visits.running_ranks = self.perform, 0
+        self._visits.has_after_step = self._after_step is not None
         for number, optimizer in enumerate(self._optimizers):
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
             self._undo.append(hook.remove)

@@ -232,6 +232,7 @@ class Visits(Participation):
         # Of fsdp.join: performs the operations of other ranks on the shards of this rank, which has finished.
         self.joining: Callable[[Message], None] | None = None
         self.is_finished = self.are_some_finished = False  # this rank; some ranks when the last forward began
+        self.has_after_step = False  # whether ranks without a batch call a function of the user's after a step
         self.running_ranks = 0  # that ran the last forward
         self.is_uneven = False
         self._mode = 0  # of the current backward, for ranks that begin one to take part
@@ -250,6 +251,10 @@ class Visits(Participation):
     @property
     def is_joining(self) -> bool:
         return self.joining is not None
+
+    @property
+    def repeats_steps(self) -> bool:
+        return self.has_after_step or not self.is_joining
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         """A unit computes next; in `fsdp.join`, the forward of the outermost unit is a visit of all ranks."""

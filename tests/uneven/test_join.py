@@ -175,6 +175,27 @@ def test_after_step_is_called_where_batches_have_run_out() -> None:
     assert schedule.last_epoch == max(COUNTS[:3])
 
 
+@on_ranks(2)
+def test_an_average_is_updated_on_finished_ranks_too() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer, ema = torch.optim.SGD(model.parameters(), lr=0.1), fsdp.EMA(model, 0.5)
+
+    def train(**options: Any) -> None:
+        with fsdp.join(model, optimizer, **options):
+            for _ in range(1 + 2 * dist.get_rank()):
+                model(torch.ones(2, 5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ema.update_parameters(model)
+
+    with pytest.raises(RuntimeError, match=r"would leave the average as it is.*after_step=lambda _: ema.update_p"):
+        train()
+    train(after_step=lambda _: ema.update_parameters(model))
+    counts = [torch.zeros_like(ema.n_averaged) for _ in range(2)]
+    dist.all_gather(counts, ema.n_averaged)
+    assert counts[0] == counts[1] == 3
+
+
 @on_ranks(3)
 def test_training_goes_on_as_usual_afterwards() -> None:
     plain, model = pair()
