@@ -47,11 +47,13 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 @cache
 def teach_dtensor() -> None:
-    """Make `copy.deepcopy` and pickle support `DTensor`s whose local tensor lies in a shard, as in state dicts here.
+    """Let torch copy, pickle and stage `DTensor`s whose local tensor lies in a shard, as in state dicts here.
 
-    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have. A pickle holds
-    the elements of each, and not all of the shard. In addition, writes to a part of a parameter reach the parameter.
+    A `DTensor` has no memory of its own, which torch recognizes by an address of 0. torch (seen in 2.13) adds the
+    offset of the local tensor, and then looks for memory. Copies and pickles hold the elements of each, and not all of
+    the shard. In addition, writes to a part of a parameter reach the parameter.
     """
+    DTensor.data_ptr = _no_address  # type: ignore[assignment]
     write_parts_through(_lies_in_a_shard)
     torchs = DTensor.__deepcopy__
 
@@ -71,6 +73,10 @@ def teach_dtensor() -> None:
 
     DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = reduced  # type: ignore[method-assign]
+
+
+def _no_address(_: DTensor) -> int:
+    return 0
 
 
 # The shards that contain local tensors of `DTensor`s.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,31 @@ def test_a_state_dict_can_be_saved_by_each_rank(tmp_path: Path) -> None:
             param.zero_()
     model.load_state_dict(kept)
     assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)
+
+
+def _through_pickles(state: dict[str, Any], _: Path) -> dict[str, Any]:
+    return {name: pickle.loads(pickle.dumps(value)) for name, value in state.items()}
+
+
+def _through_async_save(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
+    dcp.load(found, checkpoint_id=folder)
+    return found
+
+
+@pytest.mark.parametrize("through", [_through_pickles, _through_async_save])
+@on_ranks(2)
+def test_state_dicts_and_gradients_can_be_written_by_each_rank(through: Any, tmp_path: Path) -> None:
+    model, _ = trained(ours())
+    once(model, INPUTS)
+    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    for number, state in enumerate((model.state_dict(), gradients)):
+        folder = tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        found = through(state, folder)
+        assert all(type(value) is DTensor for value in found.values())
+        assert_same_state(*({name: local(value) for name, value in each.items()} for each in (found, state)))
 
 
 def scaled() -> nn.Module:
