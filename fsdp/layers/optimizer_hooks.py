@@ -7,6 +7,7 @@ gradients, the versions of the shards, and the options of the groups.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
@@ -256,11 +257,15 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
             "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
             'with {"optimizer": torch.optim.Rprop, "sharded": True}'
         )
-    elif isinstance(optimizer, optim.Adafactor) or (isinstance(optimizer, optim.Muon) and uneven is not None):
-        name = _name_of(rows[0] if uneven is None else uneven)
+    elif isinstance(optimizer, optim.Adafactor):
         problem = (
-            f"combines rows and columns in place, which DTensors such as {name} do not support: let it step whole "
-            "parameters by owners, with fsdp.OwnedOptimizer"
+            f"combines rows and columns in place, which DTensors such as {_name_of(rows[0])} do not support: let it "
+            "step whole parameters by owners, with fsdp.OwnedOptimizer"
+        )
+    elif isinstance(optimizer, optim.Muon) and (few := next(filter(None, map(_fewer_rows_than_ranks, rows)), None)):
+        problem = (
+            f"steps matrices in place, which DTensors such as {few}, do not support: let it step whole parameters by "
+            "owners, with fsdp.OwnedOptimizer"
         )
     elif isinstance(optimizer, optim.LBFGS) and uneven is not None:
         problem = (
@@ -277,6 +282,15 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
             )
     if problem:
         raise RuntimeError(f"{type(optimizer).__name__} {problem}.")
+
+
+def _fewer_rows_than_ranks(param: Any) -> str:
+    """Describe a parameter whose rows are fewer than the ranks; torch computes with all rows on each rank then."""
+    for number, placement in enumerate(param.placements):
+        rows, ranks = param.shape[placement.dim] if placement.is_shard() else math.inf, param.device_mesh.size(number)
+        if rows < ranks:
+            return f"{_name_of(param)}, of {rows} row{'s' * (rows > 1)} on {ranks} ranks"
+    return ""
 
 
 def _is_lost_as_real(param: Any) -> bool:
@@ -337,7 +351,7 @@ def impossible(kind: str) -> str:
 def _mistakes(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> Iterator[str]:
     """Yield what an optimizer is not likely to do as the user expects."""
     kind = type(optimizer).__name__
-    flat = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are as they were
+    flat = [p for p in ours if not is_dtensor(p) and (p.shape,) != p.owner._shapes]  # others are seen as they were
     if flat and _OF_UNSHARDED_PARAMETERS.search(kind):
         yield (
             f"{kind} goes by the rows, columns or norms of whole parameters, and gets flat shards, as that with "

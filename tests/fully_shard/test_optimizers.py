@@ -75,13 +75,13 @@ def lbfgs(params: Any) -> torch.optim.Optimizer:
         (fused_adagrad, "Adagrad with fused=True has no implementation for DTensors: leave out fused=True"),
         (rprop, r"Rprop selects elements by masks.*fsdp.OwnedOptimizer step each rank's rows"),
         (adafactor, "Adafactor combines rows and columns in place.*by owners, with fsdp.OwnedOptimizer"),
-        (muon, "Muon combines rows and columns in place.*0.weight.*by owners, with fsdp.OwnedOptimizer"),
+        (muon, r"Muon steps matrices in place.*2.weight, of 1 row on \d ranks,.*by owners, with fsdp.OwnedOptimizer"),
         (lbfgs, "LBFGS joins parameters in one vector.*0.weight"),
     ],
 )
 @on_ranks(2, 3)
 def test_what_dtensors_do_not_support_is_an_error_before_the_step(make: MakeOptimizer, message: str) -> None:
-    model = net(7, 5)
+    model = net(7, 1 if make is muon else 5)
     fsdp.fully_shard(model)
     optimizer = make(model.parameters())
     before = [value.clone() for value in weights(model)]
@@ -107,6 +107,18 @@ def test_complex_vectors_that_torch_would_not_step_are_an_error_and_others_are_s
         optimizers[1].step()
         for found, expected in zip(weights(model), plain.parameters(), strict=True):
             torch.testing.assert_close(found, expected.detach())
+
+
+@on_ranks(2, 3)
+def test_muon_steps_whole_matrices_without_a_warning() -> None:
+    plain, model = net(7, 5), net(7, 5)
+    fsdp.fully_shard(model)
+    steps(plain, muon(plain.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(model, muon(model.parameters()))
+    for found, expected in zip(weights(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=0.01)  # it rounds to bfloat16
 
 
 ELEMENTWISE: dict[str, MakeOptimizer] = {
