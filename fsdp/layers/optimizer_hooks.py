@@ -242,7 +242,7 @@ def _is_spread(param: Any) -> bool:
 
 
 def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Raise RuntimeError for torch's optimizers whose step needs an operation that `DTensor`s lack (seen in 2.13)."""
+    """Raise RuntimeError for an optimizer whose step needs an operation that `DTensor`s lack (seen in torch 2.13)."""
     rows = [param for param in ours if is_dtensor(param)]
     if not rows:
         return
@@ -257,7 +257,7 @@ def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]
             "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
             'with {"optimizer": torch.optim.Rprop, "sharded": True}'
         )
-    elif isinstance(optimizer, optim.Adafactor):
+    elif type(optimizer).__name__ == "Adafactor":  # torch's, and that of transformers
         problem = (
             f"combines rows and columns in place, which DTensors such as {_name_of(rows[0])} do not support: let it "
             "step whole parameters by owners, with fsdp.OwnedOptimizer"

@@ -230,6 +230,9 @@ def test_what_the_trainer_cannot_do_is_said(tmp_path: Path) -> None:
         trainer = trainer_of(model, tmp_path, weight_decay=0.1)
         with pytest.raises(ValueError, match=r"weight_decay spares .* use_orig_params=True"):
             trainer.train()
+        trainer = trainer_of(sharded("llama", "fully_shard"), tmp_path, optim="adafactor")
+        with pytest.raises(RuntimeError, match="Adafactor combines rows and columns in place"):
+            trainer.train()
 
 
 @on_ranks(2, timeout=PATIENCE)
