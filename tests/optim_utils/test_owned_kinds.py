@@ -24,6 +24,8 @@ from tests.helpers.owned import (
 )
 from tests.helpers.pairs import parametrize_pairs
 
+PRELOAD = ["pytorch_optimizer", "torchao.optim", "torchao.quantization"]
+
 # By name: its class as a path, its options, and whether it looks at more than one element at a time.
 KINDS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "Muon": ("torch.optim.Muon", {"lr": 0.02}, True),
