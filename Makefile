@@ -22,7 +22,7 @@ comma := ,
 
 # Ranks share the cores: more threads per rank would compete for them.
 export OMP_NUM_THREADS ?= 1
-# Every rank imports the tests: without cached bytecode, each rank would compile them again.
+# The server of ranks imports the tests as well: without cached bytecode, it would compile them again.
 test: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help train test lint bench gpu docs release clean

@@ -35,6 +35,7 @@ from tests.helpers.accelerator import IS_SIMULATED, AcceleratorRanks, has_accele
 from tests.helpers.ranks import RankPool, Ranks, start_server  # noqa: E402
 from tests.helpers.sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
 
+USE_RANKS = {"ranks", "accelerator_ranks", "lit_ranks"}  # the fixtures
 LitRanks = Callable[[int], Ranks]
 POOL = pytest.StashKey[RankPool]()
 
@@ -73,9 +74,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _preload(session: pytest.Session) -> list[str]:
-    """Return the modules that the files of the tests ask to be imported in the server of ranks."""
-    modules = {getattr(item, "module", None) for item in session.items}
-    return sorted({name for module in modules for name in getattr(module, "PRELOAD", ())})
+    """Return the modules of tests that use ranks, after those that their files ask to be imported in the server."""
+    items = [item for item in session.items if isinstance(item, pytest.Function)]
+    asked = {name for item in items for name in getattr(item.module, "PRELOAD", ())}
+    tests = {item.module.__name__ for item in items if not USE_RANKS.isdisjoint(item.fixturenames)}
+    return sorted(asked) + sorted(name for name in tests if name.startswith("tests."))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

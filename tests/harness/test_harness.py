@@ -61,6 +61,11 @@ def test_every_rank_finds_what_its_file_preloads(ranks: RankPool, world_size: in
     assert ranks(world_size).run(_has_preloaded) == [Path.cwd() == ROOT] * world_size
 
 
+def test_the_server_of_ranks_has_imported_the_tests(ranks: RankPool) -> None:
+    is_there = f"{__name__!r} in __import__('sys').modules"
+    assert ranks(1, backend=None).run(eval, is_there) == [Path.cwd() == ROOT]
+
+
 def _has_preloaded() -> bool:
     return PRELOAD[0] in sys.modules
 
