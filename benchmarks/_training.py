@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Contestant, Policy
+from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Contestant, Kind, Policy
 from benchmarks._measure import (
     bytes_sent,
     meter_of,
@@ -23,6 +24,7 @@ from benchmarks._ranks import this_device
 from benchmarks._skipping import Skip, skipping
 from examples.gpt.model import GPT, SIZES, GPTConfig, next_byte_loss
 from examples.gpt.report import HeldBytes, measure_held_bytes
+from fsdp.distributed.shared_memory import SWITCH
 
 _SGD_STEPS, _ADAMW_STEPS = 3, 3
 
@@ -196,10 +198,18 @@ def train_interleaved(
                 train_step(module, optimizers[name], batches[0])
                 synchronize(device)
             results[name].operations = operations(trace)
+    counted = [name for name in names if not _shares_memory(CONTESTANTS[name], device)]
+    for name in set(names).difference(counted):
+        results[name].sent.clear()
     if setup.policy.is_mixed and setup.skip is Skip.NOTHING:
-        for name in names:
+        for name in counted:
             results[name].sent_in_float32 = _sent_in_float32(CONTESTANTS[name], setup, device)
     return results
+
+
+def _shares_memory(contestant: Contestant, device: torch.device) -> bool:
+    """Return whether messages may go through shared memory, where nobody counts them."""
+    return contestant.kind is Kind.OURS and device.type == "cpu" and os.environ.get(SWITCH) != "0"
 
 
 def _held_in_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> HeldBytes:
