@@ -49,7 +49,7 @@ from benchmarks._skipping import Skip, set_ddp_reduction, skipping
 
 AMONG = (OURS, OURS_ORIG, OURS_ROWS, FSDP1_FLAT, FSDP1_ORIG, FSDP2, DDP, FLOOR)
 TARGET = 0.4  # of FSDP2's time per unit
-_WIDTH = 64
+WIDTH = 64
 _BATCH = 4
 
 
@@ -58,7 +58,7 @@ class TinyUnits(nn.Module):
 
     def __init__(self, num_units: int) -> None:
         super().__init__()
-        self.units = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_units))
+        self.units = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_units))
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -86,7 +86,7 @@ def optimizer_of(module: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 def first_losses(names: Sequence[str], num_units: int, num_steps: int = 4) -> dict[str, list[float]]:
     """Return losses of a few steps on a real group, since the fake group has no results. Runs on every rank."""
-    batch = torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    batch = torch.randn(_BATCH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     losses = {}
     for name in names:
         module = build(CONTESTANTS[name], num_units)
@@ -107,7 +107,7 @@ def train_interleaved(
     names: Sequence[str], num_units: int, num_rounds: int, steps: int, skip: Skip
 ) -> dict[str, Measured]:
     """All contestants on the fake group; they take turns, in another order each round."""
-    batch = torch.randn(_BATCH, _WIDTH, device=this_device())
+    batch = torch.randn(_BATCH, WIDTH, device=this_device())
     modules = {name: build(CONTESTANTS[name], num_units) for name in names}
     # Results of the fake group are undefined, so the parameters are not updated.
     optimizers = {name: optimizer_of(module, lr=0.0) for name, module in modules.items()}
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     names = choose(options.only, among=AMONG, always=(FSDP2, DDP, FLOOR))
     print(
-        f"{options.units} units of Linear({_WIDTH}, {_WIDTH}), fake group of {options.ranks} ranks, SGD, "
+        f"{options.units} units of Linear({WIDTH}, {WIDTH}), fake group of {options.ranks} ranks, SGD, "
         f"{options.rounds} rounds of {options.steps} steps in rotated order, {options.device}, "
         f"torch {torch.__version__}",
         flush=True,
