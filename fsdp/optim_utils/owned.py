@@ -266,6 +266,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 owners.
         """
         _refuse_torchs_functions()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         numbers = {one: number for number, one in enumerate(self._each())}
         held = {n: one for one, n in numbers.items() if one.stepped.is_here and self.state.get(one.stepped.param)}
         found = {
@@ -275,8 +277,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 for group, members in zip(self.param_groups, self._members, strict=True)
             ],
         }
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            found = hook(self, found) or found
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -290,6 +293,10 @@ class OwnedOptimizer(torch.optim.Optimizer):
             RuntimeError: for another rank's state.
         """
         _refuse_torchs_functions()
+        state_dict = dict(state_dict)  # hooks may change it in place
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         saved, members = state_dict["param_groups"], list(self._each())
         sizes = [len(group["params"]) for group in saved]
         if sizes != list(map(len, self._members)):
@@ -318,6 +325,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 self.state[member.stepped.param] = nested_state(
                     {key: _beside(value, member.stepped.param) for key, value in state.items()}
                 )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 _FULL = (

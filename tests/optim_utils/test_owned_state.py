@@ -107,6 +107,39 @@ def test_each_rank_loads_its_own(form: str) -> None:
 
 
 @on_ranks(2)
+def test_hooks_of_states_are_called_as_by_torchs_optimizers() -> None:
+    """A hook before a load may replace the dictionary; the caller's is not changed."""
+    groups = [{"optimizer": torch.optim.AdamW, "lr": 1e-2}]
+    model = talk(FORMS["orig_params"])
+    optimizer, plain = owned(model, groups), torch.optim.AdamW(talk().parameters(), lr=1e-2)
+    backward(model, 0)
+    optimizer.step()
+    calls = []
+    for each in (optimizer, plain):
+        called: list[str] = []
+
+        def read(loaded: Any, state: dict[str, Any], called: list[str] = called) -> dict[str, Any]:
+            called.append("before load")
+            state.pop("comment")
+            (group,) = state["param_groups"]
+            return {**state, "param_groups": [{**group, "lr": 0.5}]}
+
+        each.register_state_dict_pre_hook(lambda _, called=called: called.append("before save"))
+        each.register_state_dict_post_hook(lambda _, state: {**state, "comment": 1})
+        each.register_state_dict_post_hook(lambda _, state: state.update(second=2))
+        each.register_load_state_dict_pre_hook(read)
+        each.register_load_state_dict_post_hook(
+            lambda loaded, called=called: called.append(f"loaded {loaded.param_groups[0]['lr']}")
+        )
+        state = each.state_dict()
+        assert (state["comment"], state["second"]) == (1, 2)
+        each.load_state_dict(state)
+        assert "comment" in state
+        calls.append(called)
+    assert calls[0] == calls[1] == ["before save", "before load", "loaded 0.5"]
+
+
+@on_ranks(2)
 def test_fairscales_numbers_and_errors() -> None:
     model = talk(FORMS["orig_params"])
     optimizer, twin = owned(model, groups_of("Adafactor")), Twin(groups_of("Adafactor"))
