@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import select
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -99,7 +100,9 @@ class WeightServer:
         self.version += 1
         self.dropped = []
         found = self._try("all readers", self._look) if number_among(ranks) == 0 else None
-        waiting = from_everyone(ranks, found or {})[0]
+        waiting, connected = from_everyone(ranks, (found or {}, list(self._links)))[0]
+        for reader in self._links.keys() - set(connected):  # ended: rank 0 alone looks at all connections
+            self._links.pop(reader).end()
         if waiting:
             with torch.no_grad(), buffers_in_own_precision(units if self._settings.buffers else ()):
                 stream = self._prepared(units, ranks)
@@ -149,12 +152,19 @@ class WeightServer:
         link.set_peer(f"reader {reader}", self._timeout)
         self._links[reader] = link
 
+    def _link_of(self, reader: str) -> Link:
+        """Return the connection of a reader, which connects to all ranks; other processes may connect before it."""
+        until = time.monotonic() + self._timeout
+        while reader not in self._links:
+            if not _is_readable(self._listener, max(until - time.monotonic(), 0.0)):
+                raise TimeoutError(f"it has not connected to rank {self._plan.rank} for {self._timeout:g} s")
+            self._try("a new reader", self._accept_one)
+        return self._links[reader]
+
     def _answer(self, stream: Stream, reader: str, request: Any) -> None:
         """Send the requested ranges of this rank. All ranks receive the same request from the reader."""
         rank = stream.plan.rank
-        while reader not in self._links:
-            self._accept_one()  # the reader connects to all ranks
-        link = self._links[reader]
+        link = self._link_of(reader)
         if rank and link.receive_json(Kind.REQUEST)["number"] != request["number"]:
             raise ValueError("the requests of a reader have another order on another rank")
         wanted = [(int(number), Box(tuple(offsets), tuple(sizes))) for number, offsets, sizes in request["boxes"]]
@@ -349,11 +359,11 @@ class WeightRequest:
         return self._reader.read_into(self._boxes, version)
 
 
-def _is_readable(connection: socket.socket | Link) -> bool:
-    """Return whether a connection, or a byte of a message, has arrived."""
+def _is_readable(connection: socket.socket | Link, seconds: float = 0.0) -> bool:
+    """Return whether a connection, or a byte of a message, has arrived, or arrives in so many seconds."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * seconds))
 
 
 def _box(tensor: PlannedTensor, given: Sequence[slice] | None) -> Box:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +203,35 @@ def test_a_reader_that_ends_in_a_request_is_dropped() -> None:
         assert any(torch.equal(found, state["wide"]) for state in states if state)
     assert isinstance(dropped, list)
     server.close()
+
+
+@on_ranks(2)
+def test_no_rank_keeps_connections_of_readers_that_have_ended() -> None:
+    server = serve(MODELS["flat"](1))
+    for _ in range(2):
+        version, _ = train_until(server, lambda reader: reader.select({"wide": None}).read())
+        assert dist.get_rank() or version <= server.version
+        server.update()
+        assert not server._links
+    server.close()
+
+
+@on_ranks(2)
+def test_a_process_that_connects_to_a_rank_and_ends_does_not_disturb_a_reader() -> None:
+    server = serve(MODELS["flat"](1))
+    if dist.get_rank() == 0:
+        host, port = server._addresses[1].split(":")
+        socket.create_connection((host, int(port))).close()
+
+    def read(reader: WeightReader) -> Any:
+        request = reader.select({"wide": None})
+        request.read()
+        return request.tensors
+
+    found, _ = train_until(server, read)
+    server.close()
+    if dist.get_rank() == 0:
+        assert_same(found, {"wide": tensors_of(everything(seed=1))["wide"]})
 
 
 @on_ranks(2)
