@@ -165,8 +165,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             The return value of the closure.
         """
         loss = self._step_with_hooks(closure)
-        for member in self._each():
-            member.rest()
+        self._rest()
         return loss
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -187,8 +186,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """
         name = "train" if mode else "eval"
         self._call(lambda optimizer: getattr(optimizer, name, lambda: None)(), with_gradients=False)
-        for member in self._each():
-            member.rest()
+        self._rest()
+
+    def _rest(self) -> None:
+        for exchange in self._exchanges:
+            exchange.rest()
 
     def eval(self) -> None:
         """Collective. Call ``eval()`` of the groups' optimizers that have such a method."""
@@ -429,8 +431,7 @@ class _Member:
 
     def rest(self) -> None:
         """Record that the owner's values are equal to the shard's."""
-        if self.travels:
-            self._left = self._written
+        self._left = self._written
 
     @property
     def is_changed(self) -> bool:
@@ -546,6 +547,11 @@ class _Exchange:
             if handle is not None:  # also without writes, so that all ranks all-gather
                 handle.values.touch()
         return [comm.ranks[owner] for owner in failed]
+
+    def rest(self) -> None:
+        """Record that the members that took part in the step have new values, which their owners know."""
+        for one in self._taking_part:
+            one.rest()
 
     def _send(
         self, what: str, outgoing: Mapping[int, Sequence[Tensor]], sizes: Mapping[int, Sizes]

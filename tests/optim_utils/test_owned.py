@@ -222,6 +222,22 @@ def test_parameters_are_frozen_and_thawed() -> None:
         train_both(model, optimizer, twin, range(step, step + 1))
 
 
+@pytest.mark.parametrize("form", ["orig_params", "fully_shard"])
+@on_ranks(2)
+def test_values_that_were_changed_while_they_were_frozen_are_stepped(form: str) -> None:
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+    for step, trained in enumerate([True, False, True]):
+        for each in (model, twin.model):
+            for name, param in each.named_parameters():
+                if name.endswith("mix.weight"):
+                    param.requires_grad_(trained)
+        if not trained:
+            model.load_state_dict(talk(FORMS[form], seed=5).state_dict())
+            twin.model.load_state_dict(talk(seed=5).state_dict())
+        train_both(model, optimizer, twin, range(step, step + 1), what="thawed" if step == 2 else "")
+
+
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_values_that_were_changed_are_stepped(form: str) -> None:
