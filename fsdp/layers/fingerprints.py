@@ -32,10 +32,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 def fingerprint(tensor: Tensor) -> int:
     """Return 64 bits that depend on every bit of a tensor and its position, on any device, but not on the dtype.
 
+    They are the `block_sums`, combined as a polynomial.
+    """
+    found = 0
+    for one in block_sums(tensor).tolist():
+        found = (found * _STEP + one) & _MASK
+    return found
+
+
+def block_sums(tensor: Tensor) -> Tensor:
+    """Return 64 bits of each block of a tensor, on its device, for which the host need not wait.
+
     Words of 8 bytes times random odd numbers, summed modulo 2**64: multilinear hashing (Carter and Wegman, Universal
-    classes of hash functions, 1979), over blocks that are combined as a polynomial. Integer sums have no rounding, so
-    their order does not matter. The upper half of each word is first mixed into the lower half, because the topmost
-    bit is otherwise lost in the product.
+    classes of hash functions, 1979). Integer sums have no rounding, so their order does not matter. The upper half of
+    each word is first mixed into the lower half, because the topmost bit is otherwise lost in the product.
     """
     # As bytes: a parameter need not begin or end at a whole word.
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
@@ -50,10 +60,7 @@ def fingerprint(tensor: Tensor) -> int:
         if whole < part.numel():
             last = _products(part[whole:])
             sums.append(last.mul_(weights[: last.numel()]).sum(0, keepdim=True))
-    found = 0
-    for one in torch.cat(sums).tolist() if sums else ():
-        found = (found * _STEP + one) & _MASK
-    return found
+    return torch.cat(sums) if sums else data.new_empty(0, dtype=torch.int64)
 
 
 def fingerprint_of_range(values: Tensor, start: int) -> int:

@@ -28,6 +28,7 @@ from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import units_in
+from fsdp.layers.fingerprints import block_sums
 from fsdp.layers.optimizer_hooks import (
     expect_shards_of,
     impossible,
@@ -377,7 +378,9 @@ class _Member:
             made = self.elements.view(original.shape) if is_here else torch.empty(original.shape, device="meta")
         stepped = nn.Parameter(made.to(like.dtype), requires_grad=like.requires_grad)
         self.stepped = SteppedParam(stepped, listed.handle, (original,), owner=owner)
-        self._left: Any = None  # of the shard, when the last step was over
+        # Of the shard, when the last step was over: `_written`, and sums of its elements.
+        self._left: Any = None
+        self._sums = torch.empty(0, dtype=torch.int64)
 
     @property
     def elements(self) -> Tensor:
@@ -431,12 +434,17 @@ class _Member:
 
     def rest(self) -> None:
         """Record that the owner's values are equal to the shard's."""
-        self._left = self._written
+        self._left, self._sums = self._written, block_sums(self.elements)
 
     @property
     def is_changed(self) -> bool:
-        """Return whether the shard was changed since the last step, or there was no step."""
+        """Return whether the shard was changed since the last step, as its version tells, or there was no step."""
         return self._left is None or self._left != self._written
+
+    @property
+    def differs(self) -> Tensor:
+        """Return whether the elements have changed since the last step, of shape ``[]``; not all writes are counted."""
+        return (block_sums(self.elements) != self._sums).any()
 
 
 class _Exchange:
@@ -464,9 +472,9 @@ class _Exchange:
     def collect(self, with_gradients: bool) -> Callable[[], None]:
         """Begin to send data to owners; the returned function waits, and passes the data to the optimizers."""
         self._taking_part = [one for one in self._members if one.listed.param.requires_grad]
-        to_owners, from_holders = self._to_owners(), self._from_holders()
+        to_owners, from_holders, changed = self._to_owners(), self._from_holders(), self._changed()
         signs = {
-            one: _HAS_GRADIENT * (with_gradients and one.listed.param.grad is not None) + _IS_CHANGED * one.is_changed
+            one: _HAS_GRADIENT * (with_gradients and one.listed.param.grad is not None) + _IS_CHANGED * (one in changed)
             for one in self._taking_part
         }
         outgoing, sizes = {}, {}
@@ -477,6 +485,16 @@ class _Exchange:
             grads = [(one.numel_on(rank), one.listed.param.dtype) for one in own if with_gradients]
             sizes[rank] = [(len(own), torch.uint8), *grads]
         return partial(self._show, with_gradients, signs, self._send("gradients", outgoing, sizes))
+
+    def _changed(self) -> set[_Member]:
+        """Return the members whose shards were changed since the last step."""
+        found = {one for one in self._taking_part if one.is_changed}
+        others = [one for one in self._taking_part if one not in found]
+        if others:  # the host waits once for all of them
+            device = others[0].listed.device
+            differ = torch.stack([one.differs.to(device) for one in others]).tolist()
+            found.update(one for one, differs in zip(others, differ, strict=True) if differs)
+        return found
 
     def _show(
         self, with_gradients: bool, signs: Mapping[_Member, int], arrive: Callable[[], dict[int, list[Tensor]]]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, OwnedOptimizer
@@ -256,6 +257,26 @@ def test_values_that_were_changed_are_stepped(form: str) -> None:
         else:
             model.mix.weight.mul_(0.5)
     train_both(model, optimizer, twin, range(4, 6), what="halved")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_writes_that_raise_no_version_counter_are_stepped(form: str) -> None:
+    """Those of `torch._foreach_*` on `DTensor`s, and of NumPy, which changes only the order of elements here."""
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+    train_both(model, optimizer, twin, range(2))
+    with torch.no_grad():
+        for each in (model, twin.model):
+            torch._foreach_mul_(list(each.parameters()), 0.5)
+    train_both(model, optimizer, twin, range(2, 4), what="halved")
+    for param in model.parameters():
+        local = (param.to_local() if isinstance(param, DTensor) else param).detach().numpy()
+        if local.ndim:
+            local[...] = local[::-1].copy()
+    values = values_of(model)
+    twin.model.load_state_dict(values | {"head.weight": values["entry.weight"]})
+    train_both(model, optimizer, twin, range(4, 6), what="reversed")
 
 
 @on_ranks(2)
