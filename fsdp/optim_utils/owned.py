@@ -378,8 +378,8 @@ class _Member:
             made = self.elements.view(original.shape) if is_here else torch.empty(original.shape, device="meta")
         stepped = nn.Parameter(made.to(like.dtype), requires_grad=like.requires_grad)
         self.stepped = SteppedParam(stepped, listed.handle, (original,), owner=owner)
-        # Of the shard, when the last step was over: `_written`, and sums of its elements.
-        self._left: Any = None
+        self._left: Any = None  # `_written` when the last step was over
+        # Of the elements that the owner knows.
         self._sums = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -432,9 +432,13 @@ class _Member:
         local = held_part(param) if is_dtensor(param) else param
         return param._version, local.data_ptr(), None if handle is None else handle.shard_state
 
-    def rest(self) -> None:
+    def note_values(self) -> None:
         """Record that the owner's values are equal to the shard's."""
-        self._left, self._sums = self._written, block_sums(self.elements)
+        self._sums = block_sums(self.elements)
+
+    def rest(self) -> None:
+        """Record that the step is over, and all hooks after it, ours among them, which count the shard as written."""
+        self._left = self._written
 
     @property
     def is_changed(self) -> bool:
@@ -443,7 +447,7 @@ class _Member:
 
     @property
     def differs(self) -> Tensor:
-        """Return whether the elements have changed since the last step, of shape ``[]``; not all writes are counted."""
+        """Return whether the owner knows other elements, of shape ``[]``: some writes raise no version."""
         return (block_sums(self.elements) != self._sums).any()
 
 
@@ -560,6 +564,8 @@ class _Exchange:
             if owner not in failed:
                 for one, elements in zip(held, found[owner][1:], strict=True):
                     one.elements.copy_(elements)
+        for one in self._taking_part:
+            one.note_values()
         comm.settle()
         for handle in {one.listed.handle for one in self._taking_part}:
             if handle is not None:  # also without writes, so that all ranks all-gather
@@ -567,7 +573,7 @@ class _Exchange:
         return [comm.ranks[owner] for owner in failed]
 
     def rest(self) -> None:
-        """Record that the members that took part in the step have new values, which their owners know."""
+        """Record that the step is over, of the members that took part in it."""
         for one in self._taking_part:
             one.rest()
 

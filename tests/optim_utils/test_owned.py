@@ -279,6 +279,29 @@ def test_writes_that_raise_no_version_counter_are_stepped(form: str) -> None:
     train_both(model, optimizer, twin, range(4, 6), what="reversed")
 
 
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_values_that_a_hook_after_the_step_writes_are_stepped(form: str) -> None:
+    """As a hook that limits the weights."""
+    model, twin = talk(FORMS[form]), Twin(muon_and_adamw())
+    optimizer = owned(model, muon_and_adamw())
+
+    def limit(params: Any) -> None:
+        with torch.no_grad():
+            for param in params:
+                param.data.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(lambda *_: limit(model.parameters()))
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        gradients = gradients_of(model)
+        optimizer.step()
+        twin.step(gradients)
+        limit(twin.model.parameters())
+        twin.assert_has(values_of(model), f"step {step}")
+
+
 @on_ranks(2)
 def test_ranks_with_other_numbers_of_batches() -> None:
     """In `fsdp.join`, owners that have no more batches step what the others bring gradients for."""
