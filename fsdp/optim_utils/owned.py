@@ -156,6 +156,14 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> Any:
+        """Raise NotImplementedError, for `copy.deepcopy` and `pickle`, which would separate it from its model."""
+        raise NotImplementedError(
+            "an OwnedOptimizer cannot be copied or pickled, because its owners are of the ranks and of the model. Make "
+            "another OwnedOptimizer of the copied model with the same groups, and load copy.deepcopy(state_dict()) on "
+            "each rank; or save it with fsdp.save."
+        )
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective. Step all parameters that have a gradient on any rank.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -300,6 +302,25 @@ def test_values_that_a_hook_after_the_step_writes_are_stepped(form: str) -> None
         twin.step(gradients)
         limit(twin.model.parameters())
         twin.assert_has(values_of(model), f"step {step}")
+
+
+@on_ranks(2)
+def test_copies_and_pickles_are_refused_with_a_remedy() -> None:
+    model = talk(FORMS["fully_shard"])
+    optimizer = owned(model, muon_and_adamw())
+    for use in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(NotImplementedError, match=r"cannot be copied or pickled.*Make another OwnedOptimizer"):
+            use(optimizer)
+    backward(model, 0)
+    optimizer.step()
+    copied = copy.deepcopy(model)
+    another = owned(copied, muon_and_adamw())
+    another.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, own in ((model, optimizer), (copied, another)):
+        own.zero_grad()
+        backward(each, 1)
+        own.step()
+    assert_same(values_of(copied), values_of(model))
 
 
 @on_ranks(2)
