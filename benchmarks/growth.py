@@ -98,9 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = ["units", "ranks", "", "start / fsdp2", "step / fsdp2", "bytes / fsdp2"]
     print("\nCosts of a unit.")
     print(table([*head, "wrap us", "first step us", "step us", "KiB"], rows))
-    fewest = found[sizes[0]]
-    growth = max(costs[name].start / fewest[name].start for costs in found.values() for name in names if name != FSDP2)
-    print(f"\n{growth:.2f} times the time until the first step has ended, at most {MOST_GROWTH:.1f} wanted")
+    # With more ranks, the fake group's own collectives take longer.
+    fewest, ours = found[sizes[0]], [name for name in names if name != FSDP2]
+    growth = max(found[size][name].start / fewest[name].start for size in sizes[: len(options.units)] for name in ours)
+    print(f"\n{growth:.2f} times the time until the first step with more units, at most {MOST_GROWTH:.1f} wanted")
     return 0 if growth <= MOST_GROWTH else 1
 
 
