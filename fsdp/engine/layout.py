@@ -179,20 +179,6 @@ class Layout(ABC):
     def clear_gaps(self, full: Tensor) -> None:
         """Write zeros where a gathered buffer holds no parameter."""
 
-    def clear_padding(self, shard: Tensor, rank: int) -> None:
-        """Write zeros where a rank's shard holds no parameter."""
-        if rank not in self._paddings:
-            own = {interval.offset: interval.offset + interval.numel for interval in self.intervals(rank)}
-            begins, ends = [*sorted(own), self.shard_numel], [0, *sorted(own.values())]
-            self._paddings[rank] = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
-        for start, stop in self._paddings[rank]:
-            shard[start:stop].zero_()
-
-    @cached_property
-    def _paddings(self) -> dict[int, list[tuple[int, int]]]:
-        """The ranges of shards without parameters, by rank, once asked for."""
-        return {}
-
     def leaving_out(self, slots: Collection[int]) -> Layout:
         """Return a layout of the same numbers that has no room for these parameters, if that makes shards smaller."""
         return self

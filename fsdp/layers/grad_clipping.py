@@ -168,11 +168,7 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
 
 
 def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> None:
-    """Move the gradients of shards to their parameters' device, with zeros as padding.
-
-    Raises:
-        RuntimeError: if they are not reduced yet.
-    """
+    """Move the gradients of shards to their parameters' device; raise RuntimeError if they are not reduced yet."""
     for handle in handles:
         handle.storage.check(handle.name)
         if handle.orig_params is not None:
@@ -183,8 +179,6 @@ def require_reduced(handles: Iterable[FlatParamHandle], what: str = "clip") -> N
                 f"cannot {what}: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
-        if handle.orig_params is None and (gradient := handle.flat_param.grad) is not None:
-            handle.layout.clear_padding(gradient.reshape(-1), handle.comm.rank)  # users may have added to it
 
 
 def reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:

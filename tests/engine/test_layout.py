@@ -344,18 +344,6 @@ def test_only_what_belongs_to_no_parameter_is_cleared(shapes: Shapes, world_size
     assert full.sum() == sum(value.sum() for value in values)
 
 
-@both_kinds
-@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
-def test_only_the_padding_of_a_shard_is_cleared(
-    kind: type[Layout], shapes: Shapes, world_size: int, align: int
-) -> None:
-    layout = kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
-    for rank, shard in enumerate(cut(layout, values_of(layout))):
-        noisy = shard.where(shard != 0, torch.nan)  # all padding is zero, and nothing else
-        layout.clear_padding(noisy, rank)
-        assert torch.equal(noisy, shard)
-
-
 def test_fewer_elements_than_ranks() -> None:
     layout = pack(ContiguousLayout, [(2,), (1,)], 5)
     assert layout.shard_numel == 1
