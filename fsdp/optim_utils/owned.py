@@ -159,7 +159,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> Any:
         """Raise NotImplementedError, for `copy.deepcopy` and `pickle`, which would separate it from its model."""
         raise NotImplementedError(
-            "an OwnedOptimizer cannot be copied or pickled, because its owners are of the ranks and of the model. Make "
+            "an OwnedOptimizer cannot be copied or pickled, because it belongs to the shards of its model. Make "
             "another OwnedOptimizer of the copied model with the same groups, and load copy.deepcopy(state_dict()) on "
             "each rank; or save it with fsdp.save."
         )
