@@ -141,7 +141,7 @@ def load(
             checkpoint; they receive the saved settings. None skips the optimizer state of the checkpoint.
         strict: raise for missing and unexpected keys of the model. For optimizers, mismatches always raise.
         generators: restore the states of this rank's random number generators, if the number of ranks is the same.
-        weights: False leaves the model as it is, and loads the optimizer only.
+        weights: False leaves the model as it is, and loads only the optimizer, which must be given.
 
     Returns:
         The values that were saved with the checkpoint, its step, and the missing keys.
@@ -151,7 +151,8 @@ def load(
         RuntimeError: for all mismatches together, before any tensor is changed; in a forward or backward, or inside
             `summon_full_params`; on every rank, with the reason, if another rank fails.
         ValueError: if a file is damaged; the message names the file and the tensor. Parameters and state may already
-            have been changed: load another checkpoint. Also if an optimizer is given, and the checkpoint has none.
+            have been changed: load another checkpoint. Also if an optimizer is given, and the checkpoint has none,
+            or if ``weights=False`` and no optimizer is given.
         OSError: if a file cannot be read.
     """
     units, everyone = prepared(model, "load a checkpoint")
@@ -159,17 +160,17 @@ def load(
     for ranks in everyone:
         settings = f"strict={bool(strict)}, generators={bool(generators)}, weights={bool(weights)}, {given}"
         agree_on(ranks, "settings to load a checkpoint", settings)
+    if not weights and optimizer is None:
+        raise ValueError("fsdp.load(weights=False) loads an optimizer only, and none was given: pass the optimizer")
     with closing(_opened(path, everyone, optimizer is not None)) as source:
         states = None
         if generators:
             states = done_by_all(everyone, f"read {source.path}", lambda: _generators(source, everyone))
-        targets = tensors_in(model, units)
+        targets, extra = tensors_in(model, units), extra_states(model) if weights else {}
         missing, unexpected, problems = misfits(targets, source.model, strict) if weights else ([], [], [])
-        extra = extra_states(model) if weights else {}
-        both = {"missing": extra.keys() - source.extra.keys(), "unexpected": source.extra.keys() - extra.keys()}
-        for what, names in both.items():
-            if strict and weights and names:
-                problems.append(f"{what}: {readable(', '.join(sorted(names)))}")
+        if strict and weights:
+            both = {"missing": extra.keys() - source.extra.keys(), "unexpected": source.extra.keys() - extra.keys()}
+            problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
         plan = None
         if optimizer is not None:
             named = partial(named_tensors, model, units)

@@ -149,6 +149,8 @@ def test_an_optimizer_is_loaded_without_the_weights(tmp_path: Path) -> None:
     state = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     train(model, optimizer, range(1, 2))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="none was given: pass the optimizer"):
+        fsdp.load(tmp_path / "run", model, weights=False)
     fsdp.load(tmp_path / "run", model, other, weights=False)
     assert_same_state(model.state_dict(), weights)
     assert_same(optim_utils.full_optim_state_dict(model, other, recipient_rank=None), state)
