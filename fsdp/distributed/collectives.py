@@ -411,9 +411,15 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     if group.size() == 1:
         _watch()  # others may wait for this rank, in a group that it was to be in
         return LONE_RANK
-    is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
+    backends = backend_names(group)
+    is_gloo = backends.get(device.type) == "gloo" and hasattr(group, "send")
     # A user's object in front of a group is there to see collectives.
     is_ours = is_gloo and not _only_torch and behind(group) is group
+    if is_ours and "cpu" not in backends:
+        raise ValueError(
+            f"the process group has gloo for {device.type} only, and its messages pass through host memory. Create the "
+            f"group with backend='cpu:gloo,{device.type}:gloo'"
+        )
     known = checked(group, is_ours)
     key = (group, device.type, type(known), is_ours)
     if key not in communicators:

@@ -74,8 +74,15 @@ def _call(call: str, late: int) -> list[float]:
     return found
 
 
+@on_accelerators(2, through_host=True)
+def test_gloo_for_the_accelerator_only_is_refused() -> None:
+    group = dist.new_group(backend=f"{ACCELERATOR}:gloo")
+    with pytest.raises(ValueError, match=f"backend='cpu:gloo,{ACCELERATOR}:gloo'"):
+        FullyShardedDataParallel(nn.Linear(3, 4).to(ACCELERATOR), process_group=group)
+
+
 @pytest.mark.parametrize("form", ["flat", "original", "rows"])
-@on_accelerators(2)
+@on_accelerators(2, backend="cpu:gloo,cuda:nccl")
 def test_the_host_waits_for_no_device_in_a_group_without_a_backend_for_the_cpu(form: str) -> None:
     """Short messages then have a group of their own."""
     device_only = dist.get_backend_config().split(",")[1]
