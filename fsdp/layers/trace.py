@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 from fsdp.distributed import communicator
 from fsdp.distributed.communicator import during, is_aside, own_rank
-from fsdp.distributed.consensus import from_everyone
+from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.observers import attached
 from fsdp.engine.runtime import Runtime, runtime_of_root
@@ -73,7 +74,11 @@ class Trace:
         self._undo.callback(_forget_waits, self._recorder.wait)
 
     def end(self) -> None:
-        """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted."""
+        """Collective. End recording, if it has not ended by itself, and let every rank know what all have noted.
+
+        Raises:
+            RuntimeError, OSError: on every rank, if the first cannot write the file, or nothing was recorded for it.
+        """
         runtime, recorder = self._runtime, self._recorder
         if runtime is None or recorder is None:
             return
@@ -83,8 +88,10 @@ class Trace:
         self.records = sorted(heard, key=lambda one: one.rank)
         self._report = report_on(runtime.units, self.records)
         keep(runtime.root, self._report)
-        if self._path is not None and own_rank() == self.records[0].rank:
-            self.save(self._path)
+        if self._path is not None:
+            is_first = own_rank() == self.records[0].rank
+            save = partial(self.save, self._path) if is_first else lambda: None
+            done_by_all([runtime.root.everyone], f"write the trace {self._path}", save)
 
     def _stop(self) -> None:
         self._undo.close()

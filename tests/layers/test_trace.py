@@ -235,6 +235,18 @@ def test_a_trace_that_has_ended_keeps_no_model_alive() -> None:
 # --- what it leaves alone
 
 
+@pytest.mark.parametrize(("file", "error"), [("trace.json", "run a step"), ("missing/trace.json", "missing")])
+@on_ranks(2)
+def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path, file: str, error: str) -> None:
+    model = FullyShardedDataParallel(nn.Linear(2, 2))
+    trace = fsdp.trace(model, tmp_path / file)
+    trace.begin()
+    if error == "missing":
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises((RuntimeError, OSError), match=error):
+        trace.end()
+
+
 @on_ranks(2)
 def test_nothing_is_recorded_outside_and_nothing_changes_inside() -> None:
     before = {owner: dict(vars(owner)) for owner in (Runtime, Unit, Pending, Steps)}
