@@ -1,4 +1,4 @@
-"""The fixtures `ranks` and `accelerator_ranks`, and what the markers do. docs/testing.md is the manual."""
+"""The fixtures `ranks` and `accelerator_ranks`, and what the markers do. docs/contributing.md is the manual."""
 
 from __future__ import annotations
 

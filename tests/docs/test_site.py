@@ -56,8 +56,8 @@ SEARCHES = {
     "mixed precision": "precision",
     "hybrid sharding": "sharding",
     "process groups": "sharding",
-    "uneven inputs": "uneven",
-    "conditional layers": "uneven",
+    "uneven inputs": "usage",
+    "conditional layers": "usage",
     "profiling": "performance",
     "slow": "performance",
     "CUDA graphs": "performance",
@@ -65,7 +65,7 @@ SEARCHES = {
     "supported versions": "support",
     "errors": "errors",
     "lora": "hugging_face",
-    "state-dict utilities": "state_dict_utils",
+    "state-dict utilities": "state_dicts",
     "summon_full_params": "reference/wrapper",
 }
 

@@ -3,7 +3,7 @@
 A worker is forked from a server that has imported torch once, joins a process group, and then serves requests
 until its parent closes the pipe. It never destroys a process group: torch 2.13 can deadlock when a gloo group
 is destroyed while the GIL is held, so a worker that is not wanted any more is killed. `tests/helpers/ranks.py` is
-the other end of the pipe; docs/testing.md says how the two are used.
+the other end of the pipe; docs/contributing.md says how the two are used.
 """
 
 from __future__ import annotations
