@@ -89,7 +89,13 @@ def main() -> None:
     limit_memory(LIMIT)
     folder = Path("runs/larger_than_memory")
     folder.mkdir(parents=True, exist_ok=True)  # on a local disk
-    model = build(WIDTH, LAYERS, offload="disk", offload_folder=folder)
+    model = build(
+        WIDTH,
+        LAYERS,
+        offload="disk",
+        offload_folder=folder,
+        compute_device="cpu",  # without it, on a GPU if there is one
+    )
     state = (
         sum(param.numel() for param in model.parameters()) * 4 * 4
     )  # float32: itself, its gradient, two averages
