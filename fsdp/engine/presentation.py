@@ -59,7 +59,7 @@ class Listing(dict[str, Any]):
         super().__init__(module._parameters)
         # Weak references: otherwise only the garbage collector would free a model.
         self._module = weakref.ref(module)
-        self._presentations: weakref.WeakValueDictionary[str, Presentation] = weakref.WeakValueDictionary()
+        self._presentations: dict[str, weakref.ref[Presentation]] = {}
 
     @classmethod
     def of(cls, module: nn.Module) -> Listing:
@@ -71,16 +71,20 @@ class Listing(dict[str, Any]):
 
     def report_to(self, presentation: Presentation, name: str) -> None:
         """Report each item of this name to a presentation."""
-        self._presentations[name] = presentation
+        self._presentations[name] = weakref.ref(presentation)
+
+    def _presentation_of(self, name: str) -> Presentation | None:
+        found = self._presentations.get(name)
+        return None if found is None else found()
 
     def __setitem__(self, name: str, value: Any) -> None:
-        presentation, module = self._presentations.get(name), self._module()
+        presentation, module = self._presentation_of(name), self._module()
         if presentation is not None and module is not None:
             value = presentation.notice(module, name, value)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        presentation, module = self._presentations.get(name), self._module()
+        presentation, module = self._presentation_of(name), self._module()
         if presentation is not None and module is not None:
             presentation.notice_removal(module, name)
         super().__delitem__(name)

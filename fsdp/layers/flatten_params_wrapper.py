@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ class FlattenParamsWrapper(nn.Module):
             `requires_grad`, or contains a parameter that is not the module's.
     """
 
-    _is_managed = False  # whether a sharding handle runs the flat parameters; forward then only calls the module
-
     def __init__(
         self,
         module: nn.Module,
@@ -66,8 +64,7 @@ class FlattenParamsWrapper(nn.Module):
         self._unflattened: list[nn.Parameter] = []
         self._flatten_after_load = False
         self._load_errors: list[str] = []
-        if not self._is_managed:
-            self._show_views()
+        self._show_views()
         self.register_load_state_dict_pre_hook(self._before_load)
         self.register_load_state_dict_post_hook(self._after_load)
 
@@ -218,7 +215,6 @@ class FlattenParamsWrapper(nn.Module):
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """List ordinary parameters inside the context; changes are kept, unless `flat_params` provided the values."""
-        self._refuse_managed("unflatten_params", "summon_full_params")
         if self._unflattened or not self.flat_params:
             yield
             return
@@ -230,16 +226,9 @@ class FlattenParamsWrapper(nn.Module):
         finally:
             self._flatten_again(keep_changes=is_unflattened and flat_params is None)
 
-    def _refuse_managed(self, what: str, instead: str) -> None:
-        if self._is_managed:
-            raise RuntimeError(
-                f"{what}: these parameters are sharded; use {instead}() of the FullyShardedDataParallel around it, on "
-                "every rank"
-            )
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward, with its parameters as views of the flat ones."""
-        if not self._is_managed and self.is_flattened:
+        if self.is_flattened:
             self._show_views()
         return self._modules[FLATTEN_PART](*args, **kwargs)  # type: ignore[misc]  # see the wrapper's `forward`
 
@@ -255,7 +244,6 @@ class FlattenParamsWrapper(nn.Module):
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state with flat parameters under their own names."""
-        self._refuse_managed("flat_state_dict", "local_state_dict")
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
             state[clean_name(key)] = state.pop(key)
@@ -273,8 +261,6 @@ class FlattenParamsWrapper(nn.Module):
 
     def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._load_errors = rest[-1]
-        if self._is_managed:
-            return
         if prefix + "flat_param" in state_dict:
             state_dict[prefix + "flat_param_0"] = state_dict.pop(prefix + "flat_param")
         own = {prefix + name for name in self.flat_param_names}
@@ -287,8 +273,6 @@ class FlattenParamsWrapper(nn.Module):
             self._flatten_after_load = True
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        if self._is_managed:
-            return
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_name(key) for key in keys]
         self._load_errors[:] = [clean_text(message) for message in self._load_errors]
@@ -298,7 +282,7 @@ class FlattenParamsWrapper(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlattenParamsWrapper:
         super()._apply(fn, recurse)
-        if self.is_flattened and not self._is_managed:
+        if self.is_flattened:
             self._show_views()
         return self
 
@@ -308,7 +292,7 @@ class FlattenParamsWrapper(nn.Module):
             memo[id(view)] = view.detach()
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if copied.is_flattened and not copied._is_managed:
+        if copied.is_flattened and _VIEWS in copied._fpw_module.__dict__:
             copied._show_views()
         return copied
 
@@ -323,10 +307,23 @@ def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
 class ShardedParamsWrapper(FlattenParamsWrapper):
     """The wrapper in which `FullyShardedDataParallel` holds its module; it only lists this rank's shards."""
 
-    _is_managed = True
-
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, [])
+        nn.Module.__init__(self)
+        self._fpw_module = module
+        self._unflattened = []
+        self.hold([], [], [])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward; the unit around it shows the parameters."""
+        return self._modules[FLATTEN_PART](*args, **kwargs)  # type: ignore[misc]  # see the wrapper's `forward`
+
+    def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> NoReturn:
+        """Raise RuntimeError, which names the method of the wrapper."""
+        raise _sharded("unflatten_params", "summon_full_params")
+
+    def flat_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise RuntimeError, which names the method of the wrapper."""
+        raise _sharded("flat_state_dict", "local_state_dict")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the wrapped module returns by itself, or raise its error."""
@@ -340,3 +337,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         from fsdp.layers.summary import summary  # for people, and not for training
 
         return summary(unit_of(self._fpw_module))
+
+
+def _sharded(what: str, instead: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what}: these parameters are sharded; use {instead}() of the FullyShardedDataParallel around it, on every "
+        "rank"
+    )

@@ -43,7 +43,7 @@ class Loading:
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
         self._unit = unit
         self._entered: nn.Module | None = None
-        self._exit = ExitStack()  # ends what began when that was entered
+        self._exit: ExitStack | None = None  # ends what began when that was entered
         wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
         wrapper.register_load_state_dict_post_hook(self._clean)
         for module in (wrapper, *own_modules(unit.module)):
@@ -83,6 +83,7 @@ class Loading:
         self._entered, unit.unfinished_load = module, self.close
         from fsdp.layers.state_dict.full import loading_in_place  # which nothing but a load needs
 
+        self._exit = self._exit or ExitStack()
         self._exit.enter_context(loading_in_place(unit))
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
@@ -92,4 +93,6 @@ class Loading:
     def close(self) -> None:
         """Shard the parameters that are still exposed, even after an exception."""
         self._unit.unfinished_load = self._entered = None
-        self._exit.close()
+        opened, self._exit = self._exit, None
+        if opened is not None:
+            opened.close()
