@@ -244,6 +244,7 @@ PARTS: tuple[Part, ...] = (
         "tests/testing/test_stream_order_observed.py",
         "tests/distributed/test_accelerator_streams.py",
         "tests/distributed/test_accelerator_exchange.py",
+        "tests/distributed/test_accelerator_watchdog.py",
     ),
     _tests("offload", "shards on the host and on disk", "tests/layers/test_accelerator_offload.py"),
     _tests("hybrid", "replicas of shards, and tensor parallelism", *_HYBRID),

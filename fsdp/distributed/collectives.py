@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,10 +166,8 @@ class TorchCollectives(Communicator):
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(payloads, payload, group=self._known)
-        except RuntimeError as error:
-            raise incomplete(_TALK, error) from error
+        gather = partial(dist.all_gather_object, payloads, payload, group=self._known)
+        finish((SimpleNamespace(wait=lambda *limit: gather()),), _TALK)
         return payloads
 
 

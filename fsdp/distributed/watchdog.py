@@ -11,7 +11,7 @@ answered only if it contains a secret that the ranks have exchanged through the 
 when Python runs the functions that are registered for it; an exception that ended the process is then `sys.last_value`.
 
 A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
-lock. On NCCL, where the host does not wait for collectives, no rank is found waiting.
+lock. On NCCL the host waits only where hosts exchange messages: in each backward, and in calls such as `fsdp.save`.
 """
 
 from __future__ import annotations
