@@ -50,6 +50,7 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
+from fsdp.distributed.consensus import new_group
 from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.messages import (
     Leaving,
@@ -130,8 +131,7 @@ class TorchCollectives(Communicator):
         return self._apart
 
     def _new_group(self) -> Any:
-        members = dist.get_process_group_ranks(self._known)
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return new_group([self], dist.get_process_group_ranks(self._known), "gloo")
 
     def give_up(self) -> None:
         if "gloo" in backend_names(self._known).values():

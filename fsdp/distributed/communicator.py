@@ -580,9 +580,8 @@ def backend_names(group: Any) -> dict[str, str]:
 def number_of_groups() -> int:
     """Return the number of process groups that this rank is in.
 
-    This number is private in torch (seen in 2.11 and 2.13). torch uses it to name a group that only its members
-    create, so ranks with different numbers of groups would wait for each other forever. The result is -1 if torch
-    stores the number elsewhere.
+    This number is private in torch (seen in 2.11 and 2.13), which names a group that only its members create by it. The
+    result is -1 if torch stores the number elsewhere.
     """
     return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ())) or -1
 

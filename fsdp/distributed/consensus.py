@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator, OtherRankError, own_rank
+from fsdp.distributed.communicator import Communicator, OtherRankError, number_of_groups, own_rank
 
 _T = TypeVar("_T")
 # Over each in turn, all that hold a shard of something are reached: those that share it, and then their replicas.
@@ -45,6 +46,18 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
     for comm in ranks:
         values = [heard for other in comm.all_gather_bytes(pickle.dumps(values)) for heard in pickle.loads(other)]
     return values
+
+
+def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) -> Any:
+    """Collective over `ranks`. Return a new group of those of them that are `members`, which must include this rank.
+
+    torch names a group that only its members create by the number of groups that a rank is in, and ranks with different
+    names would wait for each other. So ranks in fewer groups than others first create groups of their own.
+    """
+    own = number_of_groups()
+    for _ in range(max(from_everyone(ranks, own)) - own):
+        dist.new_group([own_rank()], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(list(members), backend=backend, use_local_synchronization=True)
 
 
 def numbers_of(ranks: Ranks) -> list[int]:

@@ -23,12 +23,11 @@ from fsdp.distributed.communicator import (
     Group,
     default_group,
     made_once_for_groups,
-    number_of_groups,
     ranks_of,
     reduce_group,
     served_device,
 )
-from fsdp.distributed.consensus import agree_on, from_everyone
+from fsdp.distributed.consensus import agree_on, from_everyone, new_group
 from fsdp.distributed.devices import HOST, has_streams
 from fsdp.engine.placements import UNSHARDED, Placements, ShardingStrategy
 
@@ -245,8 +244,7 @@ def _together(shard: Group, replicate: Group) -> tuple[Group | None, Sequence[in
         if len(ranks) == dist.get_world_size():
             _groups_together[key] = default_group(None)
         else:
-            _agree_on_number_of_groups([communicator(shard, HOST), communicator(replicate, HOST)])
-            _groups_together[key] = dist.new_group(ranks, use_local_synchronization=True)
+            _groups_together[key] = new_group([communicator(shard, HOST), communicator(replicate, HOST)], ranks)
     return _groups_together[key], [rank for column in zip(*rows, strict=True) for rank in column]
 
 
@@ -331,12 +329,7 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
     if group.size() == dist.get_world_size():
         made = [dist.new_group(list(part)) for part in parts]
         return next(each for each, part in zip(made, parts, strict=True) if mine in part)
-    _agree_on_number_of_groups([communicator(group, HOST)])
-    return dist.new_group(next(list(part) for part in parts if mine in part), use_local_synchronization=True)
-
-
-def _agree_on_number_of_groups(ranks: Sequence[Communicator]) -> None:
-    agree_on(ranks, "numbers of process groups, which torch names new ones by", str(number_of_groups()))
+    return new_group([communicator(group, HOST)], next(part for part in parts if mine in part))
 
 
 def mesh_of_all(module: nn.Module) -> DeviceMesh:

@@ -69,6 +69,15 @@ def test_what_is_saved_is_as_it_was_when_save_was_called(tmp_path: Path, options
     assert_same_state(loaded.state_dict(), before)
 
 
+@on_ranks(3)
+def test_ranks_in_different_numbers_of_groups_save(tmp_path: Path) -> None:
+    dist.new_group([0, 1])  # which rank 2 is not in
+    model = nested_mlp(fully_sharded())
+    with Saver() as saver:
+        saver.save(tmp_path / "saved", model)
+    assert fsdp.load(tmp_path / "saved", model).world_size == 3
+
+
 @on_ranks(2)
 def test_memory_of_the_copies_is_used_again(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded())

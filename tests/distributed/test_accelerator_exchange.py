@@ -92,6 +92,14 @@ def test_the_host_waits_for_no_device_in_a_group_without_a_backend_for_the_cpu(f
     assert all(torch.equal(full_tensor(value), full_tensor(expected[name])) for name, value in found.items())
 
 
+@on_accelerators(2, backend="cpu:gloo,cuda:nccl")
+def test_ranks_in_different_numbers_of_groups_exchange_on_the_host() -> None:
+    expected = _trained("flat", dist.group.WORLD)
+    group = dist.new_group(backend=dist.get_backend_config().split(",")[1])
+    dist.new_group([0])  # which rank 1 is not in
+    assert torch.equal(_trained("flat", group)["weight"], expected["weight"])
+
+
 def _trained(form: str, group: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model: Any = nn.Linear(3, 4).to(ACCELERATOR)
