@@ -108,10 +108,15 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     with files:
         for ranks in everyone:
             agree_on(ranks, "safetensors files", files.digest, f"{files.path} with {len(files.tensors)} tensors")
-        targets = tensors_in(model, units)
-        missing, unexpected, problems = misfits(targets, files, strict)
-        if problems:
-            raise RuntimeError(does_not_fit(files.path, model, problems))
+
+        def look() -> tuple[list[Target], list[str], list[str]]:
+            targets = tensors_in(model, units)
+            missing, unexpected, problems = misfits(targets, files, strict)
+            if problems:
+                raise RuntimeError(does_not_fit(files.path, model, problems))
+            return targets, missing, unexpected
+
+        targets, missing, unexpected = done_by_all(everyone, f"load {files.path}", look)
         done_by_all(everyone, f"read {files.path}", lambda: read(targets, units, files))
     return _IncompatibleKeys(missing, unexpected)
 
@@ -181,23 +186,29 @@ def load(
         if weights:
             done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
             _compare(source.model, everyone)
+        state = None
         if plan is not None and source.optimizer is not None:
             what, files = f"read the optimizer's state in {source.path}", source.optimizer
-            found = done_by_all(everyone, what, partial(read_state, plan, files))
+            state = done_by_all(everyone, what, partial(read_state, plan, files))
             _compare(files, everyone)
-            give_state(plan, found)
-    for name in extra.keys() & source.extra.keys():
-        extra[name].set_extra_state(decoded(source.extra[name]))
-    if states is not None:
-        states.set()
+
+    def give() -> None:  # to optimizers and modules, whose hooks and methods are the user's
+        if plan is not None and state is not None:
+            give_state(plan, state)
+        for name in extra.keys() & source.extra.keys():
+            extra[name].set_extra_state(decoded(source.extra[name]))
+        if states is not None:
+            states.set()
+
+    done_by_all(everyone, f"load {source.path}", give)
     return Loaded(Path(source.path), decoded(source.values), missing, unexpected, states is not None, source.world_size)
 
 
 def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:
     """Collective. Open the checkpoint, which all ranks must have."""
-    place = os.fspath(path)
 
     def look() -> Source:
+        place = os.fspath(path)
         with reading(place):
             if found(place) is None and os.path.exists(place):
                 from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp  # loaded only for such a folder
@@ -207,7 +218,7 @@ def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimi
                     return read_dcp(place, Choices(only=None if with_optimizer else "model"))
             return read_ours(place, with_optimizer=with_optimizer)
 
-    source = done_by_all(everyone, f"open the checkpoint {place}", look)
+    source = done_by_all(everyone, f"open the checkpoint {path}", look)
     for ranks in everyone:
         agree_on(ranks, "checkpoints", source.identity, source.path)
     return source

@@ -262,6 +262,26 @@ def test_arguments_of_other_kinds_are_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": None}, "TypeError|NoneType"),
+        ({"step": 1, "keep": 0}, "keep=0 must be positive"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point"),
+        ({"max_file_bytes": 0}, "max_file_bytes must be a positive number"),
+    ],
+)
+@pytest.mark.parametrize("in_background", [False, True])
+@on_ranks(2)
+def test_an_argument_that_one_rank_refuses_is_an_error_on_every_rank(
+    tmp_path: Path, in_background: bool, options: dict[str, Any], message: str
+) -> None:
+    save: Any = checkpoint.Saver().save if in_background else fsdp.save
+    arguments = {"path": tmp_path / "run", "model": nested_mlp(fully_sharded())}
+    with pytest.raises((TypeError, ValueError, fsdp.OtherRankError), match=message):
+        save(**arguments | options if dist.get_rank() == 1 else arguments)
+
+
 # Loading
 
 
@@ -427,6 +447,41 @@ def _load_nowhere(folder: Path) -> None:
     is_it = dist.get_rank() == 2
     with pytest.raises(FileNotFoundError if is_it else RuntimeError, match="nowhere is no complete checkpoint"):
         fsdp.load(folder / ("nowhere" if is_it else "run"), nested_mlp(fully_sharded()))
+
+
+@on_ranks(2)
+def test_a_rank_without_a_path_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    saved: Any = fsdp.save(tmp_path / "run", model).path
+    with pytest.raises((TypeError, fsdp.OtherRankError), match="NoneType"):
+        fsdp.load(None if dist.get_rank() == 1 else saved, model)
+
+
+class Stateful(nn.Linear):
+    """A layer with state of the user's, which one rank cannot take."""
+
+    def get_extra_state(self) -> str:
+        return "state"
+
+    def set_extra_state(self, state: str) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError(f"no use for {state}")
+
+
+def _refuse_on_one_rank(*_: Any) -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("no use for state")
+
+
+@pytest.mark.parametrize("part", ["module", "optimizer"])
+@on_ranks(2)
+def test_state_that_one_rank_refuses_is_an_error_on_every_rank(tmp_path: Path, part: str) -> None:
+    model = FullyShardedDataParallel(Stateful(2, 2) if part == "module" else nn.Linear(2, 2))
+    optimizer = adam(model.parameters())
+    fsdp.save(tmp_path / "run", model, optimizer)
+    optimizer.register_load_state_dict_post_hook(_refuse_on_one_rank)
+    with pytest.raises((LookupError, fsdp.OtherRankError), match="no use for state"):
+        fsdp.load(tmp_path / "run", model, optimizer if part == "optimizer" else None)
 
 
 def test_a_path_that_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:

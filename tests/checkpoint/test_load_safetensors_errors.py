@@ -128,6 +128,17 @@ def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(tmp_path: Pat
         load_safetensors(model, tmp_path)
 
 
+@on_ranks(2)
+def test_a_buffer_that_fits_on_some_ranks_only_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, other_values() | {"more": torch.ones(2)})
+    model = nested_mlp(fully_sharded())
+    model.register_buffer("more", torch.zeros(2 + dist.get_rank()))
+    before = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"more .*has shape \[2\], and the model's \[3\]"):
+        load_safetensors(model, tmp_path, strict=False)
+    assert_same_state(model.state_dict(), before)
+
+
 def test_complex_values_do_not_become_real(tmp_path: Path) -> None:
     save(tmp_path, {"weight": torch.ones(2, 2, dtype=torch.complex64), "bias": torch.ones(2)})
     model = FullyShardedDataParallel(nn.Linear(2, 2), Alone())
