@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import completed, default_group, during, ranks_of, served_device, summed
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.runtime import runtimes
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.layers.fingerprints import fingerprint
 from fsdp.optim_utils.owned import OwnedOptimizer
 
@@ -161,7 +162,7 @@ class OuterOptimizer:
 
     @contextmanager
     def stored_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Add the state of the outer optimizer to the inner optimizer's state, inside the context. Not collective. ::
+        """Add the state of the outer optimizer to the inner optimizer's state, inside the context. ::
 
             with outer.stored_in(optimizer):
                 fsdp.save(f"replica-{mesh.get_local_rank('site')}", model, optimizer)
@@ -170,16 +171,25 @@ class OuterOptimizer:
         float32, and the number of steps. All functions that save and reshard optimizer state include it, for any number
         of ranks. The state of the inner optimizer differs between replicas: save each replica in a folder of its own.
 
+        Collective over the ranks of this replica at its beginning.
+
         Raises:
             ValueError: for another optimizer than that of the constructor.
             RuntimeError: for a parameter that other replicas have changed, and this one has never stepped, so that
-                its optimizer can hold no state of it.
+                its optimizer can hold no state of it; on every rank of the replica, with the reason, if another fails.
         """
-        self._require_own(optimizer)
-        # torch's optimizers but SGD take no state of a parameter that lacks their own.
-        takes_all = isinstance(optimizer, torch.optim.SGD) or not any(optimizer.state.values())
-        stored = [param for param in self._listed() if takes_all or optimizer.state.get(param)]
-        self._require_nothing_else(stored)
+
+        def find() -> list[Any]:
+            self._require_own(optimizer)
+            # torch's optimizers but SGD take no state of a parameter that lacks their own.
+            takes_all = isinstance(optimizer, torch.optim.SGD) or not any(optimizer.state.values())
+            found = [param for param in self._listed() if takes_all or optimizer.state.get(param)]
+            self._require_nothing_else(found)
+            return found
+
+        with during("OuterOptimizer.stored_in()"):
+            everyone = [runtime.root.everyone for runtime, _ in _sharding(self._listed())]
+            stored = done_by_all(dict.fromkeys(everyone), "store the state of an OuterOptimizer", find)
         for param in stored:
             for key, held in ((_ANCHOR, self._anchors), (_MOMENTUM, self._momenta)):
                 state = torch.zeros_like(param, dtype=held[id(param)].dtype, requires_grad=False)
@@ -266,16 +276,22 @@ def _require_possible(optimizer: Any, group: Any, every: int, lr: float, momentu
         raise ValueError(f"fragments must be from 1 to every={every}, got {fragments}")
     if any(param.is_complex() for each in optimizer.param_groups for param in each["params"]):
         raise NotImplementedError("fsdp.OuterOptimizer does not support complex parameters: hold them as two real ones")
-    ranks, ours = set(ranks_of(group)), {id(param) for param in _params(optimizer)}
+    ranks = set(ranks_of(group))
+    for _, handle in _sharding(_params(optimizer)):
+        shared = [comm for comm in (handle.comm, handle.replicas) if len(ranks.intersection(comm.ranks)) > 1]
+        if shared:
+            raise ValueError(
+                f"{handle.name} is sharded or replicated over ranks {sorted(shared[0].ranks)} already, which "
+                f"exchange gradients in each step, and ranks {sorted(ranks)} are to exchange weights. Shard "
+                "each replica over its own ranks, with process_group or mesh"
+            )
+
+
+def _sharding(params: Iterable[Any]) -> Iterator[tuple[Runtime, FlatParamHandle]]:
+    """Yield the handles that have some of these parameters, in models that were used."""
+    ours = set(map(id, params))
     for runtime in runtimes():
         for unit in runtime.units:
             for handle in unit.handles:
-                if ours.isdisjoint(map(id, handle.listed_params)):
-                    continue
-                shared = [comm for comm in (handle.comm, handle.replicas) if len(ranks.intersection(comm.ranks)) > 1]
-                if shared:
-                    raise ValueError(
-                        f"{handle.name} is sharded or replicated over ranks {sorted(shared[0].ranks)} already, which "
-                        f"exchange gradients in each step, and ranks {sorted(ranks)} are to exchange weights. Shard "
-                        "each replica over its own ranks, with process_group or mesh"
-                    )
+                if not ours.isdisjoint(map(id, handle.listed_params)):
+                    yield runtime, handle

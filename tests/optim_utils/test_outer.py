@@ -323,6 +323,37 @@ def test_what_one_replica_has_not_stepped_yet_is_saved_or_an_error(form: str, in
     assert_same(full_state(resumed), full_state(model))
 
 
+class Aside(nn.Module):
+    """One row, which only the first of two ranks has a part of, beside a layer that every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.row = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
+
+    def forward(self, inputs: Tensor, uses_row: bool) -> Tensor:
+        return self.row(self.used(inputs)) if uses_row else self.used(inputs)
+
+
+@on_ranks(4)
+def test_state_that_one_rank_cannot_store_is_an_error_on_every_rank_of_the_replica() -> None:
+    mesh = mesh_of(4)
+    replica, rank = mesh["site"].get_local_rank(), mesh["rank"].get_local_rank()
+    model = fully_shard(Aside(), mesh=mesh["rank"])
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=1, momentum=0.9)
+    model(torch.ones(2, 4), replica == 0).square().mean().backward()
+    optimizer.step()
+    outer.step()
+    storing = outer.stored_in(optimizer)
+    if replica == 0:
+        with storing:
+            return
+    with pytest.raises(RuntimeError, match=r"row\.weight has no state of the AdamW on this replica") as caught, storing:
+        pass
+    assert isinstance(caught.value, fsdp.OtherRankError) == (rank == 1)
+
+
 @pytest.mark.parametrize("case", list(WRONG))
 @on_ranks(2)
 def test_wrong_arguments_are_errors_that_name_them(case: str) -> None:
