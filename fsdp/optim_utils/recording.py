@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.communicator import during
-from fsdp.distributed.consensus import from_everyone, number_among, size_of
+from fsdp.distributed.consensus import done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.autograd import in_backward
 from fsdp.engine.handle import FlatParamHandle
@@ -86,8 +86,12 @@ class FingerprintRecording:
 
     def __enter__(self) -> FingerprintRecording:
         with ExitStack() as undo:
-            if number_among(self._root.everyone) == 0:
-                self._file = undo.enter_context(open(self._path, "w", encoding="utf-8"))
+
+            def begin() -> None:
+                if number_among(self._root.everyone) == 0:
+                    self._file = undo.enter_context(open(self._path, "w", encoding="utf-8"))
+
+            self._together(f"open {self._path}", begin)
             about = {"ranks": size_of(self._root.everyone), "threads": torch.get_num_threads()}
             self._write({FORMAT: VERSION, **about, "torch": torch.__version__, "device": self._root.device.type})
             undo.enter_context(attached(self, self._runtime.units))
@@ -141,9 +145,18 @@ class FingerprintRecording:
     @torch.no_grad()
     def step_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Note new weights and optimizer state, and write the step."""
-        self._parts |= {WEIGHT: list(weights_of(self._params)), STATE: list(state_of(self._params, optimizer))}
+
+        def look() -> None:
+            self._parts |= {WEIGHT: list(weights_of(self._params)), STATE: list(state_of(self._params, optimizer))}
+
+        self._together("record the fingerprints of a step", look)
         with during("fsdp.record_fingerprints()"):
             heard = from_everyone(self._root.everyone, (self._micro_batches, self._parts))
+        self._together(f"write {self._path}", lambda: self._write_step(heard))
+        self._number += 1
+        self._micro_batches, self._parts = {}, {}
+
+    def _write_step(self, heard: Sequence[tuple[dict[int, dict[Key, int]], dict[str, list[Part]]]]) -> None:
         micro_batches = {number: entries for own, _ in heard for number, entries in own.items()}
         for number, entries in sorted(micro_batches.items()):
             self._write_entries({"step": self._number, "micro_batch": number}, entries)
@@ -157,8 +170,11 @@ class FingerprintRecording:
         self._write_entries({"step": self._number}, entries)
         if self._file is not None:
             self._file.flush()
-        self._number += 1
-        self._micro_batches, self._parts = {}, {}
+
+    @during("fsdp.record_fingerprints()")
+    def _together(self, what: str, job: Callable[[], None]) -> None:
+        """Collective. Call a function; if it raises on any rank, all ranks raise an error."""
+        done_by_all([self._root.everyone], what, job)
 
     def _write_entries(self, where: dict[str, int], entries: dict[Key, int]) -> None:
         keys = tuple(entries)
@@ -199,7 +215,9 @@ def record_fingerprints(model: nn.Module, path: str | os.PathLike[str], first_st
     Raises:
         TypeError: for another model.
         RuntimeError: if another module around this one is sharded and runs it.
-        OSError: on rank 0, if the file cannot be written.
+        OSError: if rank 0 cannot write the file, when the recording begins or at the end of a step.
+        ValueError: at the end of a step, for an optimizer's state that is neither of the shape of a shard nor a number.
+        OtherRankError: on the other ranks then.
     """
     return FingerprintRecording(model, path, first_step)
 

@@ -256,6 +256,24 @@ def test_outside_nothing_is_recorded_and_nothing_left_behind(tmp_path: Path) -> 
     assert not any(unit.observers.gradient for unit in methods[1].units)
 
 
+@pytest.mark.parametrize("fails", ["open", "write", "state"])
+@on_ranks(2)
+def test_what_cannot_be_recorded_is_an_error_on_every_rank(tmp_path: Path, fails: str) -> None:
+    model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if fails == "state" and dist.get_rank() == 1:
+        optimizer.state[next(iter(model.parameters()))]["strange"] = torch.ones(7, 9)
+    path = (
+        tmp_path / "missing" / "one" if fails == "open" else Path("/dev/full") if fails == "write" else tmp_path / "one"
+    )
+    error = {"open": "missing", "write": "No space left", "state": "'strange' of "}[fails]
+    recording = fsdp.record_fingerprints(model, path)
+    with pytest.raises((OSError, ValueError, fsdp.OtherRankError), match=error), recording:
+        optimizer.step()
+
+
 # The command
 
 
