@@ -213,11 +213,16 @@ class Compression:
             ValueError: for a parameter that the optimizer does not have.
             RuntimeError: before the first step; after another call of `fsdp.compress` for the model.
             NotImplementedError: for an optimizer that keeps the state of other tensors (`OwnedOptimizer`).
+            OtherRankError: with the reason, if another rank raises one of these errors.
         """
         with during("stored_in()"):
-            params = {id(param) for group in optimizer.param_groups for param in group["params"]}
             trained = [handle for handle in self._feedback if handle.requires_grad]
-            self._require_storage(optimizer, params, trained)
+
+            def check() -> None:
+                params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+                self._require_storage(optimizer, params, trained)
+
+            done_by_all([self._root.everyone], "store its feedback", check)
             stored = []
             for handle in trained:
                 for param, part in _by_param(handle, self._settle(handle)):

@@ -636,6 +636,17 @@ def test_feedback_cannot_be_stored_before_the_first_step_or_in_another_optimizer
         pass
 
 
+@on_ranks(2)
+def test_feedback_that_one_rank_cannot_store_is_an_error_on_every_rank() -> None:
+    model = compressed("orig", reduce(4, feedback=True))
+    backward(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    if dist.get_rank() == 0:
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="Adam has no state yet"), inside(model).compression.stored_in(optimizer):
+        pass
+
+
 # Errors
 
 
