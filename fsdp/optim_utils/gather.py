@@ -88,11 +88,11 @@ class OptimStream:
         ensure_agreed(root)
         everyone = root.everyone
         size = size_of(everyone)
-        if recipient is not None and not 0 <= recipient < size:
-            raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
         self.is_wanted = recipient is None or number_among(everyone) == recipient
 
         def read() -> tuple[Parameters, OwnState, dict[Communicator, tuple[list[OptimParam], bytes]]]:
+            if recipient is not None and not 0 <= recipient < size:
+                raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
             params = parameters_of(model, "gather an optimizer state", optim)
             own = own_state(params, optim)
             members: dict[Communicator, list[OptimParam]] = {}

@@ -105,6 +105,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
     root.require_idle("load an optimizer state")
     ensure_agreed(root)
     ranks = root.everyone
+    agree_on(ranks, "arguments to load an optimizer state", f"rank0_only={bool(rank0_only)}")
     if rank0_only:
         params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state", optim))
         source = FirstRank(ranks)
@@ -115,7 +116,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
     else:
         shard = done_by_all([ranks], _LOAD, lambda: shard_full_optim_state_dict(model, full, optim))
         agree_on(ranks, "parameter groups in the optimizer state to load", str(shard["param_groups"]))
-    optim.load_state_dict(shard)
+    done_by_all([ranks], _LOAD, lambda: optim.load_state_dict(shard))  # which calls the user's hooks
 
 
 def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, optim_utils
+from fsdp import FullyShardedDataParallel, OtherRankError, optim_utils
 from tests.helpers.equality import assert_same
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
@@ -73,6 +73,8 @@ def test_what_is_no_optimizer_and_no_rank_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"has 3 parameters, the model has \d+, and it shows no param_groups"):
         model.gather_full_optim_state_dict(Unknown())
+    with pytest.raises((ValueError, OtherRankError), match="one of the 2 ranks, got 2"):
+        model.gather_full_optim_state_dict(optimizer, recipient_rank=2 * dist.get_rank())
 
 
 @on_ranks(2)
@@ -173,6 +175,23 @@ def test_a_rank_that_cannot_load_tells_the_others() -> None:
         optim_utils.load_full_optim_state_dict(model, optimizer, given)
     with pytest.raises((TypeError, RuntimeError), match="got a NoneType"):
         optim_utils.load_full_optim_state_dict(model, optimizer, None, rank0_only=True)
+    with pytest.raises(RuntimeError, match="rank 0 has rank0_only=False and rank 1 has rank0_only=True"):
+        optim_utils.load_full_optim_state_dict(model, optimizer, full, rank0_only=dist.get_rank() == 1)
+
+
+def _refuse_on_one_rank(*_: Any) -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("no use for this state")
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(2)
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_every_rank(rank0_only: bool) -> None:
+    model, optimizer = trained()
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    optimizer.register_load_state_dict_pre_hook(_refuse_on_one_rank)
+    with pytest.raises((LookupError, OtherRankError), match="no use for this state"):
+        optim_utils.load_full_optim_state_dict(model, optimizer, full, rank0_only=rank0_only)
 
 
 @on_ranks(2)
