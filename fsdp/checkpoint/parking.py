@@ -94,7 +94,7 @@ def unpark(model: nn.Module, parts: Iterable[str] | None = None) -> None:
             parts are still parked then, on all ranks, and `unpark` may be called again.
     """
     root = require_sharded(model, "fsdp.unpark")
-    wanted = _checked(PARTS if parts is None else parts)
+    wanted = done_by_all([root.everyone], "unpark the model", lambda: _checked(PARTS if parts is None else parts))
     _unpark(root, [one for one in _records(root) if one.part in wanted])
 
 
@@ -189,12 +189,17 @@ def _park(
     model: nn.Module, optimizer: Optimizers, to: str | os.PathLike[str], parts: Iterable[str] | None
 ) -> list[_Parked]:
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
-    wanted = _checked(PARTS[: 3 if optimizers else 2] if parts is None else parts)
-    if "optimizer" in wanted and not optimizers:
-        raise ValueError("fsdp.park: the part 'optimizer' needs the argument `optimizer`")
     root = require_sharded(model, "fsdp.park")
+
+    def given() -> frozenset[str]:
+        wanted = _checked(PARTS[: 3 if optimizers else 2] if parts is None else parts)
+        if "optimizer" in wanted and not optimizers:
+            raise ValueError("fsdp.park: the part 'optimizer' needs the argument `optimizer`")
+        return wanted
+
     require_shards([root], "park the model")
     runtime = runtime_of_root(root, "fsdp.park")
+    wanted = done_by_all([root.everyone], "park the model", given)
     before = {one.part for one in _records(root)}
     ours: list[_Parked] = []
     undo = ExitStack()

@@ -63,8 +63,6 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
             differ between ranks.
     """
     root = require_sharded(model, "fsdp.resident")
-    if budget_bytes is not None and budget_bytes < 0:
-        raise ValueError(f"fsdp.resident: budget_bytes must not be negative, got {budget_bytes}")
     runtime = runtime_of_root(root, "fsdp.resident")
     runtime.ensure_idle("enter fsdp.resident()")
     chosen: Sequence[Unit] = ()
@@ -72,6 +70,8 @@ def resident(model: nn.Module, budget_bytes: int | None = None) -> Iterator[tupl
     try:
         with during("fsdp.resident()"):
             agree_on(root.everyone, "budgets in fsdp.resident", str(budget_bytes))
+            if budget_bytes is not None and budget_bytes < 0:
+                raise ValueError(f"fsdp.resident: budget_bytes must not be negative, got {budget_bytes}")
             runtime.checks.trust_values(root)
             every = _chosen(runtime, budget_bytes)
             chosen = [unit for unit in every if not unit.policy.keeps_for_inference]

@@ -266,6 +266,9 @@ def test_an_error_on_one_rank_leaves_all_ranks_as_they_were(tmp_path: Path) -> N
     backward(model, 0)
     optimizer.step()
     before, rank = full_state(model), dist.get_rank()
+    for call in (fsdp.park, fsdp.unpark):
+        with pytest.raises((ValueError, fsdp.OtherRankError), match="got moments"):
+            call(model, parts=["moments"] if rank else None)
     (tmp_path / "file").touch()
     with pytest.raises((OSError, RuntimeError), match="rank 1 could not park the model" if rank == 0 else "file"):
         fsdp.park(model, optimizer, to=tmp_path / ("file" if rank else "folder"))

@@ -203,6 +203,11 @@ def test_wrong_uses_are_errors_on_every_rank() -> None:
         fsdp.resident(model, 10 + dist.get_rank()),
     ):
         pass
+    with (
+        pytest.raises(RuntimeError, match=r"rank 0 has 1 and rank 1 has -1"),
+        fsdp.resident(model, 1 - 2 * dist.get_rank()),
+    ):
+        pass
     inner = next(
         module for module in model.modules() if isinstance(module, FullyShardedDataParallel) and module is not model
     )
