@@ -418,12 +418,17 @@ class FullyShardedStrategy(DDPStrategy):
         """Collective. Call a function on each rank; if it fails on any rank, all ranks raise an error."""
         try:
             result = do()
-        except Exception:
+        except Exception as error:
             self.reduce_boolean_decision(False)
+            self._heard(f"rank {self.global_rank} could not {what}. {type(error).__name__}: {error}")
             raise
         if not self.reduce_boolean_decision(True):
-            raise RuntimeError(f"another rank could not {what}: its error says why")
+            raise fsdp.OtherRankError(f"rank {self.global_rank}: {self._heard('')}")
         return result
+
+    def _heard(self, text: str) -> str:
+        """Collective. Return the text of the first rank that has any."""
+        return next(filter(None, [self.broadcast(text, rank) for rank in range(self.world_size)]))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -286,7 +286,7 @@ def test_all_ranks_hear_that_one_could_not_write(tmp_path: Path, kind: str) -> N
         trainer.save_checkpoint(in_the_way)
     trainer.save_checkpoint(tmp_path / "free.ckpt")
     trainer.lightning_module.hparams["note"] = lambda: None  # which nobody can pickle
-    with pytest.raises((AttributeError, RuntimeError, pickle.PicklingError), match=r"pickle|never\.ckpt"):
+    with pytest.raises((AttributeError, RuntimeError, pickle.PicklingError), match="pickle"):
         trainer.save_checkpoint(tmp_path / "never.ckpt")
 
 
