@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     BATCH,
@@ -171,6 +172,16 @@ def test_from_pretrained_reads_checkpoints_and_saved_models(tmp_path: Path, form
             assert torch.equal(logits(from_pretrained("gpt2", saved)), expected)
             assert (saved / "training_args.bin").exists()
         assert not torch.equal(logits(from_pretrained("gpt2", tmp_path / "checkpoint-2")), expected)
+
+
+@on_ranks(2, timeout=PATIENCE)
+def test_all_ranks_hear_that_the_first_could_not_write(tmp_path: Path) -> None:
+    with as_launched():
+        trainer = trainer_of(sharded("llama"), tmp_path / "run", **SAVING)
+        taken = tmp_path / f"taken{dist.get_rank()}"
+        taken.touch()
+        with pytest.raises((OSError, fsdp.OtherRankError), match="taken0"):
+            trainer.save_model(str(taken / "model"))
 
 
 @on_ranks(2, timeout=PATIENCE)
