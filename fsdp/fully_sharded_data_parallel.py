@@ -11,7 +11,6 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -651,11 +650,16 @@ class FullyShardedDataParallel(nn.Module):
         """
         require_shards(self._units(), "load a sharded state dict")
         on_demand.ensure_agreed(self._unit)
-        given = on_demand.with_wrapped_metadata(state_dict, self)
-        for key, value in state_dict.items():
-            if isinstance(value, on_demand.TensorPart) and value.is_blank:
-                del given[key]
-        return on_demand.load_sharded_state(self._unit, self._units(), partial(super().load_state_dict, given, strict))
+        walk = super().load_state_dict
+
+        def load() -> Any:
+            given = on_demand.with_wrapped_metadata(state_dict, self)
+            for key, value in state_dict.items():
+                if isinstance(value, on_demand.TensorPart) and value.is_blank:
+                    del given[key]
+            return walk(given, strict)
+
+        return on_demand.load_sharded_state(self._unit, self._units(), load)
 
     def stream_weights(self, sink: Any, **options: Any) -> Any:
         """Collective. Send all weights to a sink in bounded buckets, see `fsdp.stream_weights` for the arguments."""

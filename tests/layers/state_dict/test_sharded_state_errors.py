@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import fsdp
 from fsdp.layers.state_dict.sharded import Held, Part, TensorPart
 from tests.helpers.dcp_folders import alone_warning, assert_whole_state, everything, load_sharded, save_sharded
 from tests.helpers.equality import assert_same_state
@@ -109,6 +110,15 @@ def test_all_ranks_refuse_what_one_rank_cannot_load(change: Callable[[Any], None
     told = f"rank {dist.get_rank()}: rank 1 could not load its part of a sharded state. RuntimeError: {own}"
     with pytest.raises(RuntimeError, match=own if dist.get_rank() == 1 else told):
         model.load_sharded_state_dict(state)
+    assert_whole_state(model, everything, seed=0)
+
+
+@on_ranks(2)
+def test_all_ranks_hear_that_one_rank_has_no_state() -> None:
+    model = everything(fully_sharded())
+    state = other_state(model)
+    with pytest.raises((TypeError, fsdp.OtherRankError), match="NoneType"):
+        model.load_sharded_state_dict(None if dist.get_rank() == 1 else state)
     assert_whole_state(model, everything, seed=0)
 
 
