@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import Group, backend_names, own_rank
-from fsdp.distributed.consensus import done_by_all
+from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.distributed.devices import HOST, finish_queued
 from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
 from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
@@ -100,7 +100,7 @@ def gather_state_dict(
         TypeError: for a leaf of an unknown type.
         ValueError: for a rank that `pg` does not contain, a tensor without values, or a required `DTensor` on a mesh
             without this rank; for a local part whose size differs from torch's; for both `cpu_offload` and a different
-            `device`.
+            `device`; if ranks of a mesh have different `DTensor`s or `ranks_only`.
         NotImplementedError: for interleaved shards on a mesh whose ranks are not in ascending order.
         RuntimeError: if another rank did not answer.
     """
@@ -112,6 +112,13 @@ def gather_state_dict(
     gathering = Gathering(_group_of(pg), ranks_only)
 
     def check() -> None:
+        for own, other in told:
+            if own != other:
+                raise ValueError(
+                    "the ranks of a mesh gather different DTensors, or to different ranks. ranks_only and the digest "
+                    f"of the DTensors are {own} here, and {other} on another rank. Every rank must pass the same "
+                    "DTensors in the same order, and the same ranks_only"
+                )
         check_types(state_dict, type_check)
         check_leaves(state_dict, without_values)
         for path, leaf in tensors:
@@ -127,7 +134,8 @@ def gather_state_dict(
 
     tensors = [(path, leaf) for path, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
     ways = gathering.ways(leaf for _, leaf in tensors)
-    done_by_all([(comm,) for comm in ways], f"gather a state dict (on global rank {own_rank()})", check)
+    told = [(own, other) for comm, own in ways if comm.peers_answer for other in from_everyone((comm,), own)]
+    done_by_all([(comm,) for comm, _ in ways], f"gather a state dict (on global rank {own_rank()})", check)
 
     def whole(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not has_part(leaf):

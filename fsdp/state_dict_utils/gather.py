@@ -8,7 +8,9 @@ the order of the mesh. This module sends each part as bytes directly to the rank
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,20 +34,31 @@ class Gathering:
         for each in ranks_only:
             if not 0 <= each < size:
                 raise ValueError(f"ranks_only={tuple(ranks_only)}: there is no rank {each}, only 0 to {size - 1}")
+        self._ranks_only = tuple(sorted(set(ranks_only)))
         self.is_wanted = not ranks_only or rank in ranks_only
         members = dist.get_process_group_ranks(group) if ranks_only and group is not None else []  # type: ignore[arg-type]
         self._wants = {member: number in ranks_only for number, member in enumerate(members)}
         self._used: set[Communicator] = set()
 
-    def ways(self, tensors: Iterable[Tensor]) -> list[Communicator]:
-        """Return the ways to the ranks of these tensors' meshes, along each dimension of each."""
-        meshes = dict.fromkeys(part.mesh for part in map(MeshPart.of, tensors) if part is not None)
+    def ways(self, tensors: Iterable[Tensor]) -> list[tuple[Communicator, str]]:
+        """Return the ways to the ranks of these tensors' meshes, along each dimension of each.
+
+        Each way has a description of the gather of the mesh, which must be equal on its ranks.
+        """
+        found: dict[Any, list[str]] = {}
+        for tensor in tensors:
+            part = MeshPart.of(tensor)
+            if part is not None and part.mesh.get_coordinate() is not None:
+                found.setdefault(part.mesh, []).append(f"{tuple(tensor.shape)} {tensor.dtype} {part.placements}")
         return [
-            communicator(mesh.get_group(dim), torch.device(mesh.device_type))
-            for mesh in meshes
-            if mesh.get_coordinate() is not None
+            (communicator(mesh.get_group(dim), torch.device(mesh.device_type)), self._described(kinds))
+            for mesh, kinds in found.items()
             for dim in range(mesh.ndim)
         ]
+
+    def _described(self, kinds: list[str]) -> str:
+        digest = hashlib.sha256(repr(kinds).encode()).hexdigest()
+        return f"{self._ranks_only} and {digest[:8]}"
 
     def settle(self) -> None:
         """Block until all parts have been sent, so that they may be written again."""

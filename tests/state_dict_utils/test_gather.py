@@ -243,6 +243,16 @@ def test_a_bad_leaf_on_one_rank_is_an_error_on_all_ranks_of_the_mesh(shape: tupl
     assert_same_tree(gather_state_dict({"weight": sharded})["weight"], counting(5))
 
 
+@on_ranks(2)
+def test_ranks_that_gather_differently_are_told() -> None:
+    mesh, rank = DeviceMesh("cpu", [0, 1]), dist.get_rank()
+    one, other = (DTensor.from_local(torch.ones(rows), mesh, [Shard(0)]) for rows in (2, 3))
+    message = r"gather different DTensors, or to different ranks.* are \(.*\) and .* here, and \(.*\) and .* on another"
+    for tree, ranks_only in (({"w": one}, [rank]), ([one, other][: 1 + rank], []), ([one, other][:: 1 - 2 * rank], [])):
+        with pytest.raises(ValueError, match=message):
+            gather_state_dict(tree, ranks_only=ranks_only)
+
+
 def test_options_that_exclude_each_other_or_name_no_rank_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cpu_offload=True and device='meta' exclude each other"):
         gather_state_dict({}, cpu_offload=True, device="meta")
