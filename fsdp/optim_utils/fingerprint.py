@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.communicator import during
-from fsdp.distributed.consensus import done_by_all, from_everyone
+from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone
 from fsdp.distributed.dtensor import held_part, is_dtensor
 from fsdp.engine.names import clean_name
 from fsdp.engine.rows_layout import RowsLayout
@@ -57,10 +57,12 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     Raises:
         TypeError: for another model.
         ValueError: for an optimizer's state that is neither of the shape of a shard nor a number.
-        RuntimeError: inside a forward, backward or `summon_full_params`.
+        RuntimeError: inside a forward, backward or `summon_full_params`; if some ranks pass no optimizer, or another.
     """
     root = require_sharded(model, "fsdp.fingerprint")
     with during("fsdp.fingerprint()"):
+        given = "no optimizer" if optimizer is None else type(optimizer).__name__
+        agree_on(root.everyone, "arguments of fsdp.fingerprint", given)
         parts = done_by_all([root.everyone], _DOING, lambda: parts_of(model, root, optimizer))
         own = (together(part for part in parts if not part.is_copy), together(part for part in parts if part.is_copy))
         heard = from_everyone(root.everyone, own)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.layers.fingerprints import fingerprint_of_range
 from tests.helpers.hybrid import group_option
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.same_bits import FORMS, OPTIMIZERS, adamw, loss_of, tokens_of, writer
 
@@ -106,6 +107,14 @@ def _of_hybrid() -> str:
 
 def _of_plain() -> str:
     return fsdp.fingerprint(writer(FORMS["flat"]))
+
+
+@on_ranks(2)
+def test_an_optimizer_on_one_rank_only_is_an_error_on_every_rank() -> None:
+    model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters()) if dist.get_rank() == 1 else None
+    with pytest.raises(RuntimeError, match="rank 0 has no optimizer and rank 1 has AdamW"):
+        fsdp.fingerprint(model, optimizer)
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
