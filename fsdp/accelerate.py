@@ -6,11 +6,12 @@ from fsdp.accelerate import Accelerator  # instead of: from accelerate import Ac
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
@@ -18,7 +19,7 @@ from fsdp.state_dict_utils import gather_state_dict
 
 try:
     from accelerate import Accelerator as _PlainAccelerator
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, gather_object
 except ImportError as error:
     raise ImportError("fsdp.accelerate needs accelerate: pip install 'fsdp[accelerate]'") from error
 
@@ -36,6 +37,22 @@ def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModu
             f"{type(model).__name__} has sharded modules inside and is not sharded itself: wrap the whole model too"
         )
     return None
+
+
+def together(what: str, do: Callable[[], object]) -> None:
+    """Collective. Call a function on each rank; if it fails on any rank, all ranks raise an error."""
+    failure: Exception | None = None
+    try:
+        do()
+    except Exception as error:  # noqa: BLE001 (raised when the other ranks know)
+        failure = error
+    own = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+    told = "" if failure is None else f"{own} could not {what}. {type(failure).__name__}: {failure}"
+    heard = next(filter(None, gather_object([told])), "")
+    if failure is not None:
+        raise failure
+    if heard:
+        raise fsdp.OtherRankError(f"{own}: {heard}")
 
 
 class Accelerator(_PlainAccelerator):
@@ -187,11 +204,18 @@ class Accelerator(_PlainAccelerator):
 
         Raises:
             NotImplementedError: for a sharded model together with another model.
+            ValueError: if this rank has no such folder. The other ranks raise an `OtherRankError`.
         """
         model, optimizers = self._model_and_optimizers("load_state")
         if model is None:
             super().load_state(input_dir, load_kwargs, **options)
             return
+
+        def find() -> None:
+            if input_dir is not None and not os.path.isdir(os.path.expanduser(input_dir)):
+                raise ValueError(f"load_state: {os.fspath(input_dir)} is no folder")
+
+        together(f"find {input_dir}", find)
 
         def load(models: list[nn.Module], folder: str) -> None:
             models.clear()

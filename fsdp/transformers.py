@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from torch import nn
 import fsdp
 
 try:
-    from accelerate.utils import gather_object
     from transformers import Trainer as _PlainTrainer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
@@ -28,7 +26,7 @@ except ImportError as error:
         "fsdp.transformers needs transformers and accelerate: pip install 'fsdp[transformers]'"
     ) from error
 
-from fsdp.accelerate import Accelerator, outermost
+from fsdp.accelerate import Accelerator, outermost, together
 
 
 class Trainer(_PlainTrainer):
@@ -127,10 +125,10 @@ class Trainer(_PlainTrainer):
         if _internal_call:
             optimizer = None if self.args.save_only_model else self.optimizer.optimizer
             fsdp.save(folder, self.model_wrapped, optimizer, generators=False)
-            _together(f"save the configuration to {folder}", partial(self._save_beside, folder))
+            together(f"save the configuration to {folder}", partial(self._save_beside, folder))
             return
         state = self.accelerator.get_state_dict(self.model_wrapped)
-        _together(f"save the model to {folder}", partial(self._save, folder, state_dict=state))
+        together(f"save the model to {folder}", partial(self._save, folder, state_dict=state))
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -153,7 +151,7 @@ class Trainer(_PlainTrainer):
             if self.args.should_save:
                 torch.save(self.lr_scheduler.state_dict(), path)
 
-        _together(f"write {path}", save)
+        together(f"write {path}", save)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Not needed: the model is loaded together with the optimizer."""
@@ -166,26 +164,10 @@ class Trainer(_PlainTrainer):
         fsdp.load(checkpoint, self.model_wrapped, self.optimizer.optimizer if is_complete else None, generators=False)
         if is_complete:
             read = partial(torch.load, scheduler, weights_only=True)
-            _together(f"load {scheduler}", lambda: self.lr_scheduler.load_state_dict(read()))
+            together(f"load {scheduler}", lambda: self.lr_scheduler.load_state_dict(read()))
 
     def _load_best_model(self) -> None:
         fsdp.load(self.state.best_model_checkpoint, self.model_wrapped, generators=False)
-
-
-def _together(what: str, do: Callable[[], object]) -> None:
-    """Collective. Call a function on each rank; if it fails on any rank, all ranks raise an error."""
-    failure: Exception | None = None
-    try:
-        do()
-    except Exception as error:  # noqa: BLE001 (raised when the other ranks know)
-        failure = error
-    own = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
-    told = "" if failure is None else f"{own} could not {what}. {type(failure).__name__}: {failure}"
-    heard = next(filter(None, gather_object([told])), "")
-    if failure is not None:
-        raise failure
-    if heard:
-        raise fsdp.OtherRankError(f"{own}: {heard}")
 
 
 def _class_name(model: nn.Module) -> str:

@@ -226,6 +226,17 @@ def test_several_optimizers_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @on_ranks(2, timeout=PATIENCE)
+def test_a_rank_without_the_folder_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(FullyShardedDataParallel(nn.Linear(2, 2)))
+        with pytest.raises((ValueError, fsdp.OtherRankError), match="nowhere is no folder"):
+            accelerator.load_state(tmp_path / ("nowhere" if dist.get_rank() == 1 else "."))
+
+
+@on_ranks(2, timeout=PATIENCE)
 def test_states_have_automatic_names(tmp_path: Path) -> None:
     from accelerate.utils import ProjectConfiguration
 
