@@ -175,6 +175,7 @@ class Accelerator(_PlainAccelerator):
 
         Raises:
             NotImplementedError: for a sharded model together with another model.
+            OtherRankError: with the reason, if another rank cannot write the model or its other states.
         """
         model, optimizers = self._model_and_optimizers("save_state")
         if model is None:
@@ -185,8 +186,10 @@ class Accelerator(_PlainAccelerator):
         def save(_: Any, weights: list[Any], folder: str) -> None:
             weights.clear()
             fsdp.save(folder, model, optimizers, generators=False, **options)
+            met.append("write its other states")
 
-        with self._aside(self.register_save_state_pre_hook(save), self._save_model_state_pre_hook, to_end=False):
+        met: list[str] = []
+        with self._aside(self.register_save_state_pre_hook(save), self._save_model_state_pre_hook, False, met):
             return super().save_state(output_dir)
 
     def load_state(
@@ -220,8 +223,10 @@ class Accelerator(_PlainAccelerator):
         def load(models: list[nn.Module], folder: str) -> None:
             models.clear()
             fsdp.load(folder, model, optimizers, generators=False, **options)
+            met.append("load its other states")
 
-        with self._aside(self.register_load_state_pre_hook(load), self._load_model_state_pre_hook, to_end=True):
+        met: list[str] = []
+        with self._aside(self.register_load_state_pre_hook(load), self._load_model_state_pre_hook, True, met):
             super().load_state(input_dir, load_kwargs)
 
     def _model_and_optimizers(self, method: str) -> tuple[nn.Module | None, list[torch.optim.Optimizer] | None]:
@@ -235,13 +240,27 @@ class Accelerator(_PlainAccelerator):
         return self._models[0], [each.optimizer for each in self._optimizers] or None
 
     @contextmanager
-    def _aside(self, handle: Any, hooks: Any, to_end: bool) -> Iterator[None]:
-        """Keep the sharded model and its optimizer from `accelerate`'s own files; the hook is for this call only."""
+    def _aside(self, handle: Any, hooks: Any, to_end: bool, met: list[str]) -> Iterator[None]:
+        """Keep the sharded model and its optimizer from `accelerate`'s own files; the hook is for this call only.
+
+        The hook appends to `met` when all ranks have saved or loaded the model; then they compare what follows.
+        """
         # This hook saves before other hooks add files to the folder, and loads after other hooks have seen the models.
         hooks.move_to_end(handle.id, last=to_end)
         optimizers, self._optimizers, self._is_saving = self._optimizers, [], True
+        failures: list[Exception] = []
         try:
             yield
+        except Exception as error:
+            if not met:
+                raise
+            failures.append(error)
         finally:
             self._optimizers, self._is_saving = optimizers, False
             handle.remove()
+
+        def end() -> None:
+            if failures:
+                raise failures[0]
+
+        together(met[0], end)

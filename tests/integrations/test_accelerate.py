@@ -236,6 +236,33 @@ def test_a_rank_without_the_folder_does_not_leave_the_others_waiting(tmp_path: P
             accelerator.load_state(tmp_path / ("nowhere" if dist.get_rank() == 1 else "."))
 
 
+class Unsaved:
+    """An object whose state only the first rank saves, and cannot."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise LookupError("no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError("no use for this state")
+
+
+@on_ranks(2, timeout=PATIENCE)
+def test_other_states_that_one_rank_cannot_save_or_load_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(FullyShardedDataParallel(nn.Linear(2, 2)))
+        accelerator.register_for_checkpointing(unsaved := Unsaved())
+        with pytest.raises((LookupError, fsdp.OtherRankError), match="no state"):
+            accelerator.save_state(tmp_path)
+        unsaved.state_dict = dict  # type: ignore[method-assign]
+        accelerator.save_state(tmp_path)
+        with pytest.raises((LookupError, fsdp.OtherRankError), match="no use for this state"):
+            accelerator.load_state(tmp_path)
+
+
 @on_ranks(2, timeout=PATIENCE)
 def test_states_have_automatic_names(tmp_path: Path) -> None:
     from accelerate.utils import ProjectConfiguration
