@@ -82,6 +82,25 @@ class Trainer(_PlainTrainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.accelerator.prepare_model(self.model_wrapped)
 
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Predict as `transformers` does; ranks that have generated all of their tokens wait for the other ranks.
+
+        Args:
+            model, inputs, prediction_loss_only, ignore_keys: as for `transformers.Trainer`.
+            gen_kwargs: as for `transformers.Seq2SeqTrainer`.
+        """
+        if getattr(self.args, "predict_with_generate", False):
+            # Each token is a forward of all ranks. `generate` counts on this only for shards of torch's own classes.
+            gen_kwargs = {"synced_gpus": self.args.world_size > 1} | (gen_kwargs or getattr(self, "_gen_kwargs", {}))
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+
     def get_num_trainable_parameters(self) -> int:
         """Return the number for the unsharded model."""
         sharded = self.model_wrapped

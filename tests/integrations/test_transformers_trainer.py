@@ -17,6 +17,7 @@ import fsdp
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     BATCH,
+    LENGTH,
     MODULES,
     PATIENCE,
     arguments,
@@ -214,6 +215,38 @@ def _mix(folder: Path) -> float:
         options = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
         args = transformers.Seq2SeqTrainingArguments(per_device_eval_batch_size=1, **options)
         return Mine(sharded("llama"), args).evaluate(rows(6, seed=2))["eval_loss"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
+@on_ranks(2, timeout=PATIENCE)
+def test_evaluations_generate_different_numbers_of_tokens_on_the_ranks(tmp_path: Path, form: str) -> None:
+    import transformers
+
+    from fsdp.transformers import Trainer
+
+    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        """As users make it."""
+
+    plain, model = made("llama")[0].eval(), sharded("llama", form)
+    data, most = rows(4, seed=2), {"max_new_tokens": 6}
+    with torch.no_grad():
+        first = plain.generate(data[0]["input_ids"][None], do_sample=False, **most)[0, LENGTH:]
+    # The first rank's row ends with its first token.
+    for each in (plain, plain_of(model)):
+        each.config.pad_token_id = each.generation_config.pad_token_id = 0
+        each.generation_config.eos_token_id = int(first[0])
+        each.generation_config.do_sample = False
+    expected = [plain.generate(row["input_ids"][None], **most)[0].tolist() for row in data]
+    assert len({len(row) for row in expected}) > 1
+    with as_launched():
+        options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+        args = transformers.Seq2SeqTrainingArguments(
+            per_device_eval_batch_size=1, predict_with_generate=True, **options
+        )
+        found = Mine(model, args).predict(data, **most).predictions
+    for row, wanted in zip(found.tolist(), expected, strict=True):
+        padding = [0] * (len(row) - len(wanted))
+        assert row == wanted + padding
 
 
 # Errors
