@@ -23,9 +23,14 @@ from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
 
+def backward_id() -> int:
+    """Return the number of the backward that autograd runs on this thread now; -1 if it runs none."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Return whether autograd runs a backward on this thread now: a forward that starts here recomputes."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def in_transform() -> bool:

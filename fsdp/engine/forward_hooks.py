@@ -7,15 +7,22 @@ is the same.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
-from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform, outside_transforms
+from fsdp.engine.autograd import (
+    backward_id,
+    differentiable_tensors,
+    in_backward,
+    in_transform,
+    outside_transforms,
+    will_run,
+)
 from fsdp.engine.call_stack import MODULE_CALL, calls_on, uncompiled
 from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
@@ -140,8 +147,27 @@ def _trained(unit: Unit) -> list[list[bool]]:
     return [handle.requires_grad_each for handle in unit.handles]
 
 
+def _nodes_of(tensors: list[Tensor]) -> set[Any]:
+    bases = [tensor._base for tensor in tensors if tensor._base is not None]
+    return {tensor.grad_fn for tensor in tensors + bases if tensor.grad_fn is not None}
+
+
+def _calling(method: weakref.WeakMethod[Callable[[Any], None]]) -> Callable[[Any], None]:
+    def hook(gradient: Any) -> None:
+        if (alive := method()) is not None:
+            alive(gradient)
+
+    return hook
+
+
 class Call:
-    """A forward of a unit, which its backward refers to."""
+    """A forward of a unit, which its backward refers to.
+
+    The graph keeps the call alive: hooks of the outputs refer to it, and it refers to the nodes of the inputs, in the
+    direction of the graph. Hooks of the inputs refer to it weakly. With `register_multi_grad_hook` there would be a
+    cycle, which keeps the call and the graph of a forward without backward until a garbage collection. Ranks collect
+    garbage at different times, and backward waits for the calls that are alive.
+    """
 
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
@@ -152,6 +178,9 @@ class Call:
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
         self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
+        self._input_nodes: list[Any] = []  # whose gradients the runtime is told of
+        self._upstream: set[Any] = set()  # these, and those of the tensors that the inputs are views of
+        self._input_backward, self._missing_inputs = -1, 0  # the last backward of them, and how many it comes to yet
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
 
@@ -162,7 +191,10 @@ class Call:
         self.will_pass = bool(tensors)
         # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
         if tensors and not any(tensor.is_leaf for tensor in tensors):
-            register_multi_grad_hook(tensors, self._inputs_have_gradients)
+            self._input_nodes = [tensor.grad_fn for tensor in tensors]
+            self._upstream = _nodes_of(tensors)
+            for tensor in tensors:
+                tensor.register_hook(_calling(weakref.WeakMethod(self._input_has_gradient)))
 
     @property
     def may_outlast_gradients(self) -> bool:
@@ -177,6 +209,8 @@ class Call:
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
         self.shards = [handle.state_in_use for handle in self.unit.handles]
+        if self._upstream & _nodes_of(tensors):  # hooks would lie upstream of what they refer to; see the class
+            self._input_nodes, self._upstream = [], set()
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
             # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)
@@ -192,8 +226,11 @@ class Call:
                 base.grad_fn.register_prehook(self._output_has_gradient)
         return bool(tensors)
 
-    def _inputs_have_gradients(self, _: Any) -> None:
-        if self.unit.runtime is not None:
+    def _input_has_gradient(self, _: Any) -> None:
+        if self._input_backward != (backward := backward_id()):
+            self._input_backward, self._missing_inputs = backward, sum(map(will_run, self._input_nodes))
+        self._missing_inputs -= 1
+        if self._missing_inputs == 0 and self.unit.runtime is not None:
             self.unit.runtime.passed(self.unit, self)
 
     def _output_has_gradient(self, _: Tensor) -> None:

@@ -6,7 +6,10 @@ The model is the usual one: adapters of low rank on a frozen base. `test_pain_po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import fully_shard
 from tests.helpers.dtypes import BRAIN, SINGLE
@@ -365,3 +369,55 @@ def test_a_part_of_a_flat_parameter_cannot_be_frozen_while_it_is_unsharded() -> 
         model(torch.ones(2, 3))
     model(torch.ones(2, 3)).sum().backward()
     assert model.params[0].grad is not None
+
+
+# Forwards without a backward
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@on_ranks(2)
+def test_the_graph_of_a_forward_without_backward_is_freed_at_once(options: dict[str, Any]) -> None:
+    model: Any = by_layers(seeded(in_default_dtype), fully_sharded(**options))
+    train_step(model, torch.ones(2, 5))
+    hidden: list[weakref.ref[Tensor]] = []
+    model[0].down.register_forward_hook(lambda module, inputs, output: hidden.append(weakref.ref(output)))
+    with without_collections():
+        output = model(torch.ones(2, 5))
+        assert hidden[0]() is not None  # saved for backward
+        del output
+        assert hidden[0]() is None
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, and computes it again for the backward of the first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("0", Adapted(5, 5, None))
+        self.add_module("2", Adapted(5, 5, None))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second = self.children()
+        recomputed = checkpoint(second, first(inputs).tanh(), use_reentrant=True)
+        return recomputed * second(first(inputs).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@on_ranks(2)
+def test_ranks_that_collect_garbage_at_different_times_train_alike(options: dict[str, Any]) -> None:
+    model = by_layers(seeded(Twice), fully_sharded(**options))
+    with without_collections():
+        model(torch.ones(2, 5))  # and no backward
+        if dist.get_rank() == 0:
+            gc.collect()
+        train_step(model, torch.ones(2, 5))
+    assert_kind_trains(Twice, by_layers, sgd_with_momentum, options)
