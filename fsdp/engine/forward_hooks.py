@@ -209,7 +209,8 @@ class Call:
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
         self.shards = [handle.state_in_use for handle in self.unit.handles]
-        if self._upstream & _nodes_of(tensors):  # hooks would lie upstream of what they refer to; see the class
+        if self._upstream and not self._upstream.isdisjoint(_nodes_of(tensors)):
+            # Hooks would lie upstream of what they refer to; see the class.
             self._input_nodes, self._upstream = [], set()
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
