@@ -73,7 +73,10 @@ def recover(model: nn.Module) -> bool:
             its gradients. All ranks are idle then, and can load a checkpoint. Also if a rank has exited, if groups do
             not use gloo, or inside a forward, a backward, or `fsdp.join`.
         ValueError: if `model` is not sharded.
+        TypeError: if `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_CALL} needs a sharded model, got {model!r}")
     roots: dict[Unit, None] = {}
     inside: set[Unit] = set()
     for unit in filter(None, map(unit_of, model.modules())):

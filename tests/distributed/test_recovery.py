@@ -269,5 +269,7 @@ def test_recoveries_leave_no_tensors(tmp_path: Path) -> None:
 
 
 def test_a_plain_model_cannot_be_recovered() -> None:
+    with pytest.raises(TypeError, match="needs a sharded model, got 5"):
+        fsdp.recover(5)
     with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
         fsdp.recover(nn.Linear(1, 1))
