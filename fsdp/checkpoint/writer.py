@@ -104,7 +104,8 @@ class Place:
     step: int | None = None
     keep: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise TypeError or ValueError for what is no path, step or number of checkpoints."""
         _require_number("step", self.step)
         _require_number("keep", self.keep)
         if not os.fspath(self.path):
@@ -202,8 +203,8 @@ def save(
         NotImplementedError: for parameters on meshes that cross, so that neither has all ranks of the other, with two
             parameters and their ranks; for `Partial` placements.
     """
-    where = partial(Place, path, step, keep)
-    place, found, ranks, units = prepare(where, model, optimizer, values, dtype, max_file_bytes, generators)
+    place = Place(path, step, keep)
+    found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
     try:
         return write(place, found, ranks)
     finally:
@@ -211,27 +212,18 @@ def save(
 
 
 def prepare(
-    where: Callable[[], Place],
+    place: Place,
     model: nn.Module,
     optimizer: Any,
     values: Any,
     dtype: torch.dtype | None,
     max_file_bytes: int | None,
     generators: bool,
-) -> tuple[Place, Plan, Ranks, list[Unit]]:
-    """Collective. Return the place, the plan, the ranks that write, and the units whose memory the plan uses."""
-
-    def arguments() -> Place:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-        _require_number("max_file_bytes", max_file_bytes)
-        if max_file_bytes is not None and max_file_bytes < 1:
-            raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
-        return where()
-
+) -> tuple[Plan, Ranks, list[Unit]]:
+    """Collective. Return the plan, the ranks that write, and the units whose memory the plan uses."""
     units, everyone = prepared(model, _WHAT)
     ranks = all_ranks(everyone)
-    place = done_by_all([ranks], _WHAT, arguments)
+    done_by_all([ranks], _WHAT, lambda: _check_arguments(place, dtype, max_file_bytes))
     given = "no optimizer" if optimizer is None else "an optimizer"
     settings = f"{place.folder}, keep={place.keep}, generators={bool(generators)}, {given}"
     agree_on(ranks, "places or settings for a checkpoint", settings)
@@ -264,7 +256,16 @@ def prepare(
     digest = hashlib.sha256(b"".join(content)).hexdigest()
     count = sum(len(each.entries) for each in found.sets)
     agree_on(ranks, "tensors or settings to save", digest, f"{count} tensors ({digest[:8]})")
-    return place, found, ranks, units
+    return found, ranks, units
+
+
+def _check_arguments(place: Place, dtype: Any, max_file_bytes: Any) -> None:
+    place.check()
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    _require_number("max_file_bytes", max_file_bytes)
+    if max_file_bytes is not None and max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
 
 
 def _optimizer_state(
@@ -512,8 +513,8 @@ class Saver(AbstractContextManager["Saver"]):
         ranks = all_ranks(prepared(model, what)[1])
         done_by_all([ranks], what, self._require_room)
         done_by_all([ranks], "save the last checkpoint", self._finish)
-        where = partial(Place, path, step, keep)
-        place, found, ranks, units = prepare(where, model, optimizer, values, dtype, max_file_bytes, generators)
+        place = Place(path, step, keep)
+        found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)
         job: Future[Saved] = Future()
