@@ -46,6 +46,11 @@ def together(what: str, do: Callable[[], object]) -> None:
         do()
     except Exception as error:  # noqa: BLE001 (raised when the other ranks know)
         failure = error
+    raise_on_all(what, failure)
+
+
+def raise_on_all(what: str, failure: Exception | None) -> None:
+    """Collective. Raise this rank's failure, or else an error with the first failure of another rank, if any."""
     own = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
     told = "" if failure is None else f"{own} could not {what}. {type(failure).__name__}: {failure}"
     heard = next(filter(None, gather_object([told])), "")
@@ -186,10 +191,9 @@ class Accelerator(_PlainAccelerator):
         def save(_: Any, weights: list[Any], folder: str) -> None:
             weights.clear()
             fsdp.save(folder, model, optimizers, generators=False, **options)
-            met.append("write its other states")
 
-        met: list[str] = []
-        with self._aside(self.register_save_state_pre_hook(save), self._save_model_state_pre_hook, False, met):
+        # Before other hooks add files to the folder.
+        with self._instead(save, self.register_save_state_pre_hook, self._save_model_state_pre_hook, last=False):
             return super().save_state(output_dir)
 
     def load_state(
@@ -223,10 +227,9 @@ class Accelerator(_PlainAccelerator):
         def load(models: list[nn.Module], folder: str) -> None:
             models.clear()
             fsdp.load(folder, model, optimizers, generators=False, **options)
-            met.append("load its other states")
 
-        met: list[str] = []
-        with self._aside(self.register_load_state_pre_hook(load), self._load_model_state_pre_hook, True, met):
+        # After other hooks have seen the models.
+        with self._instead(load, self.register_load_state_pre_hook, self._load_model_state_pre_hook, last=True):
             super().load_state(input_dir, load_kwargs)
 
     def _model_and_optimizers(self, method: str) -> tuple[nn.Module | None, list[torch.optim.Optimizer] | None]:
@@ -240,27 +243,34 @@ class Accelerator(_PlainAccelerator):
         return self._models[0], [each.optimizer for each in self._optimizers] or None
 
     @contextmanager
-    def _aside(self, handle: Any, hooks: Any, to_end: bool, met: list[str]) -> Iterator[None]:
-        """Keep the sharded model and its optimizer from `accelerate`'s own files; the hook is for this call only.
+    def _instead(
+        self, do: Callable[..., None], register: Callable[..., Any], hooks: Any, *, last: bool
+    ) -> Iterator[None]:
+        """Inside, `accelerate` calls a collective function as a hook, and omits the model and its optimizer.
 
-        The hook appends to `met` when all ranks have saved or loaded the model; then they compare what follows.
+        Args:
+            do: the hook, which saves or loads the model on all ranks.
+            register: the method of `accelerate` that registers it.
+            hooks: the hooks that are registered by this method, an `OrderedDict`.
+            last: call it after the other hooks, and not before them.
         """
-        # This hook saves before other hooks add files to the folder, and loads after other hooks have seen the models.
-        hooks.move_to_end(handle.id, last=to_end)
+        is_done = False
+
+        def hook(*arguments: Any) -> None:
+            nonlocal is_done
+            do(*arguments)
+            is_done = True
+
+        handle, failure = register(hook), None
+        hooks.move_to_end(handle.id, last=last)
         optimizers, self._optimizers, self._is_saving = self._optimizers, [], True
-        failures: list[Exception] = []
         try:
             yield
         except Exception as error:
-            if not met:
+            if not is_done:  # the other ranks are in the hook, or raise as well
                 raise
-            failures.append(error)
+            failure = error
         finally:
             self._optimizers, self._is_saving = optimizers, False
             handle.remove()
-
-        def end() -> None:
-            if failures:
-                raise failures[0]
-
-        together(met[0], end)
+        raise_on_all("save or load its other states", failure)
