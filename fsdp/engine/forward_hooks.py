@@ -180,7 +180,8 @@ class Call:
         self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
         self._input_nodes: list[Any] = []  # whose gradients the runtime is told of
         self._upstream: set[Any] = set()  # these, and those of the tensors that the inputs are views of
-        self._input_backward, self._missing_inputs = -1, 0  # the last backward of them, and how many it comes to yet
+        # The last backward that has come to the inputs, and how many of their gradients it has not computed yet.
+        self._input_backward, self._missing_inputs = -1, 0
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
 
@@ -210,7 +211,7 @@ class Call:
         self.in_full_precision = self.unit.in_full_precision
         self.shards = [handle.state_in_use for handle in self.unit.handles]
         if self._upstream and not self._upstream.isdisjoint(_nodes_of(tensors)):
-            # Hooks would lie upstream of what they refer to; see the class.
+            # An output is an input or a view of it, so hooks of the outputs would make the cycle of the class.
             self._input_nodes, self._upstream = [], set()
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that

@@ -112,13 +112,7 @@ def gather_state_dict(
     gathering = Gathering(_group_of(pg), ranks_only)
 
     def check() -> None:
-        for own, other in told:
-            if own != other:
-                raise ValueError(
-                    "the ranks of a mesh gather different DTensors, or to different ranks. ranks_only and the digest "
-                    f"of the DTensors are {own} here, and {other} on another rank. Every rank must pass the same "
-                    "DTensors in the same order, and the same ranks_only"
-                )
+        _require_same_gather(told)
         check_types(state_dict, type_check)
         check_leaves(state_dict, without_values)
         for path, leaf in tensors:
@@ -151,6 +145,16 @@ def gather_state_dict(
         result = emptied(state_dict)
     gathering.settle()
     return result
+
+
+def _require_same_gather(told: list[tuple[str, str]]) -> None:
+    for own, other in told:
+        if own != other:
+            raise ValueError(
+                "the ranks of a mesh gather different DTensors, or to different ranks. ranks_only and the digest of "
+                f"the DTensors are {own} here, and {other} on another rank. Every rank must pass the same DTensors in "
+                "the same order, and the same ranks_only"
+            )
 
 
 @torch.no_grad()
