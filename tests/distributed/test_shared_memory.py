@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -207,13 +208,13 @@ def test_what_was_sent_and_never_read_is_forgotten_with_the_step() -> None:
 
 @linux
 def test_a_killed_rank_leaves_no_memory_and_ends_the_waits_of_the_others(ranks: RankPool, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     with pytest.raises(RankError) as failed:
         ranks(2, backend=None, grace=60).run(_exchange_until_killed, tmp_path / "store")
     waiting, killed = failed.value.outcomes
     assert killed.headline == "killed by SIGKILL"
     assert "CollectiveError: rank 0: the " in waiting.headline
-    assert set(os.listdir("/dev/shm")) == before
+    shared_files = [Path(line) for line in (tmp_path / "mapped").read_text().splitlines()]
+    assert [file.name for file in shared_files] == 2 * ["memfd:fsdp.exchange (deleted)"]
 
 
 def _exchange_until_killed(store: Path) -> None:
@@ -222,6 +223,8 @@ def _exchange_until_killed(store: Path) -> None:
     way = shared()
     assert way._shared is not None
     if rank == 1:
+        mapped = re.findall(r"/(?:dev/shm/(?!sem\.)|memfd:).*", Path("/proc/self/maps").read_text())
+        (store.parent / "mapped").write_text("\n".join(mapped))
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for number in range(10**6):
         full = way.empty(2 * LARGE, torch.float32, CPU).fill_(1)
