@@ -19,13 +19,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fsdp.checkpoint.checksum_threads import ChecksumThreads
 from fsdp.checkpoint.checksums import (
     BLOCK_BYTES,
     Fragment,
@@ -40,7 +41,7 @@ from fsdp.checkpoint.checksums import (
 )
 from fsdp.checkpoint.formats.source import FoundTensor, SeenFile, StridedTensor, TensorReader
 from fsdp.checkpoint.untrusted import beside, content_of, opened, readable, reading, short
-from fsdp.distributed.devices import host_bytes, is_host
+from fsdp.distributed.devices import host_bytes
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
@@ -309,17 +310,26 @@ class CheckedFiles(SafetensorsFiles):
             raise ValueError(f"{self.path} has no tensor {readable(missing)}, and there are checksums of it")
         self.tensors = {name: self.tensors[name] for name in checksums}  # in their own order
         self._fragments: list[Fragment] = []
+        self._checksums = ChecksumThreads()
+
+    def read(self, name: str, target: Tensor, start: int = 0) -> None:
+        try:
+            super().read(name, target, start)
+        finally:
+            found = self._checksums.take()
+        for each in found:
+            if (each.begin, each.end) == self._block(each):
+                self._compare(each.name, each.block, each.checksum)
+            else:
+                self._fragments.append(each)
 
     def _fill(self, found: FoundTensor, into: Tensor, start: int) -> None:
-        read = self._read_fragment(found, into, start)
-        if (read.begin, read.end) == self._block(read):
-            self._compare(read.name, read.block, read.checksum)
-        else:
-            self._fragments.append(read)
-
-    def _read_fragment(self, found: FoundTensor, into: Tensor, start: int) -> Fragment:
         super()._fill(found, into, start)
-        return fragment(found.name, start * found.dtype.itemsize, host_bytes(into))
+        self._checksums.add(found.name, start * found.dtype.itemsize, host_bytes(into))
+
+    def close(self) -> None:
+        self._checksums.close()
+        super().close()
 
     def _block(self, one: Fragment) -> tuple[int, int]:
         return block_span(one.block, self.tensors[one.name].nbytes)
@@ -358,7 +368,8 @@ class CheckedFiles(SafetensorsFiles):
             found = self.tensors[mine[0].name]
             size = found.dtype.itemsize
             block = torch.empty((end - begin) // size, dtype=found.dtype)
-            return self._read_fragment(found, block, begin // size).checksum
+            super()._fill(found, block, begin // size)
+            return fragment(found.name, begin, host_bytes(block)).checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,25 +391,19 @@ class Part:
         return [(start * dtype.itemsize, stop * dtype.itemsize) for start, stop in self.ranges]
 
     def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
-        """Yield the number of a first byte, and bytes from there on to the border of a block, or to a range's end.
-
-        The memory may be used again for the next ones.
-        """
+        """Yield the number of a first byte, and bytes from there on to the border of a block, or to a range's end."""
         values, size = self.values, dtype.itemsize
         # Whole blocks of data from files, so that each block is compared with its checksum immediately.
         stored_size = min(size, values.dtype.itemsize) if isinstance(values, FoundTensor) else size
         group = BLOCK_BYTES * size // stored_size
-        is_ready = isinstance(values, Tensor) and is_host(values.device) and values.dtype == dtype
-        buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
         first = 0
         for batch in _batches((span for extent in self.extents(dtype) for span in spans(*extent, group)), group):
             last = first + sum(end - begin for begin, end in batch) // size
             if isinstance(values, FoundTensor):
-                chunk = buffer[: last - first]
+                chunk = torch.empty(last - first, dtype=dtype, device="cpu")
                 values.reader.read(values.name, chunk, first)
             else:
-                chunk = values.detach()[first:last]
-                chunk = chunk if is_ready else buffer[: last - first].copy_(chunk)
+                chunk = values.detach()[first:last].to("cpu", dtype)
             memory = host_bytes(chunk)
             for start, stop in (one for span in batch for one in spans(*span)):
                 yield start, memory[: stop - start]
@@ -527,20 +532,18 @@ def write_parts(
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Fragment]:
     """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
-    fragments: list[Fragment] = []
-    for file in files:
-        mine = [entry for entry in entries if entry.name in file.begins and entry.part is not None]
-        if not mine:
-            continue
-        with opened_to_write(folder, file) as fd:
-            for entry in mine:
-                own = []
-                for begin, memory in entry.chunks():
-                    own.append(fragment(entry.name, begin, memory))
-                    write_at(fd, memory, file.begins[entry.name] + begin)
-                    advance(len(memory))
-                fragments += merged(own)
-    return fragments
+    with closing(ChecksumThreads()) as checksums:
+        for file in files:
+            mine = [entry for entry in entries if entry.name in file.begins and entry.part is not None]
+            if not mine:
+                continue
+            with opened_to_write(folder, file) as fd:
+                for entry in mine:
+                    for begin, memory in entry.chunks():
+                        checksums.add(entry.name, begin, memory)
+                        write_at(fd, memory, file.begins[entry.name] + begin)
+                        advance(len(memory))
+        return merged(checksums.take())
 
 
 @contextmanager

@@ -268,11 +268,13 @@ def return_cached_memory(device: torch.device) -> None:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host, which must outlive the result.
+    """Return the memory of a contiguous tensor on the host. The tensor lives as long as the result.
 
     By the address: torch never again frees a storage that it has shown to NumPy.
     """
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    found: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    found.tensor = tensor
+    return memoryview(found)
 
 
 # glibc's name for "larger blocks than this are mapped by themselves, and unmapped when they are freed".

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,11 +19,22 @@ from fsdp.distributed.devices import (
     default_generators,
     generator_state,
     has_streams,
+    host_bytes,
     new_copy_stream,
     set_generator_state,
 )
 
 CPU = torch.device("cpu")
+
+
+def test_the_memory_of_a_tensor_keeps_it_alive() -> None:
+    tensor = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    alive, part = weakref.ref(tensor), host_bytes(tensor)[1:]
+    del tensor
+    assert list(part.cast("B")) == [2, 3]
+    assert alive() is not None
+    del part
+    assert alive() is None
 
 
 # On a CPU, and where streams are not known

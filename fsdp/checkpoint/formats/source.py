@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES, spans
+from fsdp.checkpoint.checksums import spans
 from fsdp.checkpoint.untrusted import descriptor, readable
 from fsdp.distributed.devices import host_bytes, is_host
 from fsdp.engine.boxes import Box, boxes_of, overlap
@@ -104,7 +104,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Read elements ``start : start + target.numel()`` of a tensor, in row-major order.
 
         They are read straight into the memory of `target` if that is on the CPU and of the stored dtype; otherwise
-        through a buffer of 4 MiB, cast as by `Tensor.copy_`. Version counters do not see it.
+        through blocks of 4 MiB, cast as by `Tensor.copy_`. Version counters do not see it.
 
         Raises:
             ValueError: if `target` is not contiguous, or the range not in the tensor; if a file is damaged, or was
@@ -120,11 +120,10 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         dtype = found.dtype
         size = dtype.itemsize
         is_ready = is_host(flat.device) and flat.dtype == dtype
-        buffer = flat if is_ready else torch.empty(min(BLOCK_BYTES // size, numel), dtype=dtype, device="cpu")
         for begin, end in spans(start * size, (start + numel) * size):
             first, last = begin // size, end // size
             into = flat[first - start : last - start]
-            read = into if is_ready else buffer[: last - first]
+            read = into if is_ready else torch.empty(last - first, dtype=dtype, device="cpu")
             self._fill(found, read, first)
             if not is_ready:
                 into.copy_(read)
