@@ -19,8 +19,8 @@ class ChecksumThreads:
     """Computes the checksums of blocks in the processor cores that the host's ranks do not use.
 
     zlib and isal release Python's global lock, as reads and writes do. A single block, and each block on a host
-    without a free core, is computed by the calling thread, and then no thread is started. The threads are not
-    those of `concurrent.futures`, which refuses work at the interpreter's exit, when the last checkpoint is written.
+    without a free core, is computed by the calling thread, and then no thread is started. An executor of
+    `concurrent.futures` would refuse work at the interpreter's exit, when the last checkpoint is written.
     """
 
     def __init__(self) -> None:

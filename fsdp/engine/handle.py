@@ -553,6 +553,12 @@ class FlatParamHandle:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
+            if gradient.requires_grad:
+                raise RuntimeError(
+                    f"{self.layout.slots[slot].name}: its gradient has a graph, of backward(create_graph=True), and "
+                    "ranks sum gradients without graphs. Compute what is differentiated again by "
+                    "torch.autograd.grad(..., create_graph=True), and call backward() for the loss."
+                )
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "

@@ -84,6 +84,7 @@ class Runtime:
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
+        self._builds_graph = False  # it runs with create_graph=True, and the next one needs the unsharded parameters
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self.participation: Participation | None = None  # of ranks that do different things, if they may
@@ -313,8 +314,11 @@ class Runtime:
                 unit.reshard()
         for unit in self._groups:
             unit.yet_to_run.clear()
-        self._left = [one for one in self.handles if one.phase is Phase.UNSHARDED and not one.unsharded.is_shard]
+        self._left = self._unsharded()
         self._settle()
+
+    def _unsharded(self) -> list[FlatParamHandle]:
+        return [one for one in self.handles if one.phase is Phase.UNSHARDED and not one.unsharded.is_shard]
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.transition_to(TrainingState.IDLE)
@@ -347,13 +351,15 @@ class Runtime:
 
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
-        if torch.is_grad_enabled() and not call.is_transformed:
-            raise RuntimeError(
-                f"{unit.name}: backward with create_graph=True is not supported: the second backward would need "
-                "unsharded parameters, and nothing unshards them. Compute such gradients on the unwrapped module, "
-                "inside summon_full_params()."
-            )
         self.ensure_backward()
+        if torch.is_grad_enabled() and not call.is_transformed:
+            if self.is_joining or self.is_uneven:
+                raise RuntimeError(
+                    f"{unit.name}: backward with create_graph=True is not supported inside fsdp.join, nor where only "
+                    "some ranks run a module (fsdp.cond): the next backward needs unsharded parameters, and the other "
+                    "ranks would not know of it. Give all ranks as many batches, and run the same modules."
+                )
+            self._builds_graph = True
         backward = unit.backward
         if call.in_full_precision is not unit.in_full_precision:
             if unit.state is TrainingState.FORWARD or (unit.state is TrainingState.BACKWARD_PRE and backward.missing):
@@ -417,6 +423,7 @@ class Runtime:
             handle.list_shards()
 
     def _begin_backward(self, *, brings_nothing: bool = False) -> None:
+        self._builds_graph = False
         self._backward_order.begin()
         for unit in self.units:
             unit.begin_backward()
@@ -490,7 +497,7 @@ class Runtime:
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.state is TrainingState.FORWARD or not unit.backward.is_through:
+        if self._builds_graph or unit.state is TrainingState.FORWARD or not unit.backward.is_through:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
@@ -511,7 +518,6 @@ class Runtime:
         has_any = has_gradient or any(handle.brought_gradients for handle in self.handles)
         self.has_trained = self.has_trained or has_any or not any(handle.requires_grad for handle in self.handles)
         self._reduce_rest()
-        self._left = []
         for handle in self.handles:
             handle.mark_unreduced()
         for unit in self.units:
@@ -523,8 +529,9 @@ class Runtime:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
             unit.is_spare |= unit.placements.keeps_unsharded
-            if is_in_use and (unit.frees_after_backward or unit.is_unsharding):
+            if unit.is_unsharding or (is_in_use and unit.frees_after_backward and not self._builds_graph):
                 unit.reshard()
+        self._left = self._unsharded() if self._builds_graph else []
         self._settle()
         self.has_deferred = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
         if any(handle.is_reduced for handle in self.handles):

@@ -133,6 +133,25 @@ def test_ranks_that_share_an_accelerator_train_through_the_host(
     accelerator_ranks(2, through_host=True).run(_save_and_go_on, form, tmp_path)
 
 
+@every_form
+@on_accelerators(2)
+def test_gradients_of_gradients(form: str) -> None:
+    rank, found = dist.get_rank(), []
+    for model in (build(FORMS[form]), build()):
+        optimizer, is_sharded = adamw(model), not found
+        for step in range(2):
+            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            if is_sharded:
+                inputs = inputs.chunk(2)[rank].to(ACCELERATOR)
+            outputs = model(inputs.requires_grad_())
+            (gradient,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+            (outputs.square().mean() + gradient.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: full_tensor(value).cpu() for name, value in model.state_dict().items()})
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", ["original", "original_on_host"])
 @on_accelerators(2)
 def test_unsharded_parameters_and_optimizer_state_are_taken_and_put_back(form: str) -> None:
