@@ -352,14 +352,14 @@ class Runtime:
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
         self.ensure_backward()
-        if torch.is_grad_enabled() and not call.is_transformed:
-            if self.is_joining or self.is_uneven:
+        if torch.is_grad_enabled():
+            self._builds_graph = not (self.is_joining or self.is_uneven)
+            if not self._builds_graph and not call.is_transformed:
                 raise RuntimeError(
                     f"{unit.name}: backward with create_graph=True is not supported inside fsdp.join, nor where only "
                     "some ranks run a module (fsdp.cond): the next backward needs unsharded parameters, and the other "
                     "ranks would not know of it. Give all ranks as many batches, and run the same modules."
                 )
-            self._builds_graph = True
         backward = unit.backward
         if call.in_full_precision is not unit.in_full_precision:
             if unit.state is TrainingState.FORWARD or (unit.state is TrainingState.BACKWARD_PRE and backward.missing):

@@ -1,4 +1,4 @@
-"""Losses with gradients of outputs for inputs (penalties, forces): ``torch.autograd.grad(..., create_graph=True)``."""
+"""Losses with gradients of outputs for inputs: penalties, forces, differential equations."""
 
 from __future__ import annotations
 
@@ -87,6 +87,16 @@ def a_product_with_the_hessian(model: nn.Module, inputs: Tensor) -> None:
     once(model, product)
 
 
+def a_jacobian(model: nn.Module, inputs: Tensor) -> None:
+    torch.func.jacrev(lambda given: model(given[None])[0])(inputs[0]).square().mean().backward()
+
+
+def a_differential_equation(model: nn.Module, inputs: Tensor) -> None:
+    slope = torch.func.jacrev(lambda given: model(given[None])[0].sum())
+    laplacian = torch.func.jacrev(slope)(inputs[0]).diagonal().sum()
+    (laplacian - model(inputs)).square().mean().backward()
+
+
 STEPS: list[Step] = [
     a_penalty_alone,
     energy_and_forces,
@@ -97,6 +107,8 @@ STEPS: list[Step] = [
     a_penalty_that_is_given_up,
     a_penalty_that_is_given_up_before_the_step,
     a_product_with_the_hessian,
+    a_jacobian,
+    a_differential_equation,
 ]
 FLAT: list[dict[str, Any]] = [*OPTIONS, {"use_orig_params": True}, {"reshard_after_forward": 2}]
 every_step = pytest.mark.parametrize("step", STEPS)
@@ -217,6 +229,7 @@ def test_where_ranks_may_run_different_modules_it_is_refused() -> None:
     with fsdp.join(model, optimizer):
         with pytest.raises(RuntimeError, match=r"create_graph=True is not supported inside fsdp\.join"):
             energy_and_forces(model, batch(0, 0).float())
+        torch.func.grad(lambda inputs: score(model(inputs)))(batch(0, 0).float())
         once(model, batch(0, 0).float())
         optimizer.step()
     energy_and_forces(model, batch(0, 0).float())
