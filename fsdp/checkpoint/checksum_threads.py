@@ -20,7 +20,7 @@ class ChecksumThreads:
 
     zlib and isal release Python's global lock, as reads and writes do. A single block, and each block on a host
     without a free core, is computed by the calling thread, and then no thread is started. An executor of
-    `concurrent.futures` would refuse work at the interpreter's exit, when the last checkpoint is written.
+    `concurrent.futures` would refuse all work at the interpreter's exit, when the last checkpoint may be written.
     """
 
     def __init__(self) -> None:
@@ -50,17 +50,24 @@ class ChecksumThreads:
         self._threads = 0
 
     def _start(self, name: str, begin: int, memory: memoryview) -> Future[Fragment]:
+        if self._threads < self._most:
+            self._start_thread()
         future: Future[Fragment] = Future()
-        if not self._most:
+        if not self._threads:
             future.set_result(fragment(name, begin, memory))
             return future
         if len(self._started) > self._most:  # so that few blocks wait in memory
             self._started[-self._most - 1].result()
-        if self._threads < self._most:
-            Thread(target=_work, args=(self._jobs,), name="fsdp checksums", daemon=True).start()
-            self._threads += 1
         self._jobs.put((future, name, begin, memory))
         return future
+
+    def _start_thread(self) -> None:
+        try:
+            Thread(target=_work, args=(self._jobs,), name="fsdp checksums", daemon=True).start()
+        except RuntimeError:  # the interpreter exits, and the last checkpoint is written
+            self._most = self._threads
+        else:
+            self._threads += 1
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
