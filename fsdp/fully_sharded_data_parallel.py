@@ -24,7 +24,7 @@ from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.placements import Placements, ShardingStrategy
-from fsdp.engine.precision import MixedPrecision, check_dtype
+from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
@@ -36,7 +36,7 @@ from fsdp.layers.options import PUBLIC, Options
 from fsdp.layers.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.layers.sharding_strategy import Groups, ProcessGroupName
 from fsdp.layers.shared_params import share
-from fsdp.layers.state_requests import LocalState, Saving, Summoning, require_shards
+from fsdp.layers.state_requests import LocalState, Progress, Saving, Summoning, require_shards
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -535,16 +535,16 @@ class FullyShardedDataParallel(nn.Module):
                 replica). None: as the option ``state_dict_on_rank_0_only`` of the outermost wrapper says.
 
         Raises:
-            RuntimeError: inside a forward or backward, or while there are parameters without values.
+            RuntimeError: inside a forward or backward, while there are parameters without values, or if ranks have
+                different `rank0_only`.
+            OtherRankError: with the reason, if another rank has raised an error, for example in a hook of the user.
         """
-        if dtype is not None:
-            check_dtype("dtype", dtype)
-            if keep_vars:
-                raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
         if self._unit.request(LocalState):  # of a wrapper around this one, whose local state is taken
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
-        asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
+        everyone = self._unit.everyone
+        progress = Progress(everyone, "take its state dict")
+        asked = Saving(everyone, dtype, self._options.state_dict_device, first_only, progress)
         return on_demand.save_full(self, self._unit, asked, destination, prefix, keep_vars)
 
     @during("load_state_dict()")

@@ -12,9 +12,42 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp.distributed.communicator import own_rank
-from fsdp.distributed.consensus import Ranks, from_everyone, number_among, numbers_of
+from fsdp.distributed.communicator import CollectiveError, own_rank
+from fsdp.distributed.consensus import Ranks, agree_on_outcome, from_everyone, number_among, numbers_of
+from fsdp.engine.precision import check_dtype
 from fsdp.engine.unit import TrainingState, Unit, units_in
+
+
+class Progress:
+    """Ranks report errors of an operation to each other before each of its collectives, and at its end.
+
+    The walk over modules calls hooks and methods of the user, which may fail on a rank.
+    """
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self._ranks = ranks
+        self._what = what
+        self._is_over = False  # a rank failed, or all is done
+
+    def report(self, error: Exception | None = None) -> None:
+        """Collective. Continue only if no rank has failed; otherwise raise as `agree_on_outcome`."""
+        if self._is_over:
+            return
+        self._is_over = True  # also if the exchange fails
+        agree_on_outcome([self._ranks], self._what, error)
+        self._is_over = False
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Collective. Report at the end whether this rank has failed inside the context."""
+        try:
+            yield
+        except CollectiveError:
+            raise  # other ranks do not answer
+        except Exception as error:
+            self.report(error)
+            raise
+        self.report()
 
 
 @dataclass(frozen=True)
@@ -25,11 +58,19 @@ class Saving:
     dtype: torch.dtype | None  # of floating-point parameters; None leaves them in their own
     device: torch.device | None  # of tensors; None leaves them where they are computed with
     rank0_only: bool  # only the first of the ranks is to have it
+    progress: Progress
 
     @property
     def is_here(self) -> bool:
         """Return whether this rank is to have it."""
         return not self.rank0_only or number_among(self.ranks) == 0
+
+    def check(self, keep_vars: bool) -> None:
+        """Raise ValueError for a dtype that parameters cannot be cast to."""
+        if self.dtype is not None:
+            check_dtype("dtype", self.dtype)
+            if keep_vars:
+                raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
 
 
 class Exporting:

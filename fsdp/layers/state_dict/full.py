@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import Communicator
 from fsdp.distributed.communicator import own_rank
 from fsdp.distributed.consensus import (
+    agree_on,
     agree_on_outcome,
     done_by_all,
     from_everyone,
@@ -95,12 +96,17 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
             state = state if changed is None else changed
         return state
 
+    is_outermost = unit.request(Saving) is None
     if unit.request(ShardedState):  # nothing is to be gathered
         return between_hooks(
             partial(unit.module.state_dict, destination=destination, prefix=prefix, keep_vars=keep_vars)
         )
 
     def gathered() -> Any:
+        if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+            form.progress.report()
+            if is_outermost:
+                agree_on(form.ranks, "arguments of state_dict()", f"rank0_only={form.rank0_only}")
         ensure_agreed(unit)
         require_values_everywhere(unit, "take a state dict")
         ensure_same_values(unit)
@@ -113,8 +119,9 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
             "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
             "it outside, with state_dict(rank0_only=True)."
         )
-    is_outermost = unit.request(Saving) is None
-    with saving(unit, asked) as form:
+    is_gathered = any(each.state is not TrainingState.SUMMON_FULL_PARAMS for _, each in units_in(unit))
+    with saving(unit, asked) as form, form.progress.reported() if is_outermost and is_gathered else nullcontext():
+        asked.check(keep_vars)
         state = between_hooks(gathered)
     if is_outermost and not form.is_here:
         for key in [key for key in state if key.startswith(prefix)]:

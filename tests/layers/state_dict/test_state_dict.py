@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, OtherRankError, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
 from tests.helpers.calls import summon
 from tests.helpers.equality import assert_same_state
@@ -514,6 +514,57 @@ def test_a_subclass_with_its_own_state_dict() -> None:
     assert parent.state_dict()["model.tag"] == "Sequential"
     nested = FullyShardedDataParallel(nn.Sequential(Tagged(nn.Linear(5, 3)), nn.Linear(3, 2)))
     assert nested.state_dict()["0.tag"] == "Linear"
+
+
+class Refusing(nn.Linear):
+    """Has extra state, and may refuse to give it."""
+
+    fails = False
+
+    def get_extra_state(self) -> int:
+        if self.fails:
+            raise ValueError("of the user")
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("place", ["wrapper", "before", "after", "extra"])
+@on_ranks(2)
+def test_a_user_hook_that_fails_on_one_rank_stops_all(place: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("of the user")
+
+    inner = Refusing(3, 2)
+    model: Any = FullyShardedDataParallel(nn.Sequential(inner, FullyShardedDataParallel(nn.Linear(2, 2))))
+    expected, hook = model.state_dict(), None
+    if dist.get_rank() == 1:
+        inner.fails = place == "extra"
+        if not inner.fails:
+            register = "register_state_dict_post_hook" if place == "after" else "register_state_dict_pre_hook"
+            hook = getattr(model if place == "wrapper" else inner, register)(fail)
+        error, said = ValueError, "of the user"
+    else:
+        error, said = OtherRankError, "rank 0: rank 1 could not take its state dict. ValueError: of the user"
+    for options in ({}, {"rank0_only": True}):
+        with pytest.raises(error, match=said):
+            model.state_dict(**options)
+    inner.fails = False
+    if hook is not None:
+        hook.remove()
+    assert_same_state(model.state_dict(), expected)
+
+
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks_are_an_error_on_all() -> None:
+    model: Any = nested_mlp(fully_sharded())
+    is_second = dist.get_rank() == 1
+    with pytest.raises(ValueError if is_second else OtherRankError, match=r"dtype must be .* got torch.int32"):
+        model.state_dict(dtype=torch.int32 if is_second else torch.float32)
+    with pytest.raises(RuntimeError, match=r"rank 0 has rank0_only=False and rank 1 has rank0_only=True"):
+        model.state_dict(rank0_only=is_second)
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
 @on_ranks(1, 2)
