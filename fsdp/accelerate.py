@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 import fsdp
 from fsdp.state_dict_utils import gather_state_dict
@@ -34,7 +38,8 @@ def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModu
         return model
     if fsdp.get_fsdp_instances(model) or any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} has sharded modules inside and is not sharded itself: wrap the whole model too"
+            f"{type(model).__name__} has sharded modules inside and is not sharded itself: wrap the whole model too, "
+            "or pass the wrapper around it"
         )
     return None
 
@@ -78,6 +83,7 @@ class Accelerator(_PlainAccelerator):
         ValueError: if `accelerate` is configured to shard models itself (FSDP, DeepSpeed, Megatron-LM).
     """
 
+    _custom_objects: list[Any]
     _optimizers: list[Any]
     scaler: Any
 
@@ -140,6 +146,19 @@ class Accelerator(_PlainAccelerator):
         finally:
             model.set_requires_gradient_sync(True)
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """Join uneven inputs as `accelerate` does, for models that are not sharded.
+
+        Raises:
+            NotImplementedError: for a sharded model, which `fsdp.join` supports.
+        """
+        if any(isinstance(each, nn.Module) and outermost(each) is not None for each in joinables):
+            raise NotImplementedError(
+                "join_uneven_inputs has no effect on a sharded model, and ranks would wait for each other: use "
+                "`with fsdp.join(model, optimizer):`"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Collective. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
 
@@ -171,7 +190,8 @@ class Accelerator(_PlainAccelerator):
         """Collective. Save as `accelerate` does; a sharded model and its optimizer are saved by `fsdp.save`.
 
         Any number of ranks can load these files, and `from_pretrained` can read the model if the folder contains a
-        configuration. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files.
+        configuration. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files; of
+        `DTensor`s in the state of a registered object, such as an `fsdp.EMA`, these contain the unsharded tensors.
 
         Args:
             output_dir: the folder, or None for automatic names.
@@ -180,6 +200,7 @@ class Accelerator(_PlainAccelerator):
 
         Raises:
             NotImplementedError: for a sharded model together with another model.
+            ValueError: for a registered optimizer of the sharded model; `prepare` it.
             OtherRankError: with the reason, if another rank cannot write the model or its other states.
         """
         model, optimizers = self._model_and_optimizers("save_state")
@@ -192,9 +213,23 @@ class Accelerator(_PlainAccelerator):
             weights.clear()
             fsdp.save(folder, model, optimizers, generators=False, **options)
 
+        registered = self._custom_objects
         # Before other hooks add files to the folder.
         with self._instead(save, self.register_save_state_pre_hook, self._save_model_state_pre_hook, last=False):
-            return super().save_state(output_dir)
+            try:
+                self._custom_objects = [SimpleNamespace(state_dict=partial(self._whole, each)) for each in registered]
+                return super().save_state(output_dir)
+            finally:
+                self._custom_objects = registered
+
+    def _whole(self, registered: Any) -> Any:
+        """Collective. Return the state of a registered object, with unsharded tensors where they are written."""
+        states: list[Any] = []
+        together(f"take the state of its {type(registered).__name__}", lambda: states.append(registered.state_dict()))
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(states)):
+            return states[0]
+        ranks = () if self.project_configuration.save_on_each_node else (0,)
+        return gather_state_dict(states[0], cpu_offload=True, ranks_only=ranks, type_check=False)
 
     def load_state(
         self,
@@ -240,6 +275,13 @@ class Accelerator(_PlainAccelerator):
                 f"{method}: only a single sharded model is supported, and {len(self._models)} models were prepared. "
                 "Save each with fsdp.save, in a separate folder."
             )
+        shards = {id(param) for param in self._models[0].parameters()}
+        for each in self._custom_objects:
+            if isinstance(each, torch.optim.Optimizer) and shards.intersection(map(id, _params(each))):
+                raise ValueError(
+                    f"{method}: a {type(each).__name__} of sharded parameters is registered for checkpointing, which "
+                    "saves the first rank's part of its state only. Pass it to prepare() instead."
+                )
         return self._models[0], [each.optimizer for each in self._optimizers] or None
 
     @contextmanager
@@ -274,3 +316,7 @@ class Accelerator(_PlainAccelerator):
             self._optimizers, self._is_saving = optimizers, False
             handle.remove()
         raise_on_all("save or load its other states", failure)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])

@@ -263,6 +263,29 @@ def test_other_states_that_one_rank_cannot_save_or_load_are_an_error_on_every_ra
             accelerator.load_state(tmp_path)
 
 
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
+def test_a_registered_average_is_loaded_by_another_number_of_ranks(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    """`accelerate` writes registered objects on the first rank only."""
+    ranks(2, timeout=PATIENCE).run(_average, tmp_path, form)
+    ranks(1, timeout=PATIENCE).run(_average, tmp_path, form)
+
+
+def _average(folder: Path, form: str) -> None:
+    from fsdp.accelerate import Accelerator
+
+    is_saved = dist.get_world_size() == 1
+    with as_launched():
+        accelerator = Accelerator()
+        model = accelerator.prepare(sharded("llama", form, seed=int(is_saved)))
+        average = fsdp.EMA(model)
+        accelerator.register_for_checkpointing(average)
+        if not is_saved:
+            accelerator.save_state(folder / "state")
+            average.update_parameters(sharded("llama", form, seed=1))
+        accelerator.load_state(folder / "state")
+    assert_same_state(whole_state(average.module), made("llama")[0].state_dict())
+
+
 @on_ranks(2, timeout=PATIENCE)
 def test_states_have_automatic_names(tmp_path: Path) -> None:
     from accelerate.utils import ProjectConfiguration
@@ -312,15 +335,29 @@ def test_what_would_go_wrong_in_silence_is_an_error(tmp_path: Path) -> None:
         accelerator = Accelerator()
         with pytest.raises(ValueError, match=r"Sequential has sharded modules inside .* wrap the whole model too"):
             accelerator.prepare(nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))))
-        accelerator.prepare(sharded("llama"))
+        model = accelerator.prepare(sharded("llama"))
         with pytest.raises(ValueError, match="always saved as safetensors"):
             accelerator.save_state(tmp_path, safe_serialization=False)
+        with pytest.raises(NotImplementedError, match=r"no effect on a sharded model.*use `with fsdp.join"):
+            accelerator.join_uneven_inputs([model])
         accelerator.prepare(nn.Linear(2, 2))
         for method in (accelerator.save_state, accelerator.load_state):
             with pytest.raises(
                 NotImplementedError, match="only a single sharded model is supported, and 2 models were prepared"
             ):
                 method(tmp_path)
+
+
+@on_ranks(2, timeout=PATIENCE)
+def test_a_registered_optimizer_of_shards_is_an_error(tmp_path: Path) -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator()
+        model = accelerator.prepare(sharded("llama"))
+        accelerator.register_for_checkpointing(optimizer_of(model))
+        with pytest.raises(ValueError, match=r"a SGD of sharded parameters .* Pass it to prepare\(\) instead"):
+            accelerator.save_state(tmp_path)
 
 
 @on_ranks(2, timeout=PATIENCE)
