@@ -65,6 +65,8 @@ class Trainer(_PlainTrainer):
         if self.label_smoother is not None and _class_name(plain) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # transformers.Trainer shifts labels by the name of the class, which `fully_shard` changes.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
+        if getattr(self.args, "predict_with_generate", False) and _generates_outside_of_forward(plain):
+            fsdp.register_fsdp_forward_method(model, "generate")
         # Some arguments take precedence over the environment, and all ranks would then use the same batches.
         if dist.is_initialized() and self.args.world_size != dist.get_world_size():
             raise ValueError(
@@ -189,13 +191,22 @@ class Trainer(_PlainTrainer):
         fsdp.load(self.state.best_model_checkpoint, self.model_wrapped, generators=False)
 
 
-def _class_name(model: nn.Module) -> str:
+def _class_name(model: Any) -> str:
     """Return the name of the class of a model before `fully_shard`; of a PEFT model, that of the model inside it."""
-    peft = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel):
+    if _is_of_peft(model):
         model = model.base_model.model
     kind = type(model)
     return kind.__bases__[1].__name__ if issubclass(kind, fsdp.FSDPModule) else kind.__name__
+
+
+def _is_of_peft(model: Any) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _generates_outside_of_forward(model: Any) -> bool:
+    """Return whether `generate` calls parts of the model, such as an encoder, besides the model."""
+    return _is_of_peft(model) or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def _refuse(args: Any) -> None:

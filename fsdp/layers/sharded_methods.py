@@ -22,13 +22,13 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 def explain_methods(kind: type[Any]) -> type[Any]:
     """Override public methods of a sharded module's class, so that they explain the placeholder's error.
 
-    Only methods of classes that define a forward are overridden. Methods of a library's base class, such as
-    ``transformers.PreTrainedModel``, do not compute, and may inspect their callers.
+    Only methods of classes that define a forward are overridden, and ``generate``. Other methods of a library's base
+    class, such as ``transformers.PreTrainedModel``, do not compute, and may inspect their callers.
     """
     front, original = kind.__bases__
     computing = [base for base in original.__mro__ if "forward" in vars(base) and base is not nn.Module]
-    for name in {name for base in computing for name in vars(base)}:
-        found = next(vars(base)[name] for base in original.__mro__ if name in vars(base))
+    for name in {"generate", *(name for base in computing for name in vars(base))}:
+        found = next((vars(base)[name] for base in original.__mro__ if name in vars(base)), None)
         is_own = not name.startswith("_") and not hasattr(nn.Module, name) and not hasattr(front, name)
         if is_own and isinstance(found, FunctionType):
             setattr(kind, name, _explained(kind, name))

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
+from fsdp import FullyShardedDataParallel, fully_shard
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     BATCH,
     LENGTH,
     MODULES,
     PATIENCE,
+    VOCABULARY,
     arguments,
     as_launched,
     from_pretrained,
@@ -247,6 +249,38 @@ def test_evaluations_generate_different_numbers_of_tokens_on_the_ranks(tmp_path:
     for row, wanted in zip(found.tolist(), expected, strict=True):
         padding = [0] * (len(row) - len(wanted))
         assert row == wanted + padding
+
+
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
+@on_ranks(2, timeout=PATIENCE)
+def test_evaluations_generate_with_an_encoder_and_a_decoder(tmp_path: Path, form: str) -> None:
+    """`generate` calls the encoder before the model, and the encoder reads the embedding that it shares."""
+    import transformers
+
+    from fsdp.transformers import Trainer
+
+    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        """As users make it."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        sizes = {"d_model": 12, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 3}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+        )
+
+    plain, data = model().eval(), rows(4, seed=2)
+    whole = model()
+    unit = fully_shard(whole) if form == "fully_shard" else FullyShardedDataParallel(whole)
+    with as_launched():
+        options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+        args = transformers.Seq2SeqTrainingArguments(
+            per_device_eval_batch_size=1, predict_with_generate=True, **options
+        )
+        found = Mine(unit, args).predict(data, max_new_tokens=4, do_sample=False).predictions
+    for row, each in zip(found.tolist(), data, strict=True):
+        wanted = plain.generate(each["input_ids"][None], max_new_tokens=4, do_sample=False)[0].tolist()
+        assert row == wanted + [0] * (len(row) - len(wanted))
 
 
 # Errors

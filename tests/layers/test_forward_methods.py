@@ -98,6 +98,23 @@ def test_without_it_the_error_under_fully_shard_names_weight_and_remedy() -> Non
     assert coder.decode(code).shape == (1, 6)
 
 
+class Generating:
+    """The base class of a library, which does not define the forward."""
+
+    def generate(self: Any, inputs: Tensor) -> Any:
+        return self.down(inputs)
+
+
+class Generator(Generating, Coder):
+    """A user's module, with a method of the library."""
+
+
+@on_ranks(2)
+def test_without_it_the_generate_of_a_base_class_is_explained_too() -> None:
+    with pytest.raises(RuntimeError, match=r"^down\.weight is sharded: generate\(\) of .*method\(module, 'generate'\)"):
+        fully_shard(Generator()).generate(torch.ones(1, 6))
+
+
 class Reversed(torch.autograd.Function):
     """Computes a layer in backward again, by another method of its own."""
 
