@@ -8,6 +8,7 @@ except values. `LiveBytes` sees the memory that all of it would take.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -201,10 +202,12 @@ def plan(
 
     Raises:
         TypeError: for an option that `FullyShardedDataParallel` does not have.
-        ValueError: for an option that is not modelled, a model that is sharded already, or numbers of ranks that do
-            not fit.
+        ValueError: for an option that is not modelled, a model that is sharded already, numbers of ranks that do
+            not fit, or a bandwidth that is not positive.
         RuntimeError: if the model cannot compute on the meta device, as one that looks at values.
     """
+    if bandwidth is not None and not 0 < bandwidth < math.inf:
+        raise ValueError(f"bandwidth is a positive number of bytes per second, got {bandwidth:g}")
     _check(module, world_size, replicas, rank, options)
     count = world_size // replicas
     shard_group = ImaginedGroup(rank % count, count, backend == "gloo")

@@ -101,8 +101,11 @@ def _made(factory: str) -> tuple[nn.Module, Any]:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{factory}: {error}") from error
-    with torch.device("meta"):
-        made = make()
+    try:
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:
+        raise UsageError(f"{factory} raised {type(error).__name__} on the meta device: {error}") from error
     model, sample = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or isinstance(sample, nn.Module):
         kind = type(model).__name__
@@ -113,6 +116,7 @@ def _made(factory: str) -> tuple[nn.Module, Any]:
 def _optimizer(name: str) -> Any:
     known: Mapping[str, Any] = vars(torch.optim)
     found = known.get(name)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    is_known = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    if not is_known or found is torch.optim.Optimizer:
         raise UsageError(f"--optimizer {name}: torch.optim has no optimizer of this name")
     return found

@@ -8,6 +8,7 @@ Backward begins with these: their parameters are needed for the shortest time.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -133,6 +134,8 @@ def plan_wrapping(module: nn.Module, world_size: int, memory_budget: float, **ar
     for name in ("auto_wrap_policy", "reshard_after_forward"):
         if name in arguments:
             raise TypeError(f"plan_wrapping() chooses {name}: leave it out")
+    if not 0 <= memory_budget < math.inf:
+        raise ValueError(f"memory_budget is a number of bytes, got {memory_budget:g}")
     search = _Search(module, world_size, int(memory_budget), arguments)
     granularities = _granularities(ModuleGraph.without(module, (), arguments))
     found: list[PlannedWrapping] = []

@@ -36,6 +36,10 @@ def sampled():
 
 def nothing():
     return 3
+
+
+def failing():
+    raise KeyError("of the user")
 """
 
 
@@ -94,9 +98,15 @@ def test_units_are_chosen_by_a_budget(factories: str, capsys: Captured) -> None:
         ("factories_of_plans:gone", (), "has no attribute 'gone'"),
         ("no_such_module:gone", (), "No module named 'no_such_module'"),
         ("factories_of_plans:nothing", (), "returned int: return an nn.Module"),
+        (
+            "factories_of_plans:failing",
+            (),
+            ":failing raised KeyError on the meta device: 'of the user'",
+        ),
         ("factories_of_plans:layers", ("--unit", "Lair"), "no module of this class, but of Layer, Sequential"),
         ("factories_of_plans:layers", ("--unit", "Layer", "--budget", "1"), "leave out --unit and --keep"),
         ("factories_of_plans:layers", ("--optimizer", "Adan"), "torch.optim has no optimizer of this name"),
+        ("factories_of_plans:layers", ("--optimizer", "Optimizer"), "torch.optim has no optimizer of this name"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(
@@ -108,6 +118,17 @@ def test_what_makes_no_sense_is_one_line(
     assert message in said.err
     assert said.err.startswith("fsdp: ")
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("--bandwidth", "bandwidth is a positive"), ("--budget", "memory_budget is")]
+)
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_numbers_that_make_no_sense_are_one_line(
+    factories: str, capsys: Captured, option: str, said: str, value: str
+) -> None:
+    assert main(["plan", f"{factories}:layers", "--world-size", "2", option, value]) == 1
+    assert capsys.readouterr().err.startswith(f"fsdp: {said}")
 
 
 def test_the_example_of_the_page_prints_what_the_page_shows() -> None:
