@@ -120,10 +120,17 @@ class Accelerator(_PlainAccelerator):
         """Prepare a model as `accelerate` does; a sharded model is not moved or wrapped, except for autocast.
 
         Raises:
-            ValueError: for a plain module with sharded modules inside.
+            ValueError: for a plain module with sharded modules inside; if `accelerate` knows of another number of ranks
+                than there are, as without ``cpu=True`` on CPU.
         """
         if outermost(model) is None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        # All ranks would use the same batches.
+        if dist.is_initialized() and self.num_processes != dist.get_world_size():
+            raise ValueError(
+                f"accelerate knows of {self.num_processes} rank(s), and there are {dist.get_world_size()}: pass "
+                "cpu=True to the Accelerator on CPU, and start the ranks with torchrun or `accelerate launch`"
+            )
         # accelerate prepares models in this way if it need not distribute them.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 

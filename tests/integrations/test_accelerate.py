@@ -361,6 +361,17 @@ def test_a_registered_optimizer_of_shards_is_an_error(tmp_path: Path) -> None:
 
 
 @on_ranks(2, timeout=PATIENCE)
+def test_ranks_that_accelerate_does_not_know_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `cpu=True` it takes each rank for the only one, which then uses all of the data."""
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        monkeypatch.delenv("ACCELERATE_USE_CPU")
+        with pytest.raises(ValueError, match=r"accelerate knows of 1 rank\(s\), and there are 2: pass cpu=True"):
+            Accelerator().prepare(sharded("llama"))
+
+
+@on_ranks(2, timeout=PATIENCE)
 def test_accelerates_own_sharding_is_refused() -> None:
     from accelerate.utils import DistributedType
 
