@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import agree_on
+from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
@@ -398,12 +398,16 @@ class FullyShardedDataParallel(nn.Module):
                 ranks register different ones.
             ValueError: if other factors to divide gradients by were asked for, or if shards have replicas.
         """
-        if not callable(hook):
-            raise TypeError(f"register_comm_hook needs a function hook(state, gradient, shard), got {hook!r}")
         runtime = runtime_of_root(self._unit, "register_comm_hook")
         self._unit.require_idle("register a communication hook")
-        for wrapper in get_fsdp_instances(self):
-            wrapper._options.require_no_other_division(wrapper._unit)
+
+        def require_possible() -> None:
+            if not callable(hook):
+                raise TypeError(f"register_comm_hook needs a function hook(state, gradient, shard), got {hook!r}")
+            for wrapper in get_fsdp_instances(self):
+                wrapper._options.require_no_other_division(wrapper._unit)
+
+        done_by_all([self._unit.everyone], "register a communication hook", require_possible)
         comm_hook = on_demand.CommHook(hook, state)
         agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:

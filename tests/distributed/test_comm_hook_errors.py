@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, OtherRankError
 from fsdp.distributed.comm_hooks import bf16_compress_hook, reduce_scatter
 from tests.helpers.comm_hooks import average, average_in_float32
 from tests.helpers.models import keep, nested_mlp
@@ -102,6 +102,17 @@ def test_ranks_with_different_hooks_are_told_which(hooks: tuple[Hook, Hook]) -> 
     with pytest.raises(RuntimeError, match=rf"the ranks have different communication hooks: {expected}"):
         model.register_comm_hook(None, hooks[dist.get_rank()])
     model.register_comm_hook(None, average)  # none was kept
+    backward(model)
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_register_is_an_error_on_every_rank() -> None:
+    model: Any = nested_mlp(fully_sharded())
+    is_second = dist.get_rank() == 1
+    said = "register_comm_hook needs a function"
+    with pytest.raises(TypeError if is_second else OtherRankError, match=said if is_second else f"rank 1 .*{said}"):
+        model.register_comm_hook(None, None if is_second else average)
+    model.register_comm_hook(None, average)
     backward(model)
 
 

@@ -228,6 +228,12 @@ def test_mistakes_in_a_step_are_errors() -> None:
         torch.optim.AdamW(model.parameters(), fused=True).step()
     with pytest.raises(ValueError, match=r"SameBits.mean\(\) got \[1, 2\] numbers"):
         bits.mean([0.0] * (1 + dist.get_rank()))
+    is_second = dist.get_rank() == 1
+    error, said = (
+        (TypeError, "float") if is_second else (fsdp.OtherRankError, "rank 1 has passed no numbers. TypeError")
+    )
+    with pytest.raises(error, match=said):
+        bits.mean([None, None] if is_second else [0.0, 0.0])  # type: ignore[list-item]
     model.set_gradient_divide_factors(2.0, 1.0, recursive=True)
     with pytest.raises(RuntimeError, match="another divisor"):
         next(bits.step(1))
