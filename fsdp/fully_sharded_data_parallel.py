@@ -455,7 +455,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             RuntimeError: inside a forward or backward, when nested in another form, while there are parameters without
-                values, for changes that cannot be kept, or with `with_grads` while gradients are not reduced.
+                values, for changes that cannot be kept, with `with_grads` while gradients are not reduced, or if ranks
+                have different arguments.
         """
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
         units = self._units() if recurse else [self._unit]
@@ -495,6 +496,8 @@ class FullyShardedDataParallel(nn.Module):
     def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:
         self._unit.require_idle("summon full parameters")
         on_demand.ensure_agreed(self._unit)
+        if self._unit.request(Summoning) is None:
+            agree_on(self._unit.everyone, "arguments of summon_full_params()", f"{form.described}, recurse={recurse}")
         on_demand.require_values_everywhere(self._unit, "summon full parameters", recurse)
         if not form.keeps_changes:
             on_demand.ensure_same_values(self._unit)
@@ -546,9 +549,8 @@ class FullyShardedDataParallel(nn.Module):
         if self._unit.request(LocalState):  # of a wrapper around this one, whose local state is taken
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
-        everyone = self._unit.everyone
-        progress = Progress(everyone, "take its state dict")
-        asked = Saving(everyone, dtype, self._options.state_dict_device, first_only, progress)
+        progress = Progress(self._unit.everyone, "take its state dict")
+        asked = Saving(progress, dtype, self._options.state_dict_device, first_only)
         return on_demand.save_full(self, self._unit, asked, destination, prefix, keep_vars)
 
     @during("load_state_dict()")

@@ -25,7 +25,7 @@ class Progress:
     """
 
     def __init__(self, ranks: Ranks, what: str) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._what = what
         self._is_over = False  # a rank failed, or all is done
 
@@ -34,7 +34,7 @@ class Progress:
         if self._is_over:
             return
         self._is_over = True  # also if the exchange fails
-        agree_on_outcome([self._ranks], self._what, error)
+        agree_on_outcome([self.ranks], self._what, error)
         self._is_over = False
 
     @contextmanager
@@ -54,11 +54,14 @@ class Progress:
 class Saving:
     """A state dict is being taken."""
 
-    ranks: Ranks  # that hold a part of the outermost unit
+    progress: Progress  # of the ranks that hold a part of the outermost unit
     dtype: torch.dtype | None  # of floating-point parameters; None leaves them in their own
     device: torch.device | None  # of tensors; None leaves them where they are computed with
     rank0_only: bool  # only the first of the ranks is to have it
-    progress: Progress
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.progress.ranks
 
     @property
     def is_here(self) -> bool:
@@ -113,6 +116,14 @@ class Summoning:
     with_grads: bool  # unsharded gradients are shown
     rank0_only: bool  # only the first rank has them
     on_host: bool  # they are in host memory
+
+    @property
+    def described(self) -> str:
+        """The arguments, as a user gives them."""
+        return (
+            f"volatile={not self.keeps_changes}, rank0_only={self.rank0_only}, with_grads={self.with_grads}, "
+            f"offload_to_cpu={self.on_host}"
+        )
 
     def require_shown_by(self, other: Summoning | None, unit: Unit) -> None:
         """Raise RuntimeError if the unit is summoned already, in a form that differs from the requested form."""

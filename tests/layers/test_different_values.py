@@ -317,8 +317,9 @@ def test_values_are_compared_once_and_in_one_exchange() -> None:
         forward(model)
         assert exchange.call_count == 3  # what was built, whether values are there, and which
         forward(model)
-        model.state_dict()
         assert exchange.call_count == 3
+        model.state_dict()
+        assert exchange.call_count == 9  # its arguments, and outcomes: before each of four units, and at the end
     assert fingerprints_of(model) == [None] * 4
 
 

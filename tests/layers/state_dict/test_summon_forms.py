@@ -107,6 +107,19 @@ def test_other_ranks_stay_sharded() -> None:
             assert model.module.weight.shape == (3, 5)
 
 
+@pytest.mark.parametrize("name", ["rank0_only", "volatile", "with_grads", "offload_to_cpu", "recurse"])
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks_are_an_error_on_all(name: str) -> None:
+    model: Any = nested_mlp(fully_sharded())
+    given = {name: dist.get_rank() == 1}
+    with (
+        pytest.raises(RuntimeError, match=rf"rank 0 has .*{name}=False.* and rank 1 has .*{name}=True"),
+        model.summon_full_params(**given),
+    ):
+        pass
+    assert_at_rest(model)
+
+
 @on_ranks(2)
 def test_a_change_that_cannot_be_kept_is_told_to_all_ranks() -> None:
     model = FullyShardedDataParallel(nn.Linear(5, 3))
