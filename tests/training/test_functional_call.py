@@ -183,6 +183,30 @@ def test_functorch_differentiates_through_what_is_given(kind: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_gradients_of_gradients_are_those_of_what_is_given(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = _wrapped(plain, kind)
+
+    def penalty(module: nn.Module, params: Given) -> Tensor:
+        inputs = _inputs().requires_grad_()
+        output = functional_call(module, params, inputs).sin().sum()
+        (gradient,) = torch.autograd.grad(output, inputs, create_graph=True)
+        return (gradient.norm() - 1).square()
+
+    given, ours = _given(plain, Tensor.requires_grad_), _given(plain, Tensor.requires_grad_)
+    expected, found = penalty(plain, given), penalty(model, ours)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for name in given:
+        torch.testing.assert_close(ours[name].grad, given[name].grad, msg=name)
+    for mine, theirs in zip(_trained(model), _trained(plain, shard=False), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @parametrize_pairs(world_size=[1, 2], kind=["flat", "pieces"])
 @on_ranks("world_size")
 def test_modules_with_ways_of_their_own(kind: str) -> None:
