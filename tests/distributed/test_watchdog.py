@@ -166,7 +166,7 @@ def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_rep
     error = str(error.value)
     assert "did not complete: fsdp: rank " in error
     assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
-    assert "  rank 1: waiting for gather of root (Linear) in state_dict()" in error
+    assert "  rank 1: waiting for what ranks tell each other in state_dict()" in error
     assert "Rank 1 is in state_dict(), which every rank must call, and rank 0 in forward 2." in error
 
 
