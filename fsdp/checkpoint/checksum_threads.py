@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp.checkpoint.checksums import Fragment, fragment
 
-_MOST_THREADS = 4  # with zlib's checksum, they are about as fast as a read from the system's cache
+_MOST_THREADS = 4  # where a host has many more cores than ranks, the others stay free
 _Job = tuple["Future[Fragment]", str, int, memoryview]
 
 
@@ -27,21 +28,23 @@ class ChecksumThreads:
         self._most = min(_MOST_THREADS, free_cores())
         self._threads = 0
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._started: list[Future[Fragment]] = []
+        self._found: list[Fragment] = []
+        self._running: deque[Future[Fragment]] = deque()
         self._last: tuple[str, int, memoryview] | None = None
 
     def add(self, name: str, begin: int, memory: memoryview) -> None:
         """Compute the checksum of a fragment. Its memory must not change until `take` has returned."""
         if self._last is not None:
-            self._started.append(self._start(*self._last))
+            self._start(*self._last)
         self._last = (name, begin, memory)
 
     def take(self) -> list[Fragment]:
         """Return the fragments that were added since the last call, in their order."""
         last, self._last = self._last, None
-        started, self._started = self._started, []
-        found = [] if last is None else [fragment(*last)]
-        return [future.result() for future in started] + found
+        found, self._found = self._found, []
+        running, self._running = self._running, deque()
+        own = [] if last is None else [fragment(*last)]
+        return found + [future.result() for future in running] + own
 
     def close(self) -> None:
         """End the threads; more work starts new ones."""
@@ -49,17 +52,17 @@ class ChecksumThreads:
             self._jobs.put(None)
         self._threads = 0
 
-    def _start(self, name: str, begin: int, memory: memoryview) -> Future[Fragment]:
+    def _start(self, name: str, begin: int, memory: memoryview) -> None:
         if self._threads < self._most:
             self._start_thread()
-        future: Future[Fragment] = Future()
         if not self._threads:
-            future.set_result(fragment(name, begin, memory))
-            return future
-        if len(self._started) > self._most:  # so that few blocks wait in memory
-            self._started[-self._most - 1].result()
+            self._found.append(fragment(name, begin, memory))
+            return
+        if len(self._running) > self._most:  # so that few blocks wait in memory
+            self._found.append(self._running.popleft().result())
+        future: Future[Fragment] = Future()
+        self._running.append(future)
         self._jobs.put((future, name, begin, memory))
-        return future
 
     def _start_thread(self) -> None:
         try:

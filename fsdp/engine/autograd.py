@@ -132,6 +132,12 @@ class FreedLeaves:
             self._versions = tuple(map(_version_of, self._leaves))
             increment_version(self._leaves)
 
+    def outdate(self) -> None:
+        """They get other values, so graphs that have saved them remain invalid."""
+        if self._versions is None:
+            increment_version(self._leaves)
+        self._versions = None
+
     def unseal(self) -> None:
         """They have their values again, and their versions."""
         versions, self._versions = self._versions, None

@@ -38,7 +38,7 @@ from fsdp.distributed.communicator import in_stage, labelled, own_rank
 from fsdp.distributed.gather_extension import gradient_values
 from fsdp.engine.autograd import InternalError
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, divided
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
 from fsdp.engine.gradient_hooks import GradientHooks
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.passes import Passes
@@ -354,7 +354,11 @@ class FlatParamHandle:
             if state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
-        self._gathered = state = self._ready_to_send(state)
+        state = self._ready_to_send(state)
+        if state != self.state_in_use:
+            for unsharded in self.forms.values():
+                unsharded.outdate()
+        self._gathered = state
         if self.kept_shard is not None:
             self.gather_kept()
         if self.unsharded.is_shard:
@@ -553,17 +557,7 @@ class FlatParamHandle:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
-            if gradient.requires_grad:
-                raise RuntimeError(
-                    f"{self.layout.slots[slot].name}: its gradient has a graph, of backward(create_graph=True), and "
-                    "ranks sum gradients without graphs. Compute what is differentiated again by "
-                    "torch.autograd.grad(..., create_graph=True), and call backward() for the loss."
-                )
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
-                    "dense. Make the embedding with sparse=False."
-                )
+            check_gradient(self.layout.slots[slot].name, gradient)
             part = self.flat_param.parts[slot]
             values = gradient if part is None else part.gradient(gradient)
             if type(values) is not Tensor or self.flat_param.examples[slot] is not None:

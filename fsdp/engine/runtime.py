@@ -45,7 +45,7 @@ from fsdp.engine.passes import Passes
 from fsdp.engine.phase import Phase
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, units_in
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, changed_before_backward, units_in
 from fsdp.engine.usage import Usage
 
 if TYPE_CHECKING:
@@ -391,11 +391,7 @@ class Runtime:
             unit.transition_to(TrainingState.BACKWARD_PRE)
             self._unshard_for_backward(unit)
         if call.shards != [handle.state_in_use for handle in unit.handles]:
-            raise RuntimeError(
-                f"{unit.name}: its parameters were changed (by an optimizer step, or a cast?) between forward and "
-                "backward, so gradients would belong to neither the old nor the new values. Run backward "
-                "before the change, or forward again after it."
-            )
+            raise changed_before_backward(unit)
         for notify in unit.observers.backward:
             notify(unit)
 

@@ -339,6 +339,9 @@ class Unit:
             notify(handle, slot, leaf.grad)
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
             self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
+        # For the first gradient of a backward. Where parameters are sharded, computing it has read none of them.
+        if handle.phase is Phase.UNSHARDED and not handle.has_arrived and handle.shard_state != handle.state_in_use:
+            raise changed_before_backward(self)
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
@@ -564,6 +567,15 @@ def unit_of_wrapper(module: nn.Module) -> Unit | None:
     """Return the unit of a `FullyShardedDataParallel`; None for any other module."""
     unit = getattr(module, "__dict__", {}).get("_unit")
     return unit if isinstance(unit, Unit) else None
+
+
+def changed_before_backward(unit: Unit) -> RuntimeError:
+    """Return the error of a backward through a unit whose shards have changed since its forward."""
+    return RuntimeError(
+        f"{unit.name}: its parameters were changed (by an optimizer step, or a cast?) between forward and backward, so "
+        "gradients would belong to neither the old nor the new values. Run backward before the change, or forward "
+        "again after it."
+    )
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:

@@ -159,6 +159,11 @@ class UnshardedParameters:
                 )
             self._expected = None
 
+    def outdate(self) -> None:
+        """The next values are new: autograd raises its error in graphs that have saved the leaves before."""
+        if not self.is_shard:
+            self._freed.outdate()
+
     def _allocate(self) -> None:
         storage = self.full.untyped_storage()
         if storage.nbytes() != self._nbytes:  # NumPy may share the memory, which cannot be freed then
