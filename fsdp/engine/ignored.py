@@ -28,11 +28,10 @@ class Ignored:
         roots = _checked("ignored_modules", modules, nn.Module)
         inside = frozenset(inner for root in roots for inner in root.modules())
         named = _checked("ignored_parameters", parameters, nn.Parameter)
-        return cls(
-            inside,
-            frozenset(named)
-            | {param for module in inside for param in module._parameters.values() if param is not None},
-        )
+        if not (roots or named):
+            return _NOTHING
+        used = (param for module in inside for param in module._parameters.values() if param is not None)
+        return cls(inside, frozenset(named).union(used))
 
     def __or__(self, other: Ignored) -> Ignored:
         """Return the union of both."""
@@ -52,6 +51,9 @@ class Ignored:
     def has(self, module: nn.Module, param: Tensor) -> bool:
         """Return whether a parameter of a module is to be left alone."""
         return module in self.modules or param in self.parameters
+
+
+_NOTHING = Ignored()  # of all units that ignore nothing
 
 
 def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:

@@ -21,9 +21,18 @@ from fsdp.engine.user_attributes import attributes_of, give_attributes
 
 
 class Placeholder(Tensor):
-    """A tensor without values; any operation on it raises `RuntimeError` with the message of the placeholder."""
+    """A tensor without values; any operation on it raises `RuntimeError` with the message of the placeholder.
 
-    _message: str
+    Args:
+        like: has its shape and dtype.
+        template: of the message, in which `names` take the places of ``{}``.
+        names: of what it stands for; there are many placeholders, and few messages are read.
+        device: other than that of `like`.
+        requires_grad: likewise.
+    """
+
+    _template: str
+    _names: tuple[str, ...]
     stands_for: Tensor | None = None  # what is kept elsewhere, in its place
 
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
@@ -31,14 +40,28 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: Tensor, message: str, device: torch.device | None = None, requires_grad: bool | None = None
+        cls,
+        like: Tensor,
+        template: str,
+        *names: str,
+        device: torch.device | None = None,
+        requires_grad: bool | None = None,
     ) -> Placeholder:
         needs = like.requires_grad if requires_grad is None else requires_grad
         self = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=device or like.device, requires_grad=needs
         )
-        self._message = message
+        self._template, self._names = template, names
         return self
+
+    @property
+    def message(self) -> str:
+        """The message of the error that any operation raises."""
+        return self._template.format(*self._names)
+
+    def rename(self, *names: str) -> None:
+        """Use these names in the message from now on."""
+        self._names = names
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -52,15 +75,15 @@ class Placeholder(Tensor):
         return copied
 
     def _looks(self) -> tuple[Any, ...]:
-        return self.shape, self.dtype, self.device, self.requires_grad, self._message, type(self)
+        return self.shape, self.dtype, self.device, self.requires_grad, self._template, self._names, type(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_model_under_way():
-            raise RuntimeError(f"{self._message} (To pickle a module, pickle the FullyShardedDataParallel around it.)")
+            raise RuntimeError(f"{self.message} (To pickle a module, pickle the FullyShardedDataParallel around it.)")
         return _rebuild, self._looks()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(self._message)
+        raise RuntimeError(self.message)
 
     # These reach for the memory without passing the dispatcher.
     data = property(_refuse, _refuse)
@@ -136,17 +159,18 @@ def _rebuild(
     dtype: torch.dtype,
     device: torch.device,
     requires_grad: bool,
-    message: str,
-    kind: type[Placeholder] = AbsentParameter,
+    template: str,
+    names: tuple[str, ...],
+    kind: type[Placeholder],
 ) -> Placeholder:
     like = torch.empty(shape, dtype=dtype, device="meta")
-    return kind(like, message, device, requires_grad)
+    return kind(like, template, *names, device=device, requires_grad=requires_grad)
 
 
 def _message_in(values: Any) -> str:
     for value in values:
         if isinstance(value, Placeholder):
-            return value._message
+            return value.message
         if isinstance(value, (list, tuple)):
             found = _message_in(value)
             if found:
@@ -156,17 +180,14 @@ def _message_in(values: Any) -> str:
 
 def sharded_weight(name: str, like: Tensor) -> Placeholder:
     """Create the placeholder of a parameter while its unit is sharded."""
-    return AbsentParameter(like, sharded_message(name, "its unit"))
-
-
-def sharded_message(name: str, unit: str) -> str:
-    """Return the error message for a sharded weight of `unit`, with the remedy."""
-    return (
-        f"{name} is sharded: outside of the forward and backward of {unit} this rank holds only its part of it, and "
-        "not under this name. Call the sharded module (its forward gathers the weights; another module that reads them "
-        "must be in the same unit). If a method besides forward reads them, make it known once: "
+    return AbsentParameter(
+        like,
+        "{} is sharded: outside of the forward and backward of {} this rank holds only its part of it, and not under "
+        "this name. Call the sharded module (its forward gathers the weights; another module that reads them must be "
+        "in the same unit). If a method besides forward reads them, make it known once: "
         "fsdp.register_fsdp_forward_method(model, 'name'). Or read and change whole parameters inside "
-        "`with model.summon_full_params():`."
+        "`with model.summon_full_params():`.",
+        *(name, "its unit"),
     )
 
 
@@ -174,8 +195,9 @@ def valueless_weight(name: str, like: Tensor) -> Placeholder:
     """Create the placeholder of a parameter without values, for a world size of 1."""
     return ValuelessParameter(
         like,
-        f"{name} has no values yet: it was on the meta device when it was sharded. Give it values with "
+        "{} has no values yet: it was on the meta device when it was sharded. Give it values with "
         "fsdp.materialize(model), or load them.",
+        name,
     )
 
 
@@ -183,10 +205,11 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
     """Create the placeholder of a gradient after a backward under `no_sync`."""
     return Placeholder(
         like.detach(),
-        f"the gradients of {name} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
+        "the gradients of {} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
         "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True). With placements whose "
         "gradients are PARTIAL (SHARD_OPTIM), the step reduces them: call fsdp.reduce_gradients(model) to read them "
         "before it.",
+        name,
     )
 
 
@@ -194,9 +217,10 @@ def gradient_elsewhere(name: str, like: Tensor, device: torch.device) -> Placeho
     """Create the placeholder of a gradient that is stored on a different device than its parameter."""
     return Placeholder(
         like.detach(),
-        f"the gradient of {name} is kept on {device} and the parameter on {like.device}, as move_params_to_cpu and "
+        "the gradient of {} is kept on {} and the parameter on {}, as move_params_to_cpu and "
         "move_grads_to_cpu ask; clip_grad_norm_, ShardedGradScaler and torch's optimizers bring them together. To read "
         "it before, give the two options the same value.",
+        *(name, str(device), str(like.device)),
     )
 
 

@@ -23,7 +23,7 @@ from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
-from fsdp.engine.placeholder import Placeholder, copy_as, sharded_message, sharded_weight, valueless_weight
+from fsdp.engine.placeholder import Placeholder, copy_as, sharded_weight, valueless_weight
 from fsdp.engine.rows_layout import Arrangement
 from fsdp.engine.user_attributes import give_attributes
 
@@ -176,7 +176,7 @@ class UnshardedParameters:
     def name_unit(self, unit: str) -> None:
         """Let the placeholders say which unit they belong to."""
         for name, placeholder in self._placeholders.items():
-            placeholder._message = sharded_message(name, unit)
+            placeholder.rename(name, unit)
 
     def rest(self) -> None:
         """Detect writes to the leaves from now on."""
