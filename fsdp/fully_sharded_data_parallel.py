@@ -181,8 +181,8 @@ class FullyShardedDataParallel(nn.Module):
     placements = property(lambda self: self._unit.placements, doc="The unit's `Placements`.")
     training_state = property(lambda self: self._unit.state, doc="The `TrainingState` that the wrapper is in.")
     compute_device = property(lambda self: self._unit.device, doc="The device that the module computes on.")
-    gradient_predivide_factor = property(lambda self: self._unit.predivide, doc="The divisor before the sum.")
-    gradient_postdivide_factor = property(lambda self: self._unit.postdivide, doc="The divisor after the sum.")
+    gradient_predivide_factor = property(lambda self: self._unit.policy.predivide, doc="The divisor before the sum.")
+    gradient_postdivide_factor = property(lambda self: self._unit.policy.postdivide, doc="The divisor after the sum.")
     reshard_after_forward = property(
         lambda self: self._unit.frees_after_forward,
         doc="True if parameters are resharded after forward; the root's becomes False at its first use.",

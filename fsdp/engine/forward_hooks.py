@@ -124,7 +124,9 @@ class ForwardHooks:
 
     def _cast_inputs(self, inputs: Any) -> Any:
         unit, kind = self._unit, self._unit.precision.inputs
-        if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and unit.is_inside_mixed):
+        if kind is InputCast.NONE:
+            return inputs
+        if kind is InputCast.OUTERMOST and unit.runtime is not None and unit in unit.runtime.inside_mixed:
             return inputs
         if kind is InputCast.WIDEN:
             return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))

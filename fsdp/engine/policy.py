@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp.engine.grad_buffer import GradientSync
+from fsdp.engine.placements import Placements
 
 if TYPE_CHECKING:
     from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
@@ -26,6 +27,7 @@ class Policy:
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         sync: how far the gradients of the next backwards go.
         is_last_backward: whether the next backward is the last backward of a step, as far as a user says.
+        predivide, postdivide: factors by which gradients are divided before and after they are summed.
         fills_unused: whether a parameter that no rank used gets a gradient of zeros.
         comm_hook: the user's own reduce-scatter; None for ours.
         all_reduce_hook: a user's function that a reduction ends with.
@@ -43,10 +45,35 @@ class Policy:
     backward_prefetch: Sequence[Any] | None = None
     sync: GradientSync = GradientSync.FULL
     is_last_backward: bool = True
+    predivide: float = 1.0
+    postdivide: float = 1.0
     fills_unused: bool = False
     comm_hook: CommHook | None = None
     all_reduce_hook: AllReduceHook | None = None
     reductions_in_flight: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        placements: Placements,
+        *,
+        keeps_as_root: bool,
+        keeps_without_backward: bool,
+        predivide: float,
+        postdivide: float,
+    ) -> Policy:
+        """Return the settings of a unit that was just made."""
+        is_kept, reshards = placements.keeps_unsharded, placements.reshard_after_forward
+        deferred = GradientSync.SHARDS if placements.reduce else GradientSync.NONE
+        return cls(
+            reshard_after_forward=not is_kept and (reshards is True or reshards == "host" or reshards > 1),
+            keeps_as_root=keeps_as_root,
+            keeps_without_backward=keeps_without_backward or is_kept,
+            reshard_after_backward=not is_kept,
+            sync=deferred if placements.defers_reduction else GradientSync.FULL,
+            predivide=predivide,
+            postdivide=postdivide,
+        )
 
     @property
     def awaits_backwards(self) -> bool:

@@ -74,6 +74,8 @@ class Runtime:
         self.units = [unit for _, unit in named_units]
         self.passes = Passes()
         self._adopt(named_units)
+        mixed = [unit for unit in self.units if unit.precision.is_mixed]
+        self.inside_mixed = {inner for unit in mixed for _, inner in units_in(unit) if inner is not unit}
         self.has_run = False  # a forward has begun with the root
         self._reductions = Reductions(bucket_bytes)
         self._usage = Usage()
@@ -118,10 +120,6 @@ class Runtime:
             unit.rename(name)
             for handle in unit.handles:
                 handle.passes = self.passes
-            unit.is_inside_mixed = False
-        for _, unit in named_units:
-            for _, inner in units_in(unit) if unit.precision.is_mixed else ():
-                inner.is_inside_mixed |= inner is not unit
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
@@ -433,7 +431,7 @@ class Runtime:
         self._usage.begin(ages, ranks_begin_together=not self.is_uneven)
 
     def _record_backward(self, unit: Unit, reduced: Sequence[FlatParamHandle]) -> None:
-        divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
+        divisor, usual = unit.policy.predivide * unit.policy.postdivide, unit.comm.world_size * unit.replicas.world_size
         modes = (
             "under no_sync()" if unit.policy.sync is GradientSync.NONE else "with reduction",
             f"with gradients divided by {divisor:g}",
@@ -482,7 +480,7 @@ class Runtime:
                 if oldest > 1 and (oldest > backward.reached or unit.contains_units):
                     return
                 backward.complete.discard(each)
-                self._reductions.submit(each, unit.postdivide, keep=self.is_uneven)
+                self._reductions.submit(each, unit.policy.postdivide, keep=self.is_uneven)
             elif each in backward.missing and self._usage.is_coming(each):
                 return
 
@@ -549,7 +547,7 @@ class Runtime:
                 # Asked one by one, because a bucket reduces several at once.
                 for handle in filter(self._usage.is_due, reversed(unit.handles)):
                     handle.owe(self._usage.unused(handle))
-                    self._reductions.submit(handle, unit.postdivide)
+                    self._reductions.submit(handle, unit.policy.postdivide)
             self._reductions.finish()
         self._reductions.finish()
 
@@ -564,7 +562,7 @@ class Runtime:
         handle.owe()
         unit.backward.missing.discard(handle)
         if handle.is_reduced:
-            self._reductions.submit(handle, unit.postdivide, keep=True)
+            self._reductions.submit(handle, unit.policy.postdivide, keep=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -62,6 +62,9 @@ class UnitRuntime(Protocol):
 
     @property
     def has_run(self) -> bool: ...
+
+    @property
+    def inside_mixed(self) -> Collection[Unit]: ...
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
@@ -140,14 +143,16 @@ class Unit:
         precision: the dtypes that it computes in.
         device: where it computes.
         ignored: what in its module it leaves alone.
-        keeps_as_root, keeps_without_backward: see `Policy`.
-        predivide, postdivide: factors by which gradients are divided before and after they are summed.
+        policy: the settings that users make, which may change later.
         settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
     """
 
     # Hidden by the attribute of an instance. A `__getattr__` would make all attributes slow.
     handles: list[FlatParamHandle] = cast(Any, _HandlesOfCopy())
+    observers: Observers = NONE
+    unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
+    in_full_precision = False
     _range: record_function | None = None  # that a profiler shows of its present state
 
     def __init__(
@@ -162,10 +167,7 @@ class Unit:
         device: torch.device,
         ignored: Ignored,
         *,
-        keeps_as_root: bool,
-        keeps_without_backward: bool,
-        predivide: float,
-        postdivide: float,
+        policy: Policy,
         settings: Mapping[str, Any],
         new_runtime: Callable[[Unit], UnitRuntime],
     ) -> None:
@@ -174,55 +176,32 @@ class Unit:
         self.comm, self.replicas, self.ranks = comm, replicas, ranks
         self.device = device
         self.ignored = ignored
-        every = own_modules(module)
-        ours = [inner for inner in every if inner not in ignored.modules]
+        ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
         kept = kept_modules(ours, precision)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
         casting = kept if precision.is_mixed else {}
         self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
         self.precision = precision.without_casts() if module in self._kept else precision
-        self.observers: Observers = NONE
         self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
-        self.unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
-        self.in_full_precision = False
-        self.is_inside_mixed = False  # a unit around it casts inputs
         self.handles = []  # those that it runs, one for each flat parameter
         self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
-        self.policy = self._policy_of(placements, keeps_as_root, keeps_without_backward)
+        self.policy = policy
         self.settings = dict(settings)
-        self.predivide, self.postdivide = predivide, postdivide
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
-        self.is_agreed = False  # the ranks have compared what they have
-        # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
-        listed = [tensor for inner in every for tensor in (*inner._parameters.values(), *inner._buffers.values())]
-        self.awaits_values = any(tensor is not None and tensor.is_meta for tensor in listed)
         self.is_spare = False  # if it is unsharded, then only because a forward without a backward has left it so
-        self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.backward = UnitBackward()
-        self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
+        self.param_order = {m: tuple(m._parameters) for m in own_modules(module)}  # before any is taken over
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
             each.__dict__[_ATTRIBUTE] = self
         self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
         self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
-
-    @staticmethod
-    def _policy_of(placements: Placements, keeps_as_root: bool, keeps_without_backward: bool) -> Policy:
-        is_kept, reshards = placements.keeps_unsharded, placements.reshard_after_forward
-        deferred = GradientSync.SHARDS if placements.reduce else GradientSync.NONE
-        return Policy(
-            reshard_after_forward=not is_kept and (reshards is True or reshards == "host" or reshards > 1),
-            keeps_as_root=keeps_as_root,
-            keeps_without_backward=keeps_without_backward or is_kept,
-            reshard_after_backward=not is_kept,
-            sync=deferred if placements.defers_reduction else GradientSync.FULL,
-        )
 
     def transition_to(self, state: TrainingState) -> None:
         """Set the state. Profilers show forward and backward as ranges, and the debug log shows each transition."""
@@ -263,7 +242,6 @@ class Unit:
     def __getstate__(self) -> dict[str, Any]:
         forgotten: dict[str, Any] = {
             "runtime": None,
-            "is_agreed": False,
             "backward": UnitBackward(),
             "yet_to_run": set(),
             "policy": self.policy.of_copy(),
@@ -342,7 +320,7 @@ class Unit:
         # For the first gradient of a backward. Where parameters are sharded, computing it has read none of them.
         if handle.phase is Phase.UNSHARDED and not handle.has_arrived and handle.shard_state != handle.state_in_use:
             raise changed_before_backward(self)
-        if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
+        if handle.take_gradient(slot, leaf, self.policy.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
     def add_handle(self, shard: Shard, reduce_comm: Communicator, kept_shard: KeptShard | None) -> None:
@@ -357,7 +335,6 @@ class Unit:
         self.attach(handle)
         self.handles.append(handle)
         self.owned_handles.append(handle)
-        self.awaits_values |= bool(handle.valueless)
 
     def attach(self, handle: FlatParamHandle) -> None:
         """Give a handle what it needs of the unit that runs it."""
@@ -527,8 +504,8 @@ class Unit:
                 "there, for instance by numbers in its state."
             )
         for handle in self.handles:
-            handle.gradients.rescale(self.predivide / pre)
-        self.predivide, self.postdivide = float(pre), float(post)
+            handle.gradients.rescale(self.policy.predivide / pre)
+        self.policy.predivide, self.policy.postdivide = float(pre), float(post)
 
     def connect(self, way: Callable[[FlatParamHandle], tuple[Communicator, Communicator]]) -> None:
         """All-gather and reduce over other communicators with the same ranks.

@@ -15,6 +15,7 @@ from fsdp.distributed.collectives import MissingRanks, communicator
 from fsdp.engine.placeholder import depart
 from fsdp.engine.unit import TrainingState, Unit
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
+from fsdp.layers.verify import agreed
 
 MISSING = "MISSING"  # what FairScale puts in the place of a process group
 END = "_end_of_state"  # the last attribute of a pickled wrapper
@@ -97,7 +98,7 @@ def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: An
     unit.comm, unit.replicas = groups.communicators(unit.device)
     unit.axes = groups.axes(unit.device)
     unit.ranks = groups.ranks
-    unit.is_agreed = False
+    agreed.discard(unit)
     for handle in unit.handles:
         handle.connect(unit.comm, communicator(reduce_group, unit.device), unit.replicas, unit.axes[1])
         handle.gradients.comm = handle.reduce_comm

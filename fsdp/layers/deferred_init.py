@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,27 @@ Place = tuple[nn.Module, str]
 # Memory that `to_empty` gave, until values are found in it.
 _empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+# The units in which all values were found, on this rank and on all ranks.
+_complete: WeakSet[Unit] = WeakSet()
+_complete_everywhere: WeakSet[Unit] = WeakSet()
+
+
+def may_lack_values(unit: Unit) -> bool:
+    """Return whether something of a unit may have no values on this rank, as long as nobody has looked."""
+    return unit not in _complete
+
+
+def have_values_everywhere(units: Iterable[Unit]) -> bool:
+    """Return whether all ranks have found all values of these units."""
+    return all(unit in _complete_everywhere for unit in units)
+
+
+def trust_values(units: Iterable[Unit]) -> None:
+    """Look for values of these units no more."""
+    for unit in units:
+        _complete.add(unit)
+        _complete_everywhere.add(unit)
+
 
 def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
     """Raise RuntimeError before `what` if a parameter or buffer of the units in a module tree has no values.
@@ -43,9 +65,10 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
     units = [(name, unit) for name, inner in module.named_modules() if (unit := unit_of(inner)) is not None]
     missing: list[str] = []
     for name, unit in units if recurse else units[:1]:
-        if unit.awaits_values:
+        if may_lack_values(unit):
             found = [clean_name(join(name, inner)) for inner in valueless_in(unit)]
-            unit.awaits_values = bool(found)
+            if not found:
+                _complete.add(unit)
             missing += found
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -62,17 +85,18 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
     Otherwise the other ranks would wait in their next all-gather for the rank that has raised an error.
     """
     units = [unit for _, unit in units_in(root)] if recurse else [root]
-    if not any(unit.awaits_values_somewhere for unit in units):
+    if have_values_everywhere(units):
         return
     problem = None
     try:
         require_values(root.module, what, recurse)
     except RuntimeError as error:
         problem = error
-    own = [str(problem or ""), *(unit.awaits_values for unit in units)]
+    own = [str(problem or ""), *map(may_lack_values, units)]
     told = from_everyone(root.everyone, own) if peers_answer(root.everyone) else [own]
     for number, unit in enumerate(units, start=1):
-        unit.awaits_values_somewhere = any(one[number] for one in told)
+        if not any(one[number] for one in told):
+            _complete_everywhere.add(unit)
     if any(text for text, *_ in told):
         numbers = numbers_of(root.everyone) if peers_answer(root.everyone) else [own_rank()]
     if problem is not None:
@@ -87,10 +111,9 @@ def valueless_in(unit: Unit) -> Iterator[str]:
     for handle in unit.owned_handles:
         handle.absorb()  # what users have assigned counts
         yield from (handle.layout.slots[slot].name for slot in sorted(handle.valueless))
-    names = {inner: name for name, inner in unit.module.named_modules()}
-    for each in uninitialized_in(own_modules(unit.module)):
-        inner, name = each.places[0]
-        yield join(names[inner], name)
+    if lacking := uninitialized_beside(unit):
+        names = {inner: name for name, inner in unit.module.named_modules()}
+        yield from (join(names[inner], name) for inner, name in (each.places[0] for each in lacking))
 
 
 def mark(tensor: Tensor) -> None:
@@ -199,13 +222,21 @@ def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
     return list(found.values())
 
 
+def uninitialized_beside(unit: Unit) -> list[Uninitialized]:
+    """Return the tensors without values that a unit's modules list beside the parameters that it uses."""
+    if not may_lack_values(unit):
+        return []
+    places = {(place.module, place.name) for one in unit.visible_handles for used in one.places for place in used}
+    return [each for each in uninitialized_in(own_modules(unit.module)) if places.isdisjoint(each.places)]
+
+
 @contextmanager
 def memory_to_load_into(units: Iterable[Unit]) -> Iterator[list[Uninitialized]]:
     """Allocate memory for listed tensors without values inside the context; keep memory that was initialized."""
     found = []
     try:
         for unit in units:
-            for each in uninitialized_in(own_modules(unit.module)) if unit.awaits_values else ():
+            for each in uninitialized_beside(unit):
                 found.append(each)
                 each.give_memory(unit.device)
         yield found

@@ -17,7 +17,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers.contents import Contents
-from fsdp.layers.deferred_init import require_values_everywhere
+from fsdp.layers.deferred_init import have_values_everywhere, require_values_everywhere
 from fsdp.layers.merged_writes import merge_written
 from fsdp.layers.shared_params import settle_shares
 from fsdp.layers.steps import Steps
@@ -81,7 +81,7 @@ class TreeChecks(Checks):
     def trust_values(self, unit: Unit) -> None:
         if self._await_values:
             require_values_everywhere(unit, "compute")
-            self._await_values = any(one.awaits_values_somewhere for one in self._units)
+            self._await_values = not have_values_everywhere(self._units)
         if not self._has_compared_values:
             agree_on_values([(one.name, one) for one in self._units])
             self._has_compared_values = True

@@ -251,11 +251,11 @@ class Options:
             )
         world_size = unit.comm.world_size
         usual = self.predivide_factor(world_size)
-        is_usual = (unit.predivide, unit.postdivide) == (usual, world_size / usual)
+        is_usual = (unit.policy.predivide, unit.policy.postdivide) == (usual, world_size / usual)
         if self.gradient_predivide_factor is not None or not is_usual:
             raise ValueError(
-                f"{unit.name}: gradients were to be divided by {unit.predivide} and {unit.postdivide}, but a "
-                "communication hook divides them by itself. Leave gradient_predivide_factor at None, don't call "
+                f"{unit.name}: gradients were to be divided by {unit.policy.predivide} and {unit.policy.postdivide}, "
+                "but a communication hook divides them by itself. Leave gradient_predivide_factor at None, don't call "
                 "set_gradient_divide_factors, and have the hook divide by what you want."
             )
 

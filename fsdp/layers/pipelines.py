@@ -35,7 +35,7 @@ class FSDPState:
             for handle in unit.handles:
                 for slot, leaf in enumerate(handle.unsharded.leaves):
                     if leaf.grad is not None:
-                        handle.take_gradient(slot, leaf, unit.predivide)
+                        handle.take_gradient(slot, leaf, unit.policy.predivide)
                 handle.mark_unreduced()
         runtime_of(self.unit).reduce_accumulated()
 

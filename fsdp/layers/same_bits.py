@@ -212,7 +212,7 @@ class SameBits:
             fronts = [handle.replicas if handle.is_replicated else handle.reduce_comm for handle in handles]
             is_ours = all(isinstance(front, SumByMicroBatch) and front.serves(self._sums) for front in fronts)
             is_hooked = unit.policy.comm_hook or unit.policy.all_reduce_hook
-            if unit.predivide * unit.postdivide != 1.0 or is_hooked or not is_ours:
+            if unit.policy.predivide * unit.policy.postdivide != 1.0 or is_hooked or not is_ours:
                 raise RuntimeError(
                     f"fsdp.SameBits: another divisor, communication hook or reduce-scatter was set for {unit.name} "
                     "since: leave them as they are"

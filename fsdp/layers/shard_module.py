@@ -25,6 +25,7 @@ from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
+from fsdp.engine.policy import Policy
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
@@ -178,11 +179,9 @@ def _shard_params(
     except BaseException:
         unit.withdraw()
         raise
-    if device != params_are_on or options.compute_device is not None or unit.awaits_values:
-        if form.lists_parts:
-            _move_buffers(module, device)
-        else:
-            move_values(module, device)
+    lacks_values = any(tensor.is_meta for tensor in (*found, *module.buffers()))
+    if device != params_are_on or options.compute_device is not None or lacks_values:
+        (_move_buffers if form.lists_parts else move_values)(module, device)
     return unit, reduce_group, shards
 
 
@@ -220,10 +219,13 @@ def _make_unit(
         options.precision,
         device,
         ignored,
-        keeps_as_root=options.disable_reshard_on_root,
-        keeps_without_backward=form.keeps_without_backward,
-        predivide=predivide,
-        postdivide=averaged / predivide,
+        policy=Policy.of(
+            groups.placements,
+            keeps_as_root=options.disable_reshard_on_root,
+            keeps_without_backward=form.keeps_without_backward,
+            predivide=predivide,
+            postdivide=averaged / predivide,
+        ),
         settings=options.compared,
         new_runtime=partial(_new_runtime, bucket_bytes=options.bucket_bytes),
     )

@@ -94,8 +94,9 @@ def _join(unit: Unit, handle: FlatParamHandle, owner: Unit) -> None:
         owner.shares.append(common)
     common.members.append(unit)
     unit.shares.append(common)
-    for member in common.members:
-        member.is_agreed = False
+    from fsdp.layers.verify import agreed  # a check of the first use
+
+    agreed.difference_update(common.members)
     restore_order(unit)
 
 
@@ -317,7 +318,7 @@ def _move(one: Share, unit: Unit) -> None:
                 f"{unit.name} is the lowest unit around all that share {_name(one.handle)} of {owner.name}, and "
                 f"has to gather it, but it differs from them in {what}. Shard it alike."
             )
-    one.handle.gradients.rescale(before.predivide / unit.predivide)
+    one.handle.gradients.rescale(before.policy.predivide / unit.policy.predivide)
     before.give_up(one.handle)
     unit.adopt(one.handle)
     if before not in one.members:

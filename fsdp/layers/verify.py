@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from fsdp.layers.managed_params import ddp_message, text_of_key
 
 # Of each unit, by its name, what the ranks must have alike, by what messages call that.
 Plan = list[tuple[str, dict[str, Any]]]
+
+# The units that all ranks have compared.
+agreed: WeakSet[Unit] = WeakSet()
 
 
 def require_sharded(model: Any, what: str) -> Unit:
@@ -68,8 +72,7 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = Fal
         plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
         agree_on_plan(ranks, [(plan[0][0], plan[0][1] | _environment(units[0][1].device, to_run)), *plan[1:]])
         _agree_on_parts(units)
-    for _, unit in units:
-        unit.is_agreed = True
+    agreed.update(unit for _, unit in units)
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
         handle.number_as(number)
 
@@ -98,8 +101,8 @@ def describe_unit(unit: Unit) -> dict[str, Any]:
         "reshard_after_backward": unit.policy.reshard_after_backward,
         "unshard_in_backward": unit.policy.unshard_in_backward,
         "gradients summed over ranks": unit.policy.sync.name,
-        "gradient_predivide_factor": unit.predivide,
-        "a divisor of summed gradients of": unit.postdivide,
+        "gradient_predivide_factor": unit.policy.predivide,
+        "a divisor of summed gradients of": unit.policy.postdivide,
         **{f"mixed_precision.{name}": value for name, value in unit.precision.describe().items()},
         "buffers": [*_saved_buffers(unit)],
     }

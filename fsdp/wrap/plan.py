@@ -34,6 +34,7 @@ from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers import offload
+from fsdp.layers.deferred_init import trust_values
 from fsdp.layers.managed_params import is_packed
 from fsdp.layers.offload import HostStorage
 from fsdp.layers.packing import Packing
@@ -423,8 +424,8 @@ class _Training:
         named = units_in(model._unit)
         self.units = [unit for _, unit in named]
         self._names = {unit: name for name, unit in named}
+        trust_values(self.units)  # there are none, and none are looked at
         for unit in self.units:
-            unit.awaits_values = unit.awaits_values_somewhere = False  # there are none, and none are looked at
             for handle in unit.handles:
                 self._watch(handle)
         is_offloaded = any(handle.storage.is_elsewhere for unit in self.units for handle in unit.handles)

@@ -65,7 +65,7 @@ from fsdp.layers.state_requests import (
     saving,
     serving,
 )
-from fsdp.layers.verify import agree, agree_on_values, difference_of_written
+from fsdp.layers.verify import agree, agree_on_values, agreed, difference_of_written
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
@@ -73,7 +73,7 @@ Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 def ensure_agreed(root: Unit) -> None:
     """Collective the first time. Compare the units of all ranks before their shards are combined."""
     named_units = units_in(root)
-    if not all(unit.is_agreed for _, unit in named_units):
+    if not all(unit in agreed for _, unit in named_units):
         settle_shares(root, named_units, all_inside=False)
         agree(root.everyone, named_units)
 

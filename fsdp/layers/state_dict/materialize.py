@@ -146,7 +146,6 @@ class _Materializing:
                 exposure.close(keep if is_filled else None)
         for module, lacks in found.items():
             self._filled[module] = [lack for lack in lacks if lack.handle is None]  # the others are sharded now
-        unit.awaits_values = True  # until it is looked at
         return_freed_memory()
 
     def _fill_module(self, module: nn.Module, lacks: Lacks, device: torch.device) -> None:

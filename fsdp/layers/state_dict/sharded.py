@@ -26,7 +26,7 @@ from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.unit import Unit, own_modules, units_in
-from fsdp.layers.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
+from fsdp.layers.deferred_init import Uninitialized, memory_to_load_into, uninitialized_beside
 from fsdp.layers.state_dict.summon import (
     Exposure,
     LoadTarget,
@@ -298,7 +298,7 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
     """
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
     with closing(Exposure(unit, parts)), ExitStack() as undo, serving([unit], ShardedState()):
-        for blank in uninitialized_in(own_modules(unit.module)) if unit.awaits_values else ():
+        for blank in uninitialized_beside(unit):
             if not is_dtensor(blank.value):  # DCP takes care of these
                 undo.callback(blank.take_back)
                 _show_blank(blank, unit.device, rank)
