@@ -53,6 +53,7 @@ from fsdp.optim_utils.state import (
 
 _OWN_KEYS = ("params", "optimizer", "sharded", "cost")
 _MAKE = "make an OwnedOptimizer"
+_REASON = 240  # bytes of the text of an error, which come with new values
 _HAS_GRADIENT, _IS_CHANGED = 1, 2
 
 # The element count and dtype of each tensor that a rank will send.
@@ -222,16 +223,16 @@ class OwnedOptimizer(torch.optim.Optimizer):
                         member.show(with_gradients)
                 if failure is None:
                     failure = self._with_options(number, call)
-            failed = [rank for exchange in self._exchanges for rank in exchange.deliver(failure is not None)]
+            failed = [each for exchange in self._exchanges for each in exchange.deliver(failure)]
         finally:
             for member in self._each():
                 member.stepped.param.grad = None
         if failure is not None:
             raise failure
-        if failed:
+        for rank, reason in failed:
             raise OtherRankError(
-                f"rank {own_rank()}: rank {failed[0]} has raised an error in the step of the parameters that it owns, "
-                "so these have no new values; see the error of that rank"
+                f"rank {own_rank()}: rank {rank} has raised an error in the step of the parameters that it owns, so "
+                f"these have no new values. {reason}"
             )
 
     def _with_options(self, number: int, call: Callable[[torch.optim.Optimizer], Any]) -> Exception | None:
@@ -547,27 +548,29 @@ class _Exchange:
             for one, elements in zip(own, found.get(holder, ()), strict=True):
                 one.put(one.stepped.param.data, holder, elements)
 
-    def deliver(self, has_failed: bool) -> list[int]:
-        """Send new values back and write them to the shards, unless this rank `has_failed` to compute them.
+    def deliver(self, failure: Exception | None) -> list[tuple[int, str]]:
+        """Send new values back and write them to the shards, unless computing them on this rank was a `failure`.
 
-        Return the failed ranks among the ranks that send values to this rank.
+        Return the ranks that have failed, of those that send values to this rank, with the texts of their errors.
         """
         comm, to_owners = self._comm, self._to_owners()
-        told = torch.tensor([has_failed], dtype=torch.uint8)
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        told = torch.frombuffer(bytearray(text.encode()[:_REASON].ljust(_REASON, b"\0")), dtype=torch.uint8)
         outgoing = {
             rank: [told, *(one.part(one.stepped.param.detach(), rank).reshape(-1) for one in own)]
             for rank, own in self._from_holders().items()
         }
         sizes = {
-            owner: [(1, torch.uint8), *((one.elements.numel(), one.listed.param.dtype) for one in held)]
+            owner: [(_REASON, torch.uint8), *((one.elements.numel(), one.listed.param.dtype) for one in held)]
             for owner, held in to_owners.items()
         }
         arrive = self._send("new values", outgoing, sizes)
         for one in self._taking_part:
-            if one.stepped.is_here and one.interval is not None and not has_failed:
+            if one.stepped.is_here and one.interval is not None and failure is None:
                 one.elements.copy_(one.part(one.stepped.param.detach(), comm.rank).reshape(-1))
         found = arrive()
-        failed = [owner for owner in to_owners if found[owner][0].item()]
+        texts = {owner: bytes(found[owner][0].tolist()).rstrip(b"\0").decode(errors="ignore") for owner in to_owners}
+        failed = {owner: reason for owner, reason in texts.items() if reason}
         for owner, held in to_owners.items():
             if owner not in failed:
                 for one, elements in zip(held, found[owner][1:], strict=True):
@@ -578,7 +581,7 @@ class _Exchange:
         for handle in {one.listed.handle for one in self._taking_part}:
             if handle is not None:  # also without writes, so that all ranks all-gather
                 handle.values.touch()
-        return [comm.ranks[owner] for owner in failed]
+        return [(comm.ranks[owner], reason) for owner, reason in failed.items()]
 
     def rest(self) -> None:
         """Record that the step is over, of the members that took part in it."""

@@ -504,9 +504,8 @@ def test_a_step_that_fails_on_its_owner_is_told_to_those_that_wait_for_its_value
     optimizer = owned(model, [{"optimizer": Failing, "lr": 0.1}])
     fails = dist.get_rank() == 1
     backward(model, 0)
-    with pytest.raises(
-        ArithmeticError if fails else RuntimeError, match="no inverse" if fails else "rank 1 has raised"
-    ):
+    told = "no inverse" if fails else "rank 1 has raised .* ArithmeticError: .*no inverse"
+    with pytest.raises(ArithmeticError if fails else RuntimeError, match=told):
         optimizer.step()
     fails = False
     optimizer.zero_grad()
