@@ -480,14 +480,16 @@ class FSDPModule(_Base):
             _of(self).wait_for_unshard()
 
     def reshard(self) -> None:
-        """Free the memory of the module's own unsharded parameters.
+        """Free the memory of the module's own unsharded parameters. The shards keep what was written to them.
 
         Raises:
-            RuntimeError: while the module computes.
+            RuntimeError: while the module computes; for a written value that the shards cannot keep.
         """
         unit = _of(self)
         if unit.state is TrainingState.FORWARD:
             raise RuntimeError(f"cannot reshard {unit.name} in the middle of its forward")
+        for handle in unit.handles:
+            handle.reshard()  # stores what was written, which the unit does not
         unit.reshard()
         unit.settle()  # `parameters()` lists the shards from now on
 

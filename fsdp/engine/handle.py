@@ -259,7 +259,7 @@ class FlatParamHandle:
 
     def use_at(self, places: Sequence[ParamInfo]) -> None:
         """Show and list the only parameter in more places, which are empty now."""
-        self.reshard()
+        self.free()
         self.places[0] += places
         self.presentation.add(places, self.listed_params[0])
 
@@ -328,7 +328,7 @@ class FlatParamHandle:
         """Gather in the dtype that the unit computes in now."""
         if self.forms.get(self.dtype) is not self.unsharded:
             self.absorb()
-            self.reshard()
+            self.free()
             self._choose_unsharded()
 
     def _enter(self, phase: Phase) -> None:
@@ -353,7 +353,7 @@ class FlatParamHandle:
         if self.phase is Phase.UNSHARDED:
             if state == self._gathered:
                 return
-            self.reshard()  # the shard was changed since: what is here is stale
+            self.free()  # the shard was changed since: what is here is stale
         state = self._ready_to_send(state)
         if state != self.state_in_use:
             for unsharded in self.forms.values():
@@ -459,8 +459,18 @@ class FlatParamHandle:
             "between steps, or change values inside `with model.summon_full_params():`."
         )
 
-    def reshard(self, *, is_needed: bool = False) -> None:
-        """Free the unsharded parameters.
+    def reshard(self) -> None:
+        """Free the unsharded parameters; the shard keeps what users have written to them.
+
+        Raises:
+            RuntimeError: for values that the shard cannot keep.
+        """
+        if self.phase is Phase.UNSHARDED and not self.presentation.is_exposed:
+            self._absorb_written()
+        self.free()
+
+    def free(self, *, is_needed: bool = False) -> None:
+        """Free the unsharded parameters, and drop what was written to them and not stored yet.
 
         Args:
             is_needed: backward needs them again: they are kept over fewer ranks, if there are such ranks.
@@ -475,7 +485,7 @@ class FlatParamHandle:
 
     def release(self) -> None:
         """Free all parameters but the shard."""
-        self.reshard()
+        self.free()
         if self.kept_shard is not None:
             self.kept_shard.forget()
 

@@ -198,7 +198,7 @@ class Runtime:
             what = f"comparison of {handles[0].name} with its shards before a forward"
             overwritten = comm.on_host.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
-                handle.reshard()
+                handle.free()
 
     def _renew_kept(self) -> None:
         """Forget the parameters that the last forward left for its backward; gather those that last until a step."""
@@ -336,7 +336,7 @@ class Runtime:
         """Reshard after a failure. Errors of collectives in flight add nothing to the error that is raised."""
         for handle in unit.handles:
             with suppress(RuntimeError):
-                handle.reshard()
+                handle.free()
 
     def give_up_forward(self, unit: Unit) -> None:
         """An exception that torch's hooks do not see (KeyboardInterrupt, say) has ended the unit's forward."""

@@ -350,7 +350,7 @@ class Unit:
 
     def give_up(self, handle: FlatParamHandle) -> None:
         """Leave it to another unit to run this handle."""
-        handle.reshard()
+        handle.free()
         self.handles.remove(handle)
         self.backward.missing.discard(handle)
 
@@ -444,7 +444,7 @@ class Unit:
 
     def reshard(self, *, is_needed: bool = False) -> None:
         for handle in self.handles:
-            handle.reshard(is_needed=is_needed)
+            handle.free(is_needed=is_needed)
         for notify in self.observers.reshard:
             notify(self)
 

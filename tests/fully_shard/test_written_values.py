@@ -265,6 +265,24 @@ PARTS = [
 ]
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+@pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2)], ids=str)
+@on_ranks(lambda mesh: torch.Size(mesh).numel())
+def test_what_is_written_between_unshard_and_reshard_is_kept(mesh: tuple[int, ...], used: bool) -> None:
+    plain, model = _net(), _net()
+    fully_shard(model, mesh=init_device_mesh("cpu", mesh))
+    if used:
+        assert_close(model(_inputs()), plain(_inputs()))
+    model.unshard()
+    with torch.no_grad():
+        for each in (model, plain):
+            each.inner.weight += each.inner.bias.outer(each.inner.bias)  # as adapters are merged into their base
+            each.exit.bias.zero_()
+    model.reshard()
+    assert_close_state(full_state(model), plain.state_dict())
+    assert_close(model(_inputs()), plain(_inputs()))
+
+
 @needs_dispatch
 @parametrize_pairs(at_most=len(PARTS), write=PARTS, world_size=[2, 4])
 @on_ranks("world_size")

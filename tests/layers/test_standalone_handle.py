@@ -75,6 +75,29 @@ def test_a_model_gives_its_handles_which_unshard_by_hand(shard: Callable[[nn.Mod
         model(batch(number, dist.get_rank())).sum().backward()
 
 
+def standalone(module: nn.Module) -> nn.Module:
+    module.handle = StandaloneHandle(module.parameters(), module)
+    return module
+
+
+@parametrize_pairs(world_size=[1, 3], shard=[*FORMS, standalone])
+@on_ranks("world_size")
+def test_a_shard_keeps_what_is_written_before_it_is_resharded_by_hand(shard: Callable[[nn.Module], nn.Module]) -> None:
+    plain = layers()
+    model = shard(layers())
+    handle = model.handle if shard is standalone else flat_param_handles(model)[0]
+    places = handle.param_infos
+    handle.wait_for_unshard()
+    with torch.no_grad():
+        for each in (*plain.parameters(), *(getattr(info.module, info.name) for info in places)):
+            each.mul_(2)
+    handle.reshard()
+    handle.wait_for_unshard()
+    for info, value in zip(places, plain.parameters(), strict=True):
+        assert torch.equal(getattr(info.module, info.name), value)
+    handle.reshard()
+
+
 def test_a_plain_module_has_no_handles() -> None:
     assert flat_param_handles(layers()) == []
 
