@@ -49,7 +49,20 @@ def _changed(function: Callable[[Tensor], Tensor], values: dict[Any, Any]) -> di
 
 
 def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
-    copied = mapping.copy() if hasattr(mapping, "copy") else dict(mapping)
+    copied = _copy(mapping)
+    attributes = getattr(copied, "__dict__", {}) if isinstance(mapping, dict) else {}
     for key, value in changed.items():  # not update(): some outputs of models refuse it
         copied[key] = value
+        if attributes.get(key) is mapping[key]:  # the class has its items as attributes too
+            attributes[key] = value
+    return copied
+
+
+def _copy(mapping: Mapping[Any, Any]) -> Any:
+    copied = mapping.copy() if hasattr(mapping, "copy") else dict(mapping)
+    if type(copied) is dict and isinstance(mapping, dict) and type(mapping) is not dict:
+        # `dict.copy()` loses the subclass, whose constructor may take anything.
+        copied = type(mapping).__new__(type(mapping))
+        dict.update(copied, mapping)
+        getattr(copied, "__dict__", {}).update(getattr(mapping, "__dict__", {}))
     return copied

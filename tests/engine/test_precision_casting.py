@@ -105,6 +105,26 @@ class ModelOutput(OrderedDict[str, Any]):
         raise TypeError("a ModelOutput cannot be updated")
 
 
+class Items(dict[str, Any]):
+    """Has its items as attributes; a missing one is no `AttributeError`."""
+
+    __getattr__ = dict.__getitem__
+
+
+class OwnDict(dict[str, Any]):
+    """Is its own ``__dict__``."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class MoreThanItems(dict[str, Any]):
+    def __init__(self, name: str, x: Tensor) -> None:
+        super().__init__(x=x)
+        self.name, self.x = name, x
+
+
 def packed(tensor: Tensor) -> PackedSequence:
     return pack_padded_sequence(tensor, torch.tensor([3, 2]), batch_first=True)
 
@@ -120,6 +140,9 @@ NESTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "ordered dict": (lambda x: OrderedDict(x=x), lambda got: got["x"]),
     "default dict": (lambda x: defaultdict(list, x=x), lambda got: got["x"]),
     "user dict": (lambda x: UserDict(x=x), lambda got: got["x"]),
+    "dict with attributes": (lambda x: Items(x=x), lambda got: got.x),
+    "dict of itself": (lambda x: OwnDict(x=x), lambda got: got.x),
+    "dict with a name": (lambda x: MoreThanItems("name", x), lambda got: got.x if got["x"] is got.x else got.name),
     "model output": (lambda x: ModelOutput(x), lambda got: got.x),
     "dataclass": (lambda x: Batch(x, ["text"]), lambda got: got.x),
     "frozen dataclass": (lambda x: FrozenBatch(x=x), lambda got: got.x),
