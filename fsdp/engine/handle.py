@@ -615,7 +615,7 @@ class FlatParamHandle:
         if self.gradient_hooks.waiting is not None:
             self.gradient_hooks.run(self.gradient_hooks.waiting, used)
         if self.orig_params is not None:
-            self.orig_params.show_gradients(used, self.gradients.missed)
+            self.orig_params.show_reduced(used, self.gradients.missed)
 
     def end_backward(self) -> None:
         """Call the users' hooks on accumulated gradients, if this backward has delivered any to them."""

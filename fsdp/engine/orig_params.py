@@ -132,6 +132,10 @@ class OrigParams:
         """The elements of something in the form of a local shard, in their order there: its memory, or a copy."""
         return tensor.detach()
 
+    def given_gradient(self, slot: int) -> Tensor:
+        """The elements of the gradient that a local shard has, from users, autograd or us."""
+        return self.elements_of(self.params[slot].grad)  # type: ignore[arg-type]  # only for those that have one
+
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         """This rank's shard, as a vector, of a value that is spread over ranks; None for an unsharded one."""
         return None
@@ -189,6 +193,19 @@ class OrigParams:
         ours.copy_(given)
         self._have(slot, ours)
         self._flat_param.valueless.discard(slot)
+
+    def show_reduced(self, used: Sequence[int], missed: Sequence[int]) -> None:
+        """Show the gradients of a backward; those that autograd has given local shards by itself are in them."""
+        self._flat_param.bring_gradient()
+        grad = self._flat_param.grad
+        if grad is not None and not isinstance(grad, Placeholder):
+            for slot, param in enumerate(self.params):
+                if param.grad is None or isinstance(param.grad, Placeholder):
+                    continue
+                ours, given = self._of(grad, slot), self.given_gradient(slot)
+                if _address(given) != _address(ours):  # a loss uses the local shard directly
+                    ours.add_(given)
+        self.show_gradients(used, missed)
 
     def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
         """Give local shards their elements of the shard's gradient; those not `used` keep having none.
@@ -252,7 +269,7 @@ class OrigParams:
             ours = self._of(grad, slot)
             if param.grad is None or isinstance(param.grad, Placeholder):
                 ours.zero_()
-            elif _address(given := self.elements_of(param.grad)) != _address(ours):
+            elif _address(given := self.given_gradient(slot)) != _address(ours):
                 ours.copy_(given)
                 param.grad = self._show(slot, ours)
 

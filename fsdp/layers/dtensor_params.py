@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -294,6 +295,13 @@ class DTensorParams(OrigParams):
 
     def elements_of(self, tensor: Tensor) -> Tensor:
         return values_of(held_part(tensor)).detach().contiguous()  # users may have transposed it
+
+    def given_gradient(self, slot: int) -> Tensor:
+        param: Any = self.params[slot]
+        if is_dtensor(param.grad) and param.grad.placements != param.placements:  # autograd's of a sum is replicated
+            with torch.no_grad():
+                param.grad = param.grad.redistribute(param.device_mesh, param.placements)
+        return super().given_gradient(slot)
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._parts_before[slot]:
