@@ -208,7 +208,7 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
         "the gradients of {} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
         "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True). With placements whose "
         "gradients are PARTIAL (SHARD_OPTIM), the step reduces them: call fsdp.reduce_gradients(model) to read them "
-        "before it.",
+        "before it. A term of the loss that uses listed parameters must be there from the step's first backward on.",
         name,
     )
 

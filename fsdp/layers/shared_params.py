@@ -297,8 +297,8 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
             here = ", ".join(f"'{names[member]}'" for member in one.members if member in names)
             raise RuntimeError(
                 f"{_name(one.handle)} of {here} is shared (append_shared_param) with {', '.join(missing)}, which is "
-                f"not inside of {root.name}, the outermost unit in use. Wrap the module that contains them all, and "
-                "use that one."
+                f"not inside of {root.name}, the outermost unit in use. Shard the module that contains them all, and "
+                "call or unshard it before the modules inside of it."
             )
 
 
