@@ -705,6 +705,7 @@ class FlatParamHandle:
     def _store(self, slots: Sequence[int], value_of: Callable[[int], nn.Parameter]) -> None:
         if not self.storage.is_resident:
             self.storage.check(self.name)
+        self.settle()  # other ranks may still read what the shard has
         try:
             for slot in slots:
                 self.values.keep(slot, value_of(slot))
@@ -795,6 +796,5 @@ _hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"
 
 def _report_gradient(handle: weakref.ref[FlatParamHandle], slot: int, leaf: Tensor) -> None:
     """Hook of a leaf. The reference to the handle is weak: only the garbage collector would free a model otherwise."""
-    found = handle()
-    if found is not None and found.on_gradient is not None:
+    if (found := handle()) is not None and found.on_gradient is not None:
         found.on_gradient(found, slot, leaf)
