@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import agree_on, done_by_all
+from fsdp.engine.forward_hooks import forward_hooks_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
@@ -330,7 +331,7 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
-        hooks = self._unit.forwards[self._unit.module]
+        hooks = forward_hooks_of(self._unit.module)
         depth = hooks.depth
         try:
             # Not `self.module`, which is searched for among the parameters: each unit comes by here.
@@ -459,9 +460,8 @@ class FullyShardedDataParallel(nn.Module):
                 have different arguments.
         """
         form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
-        units = self._units() if recurse else [self._unit]
         self._prepare_to_summon(form, recurse)
-        with on_demand.summoned(units, form):
+        with on_demand.summoned(self._units() if recurse else [self._unit], form):
             yield
 
     def summon_units(

@@ -31,6 +31,9 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
 
+# Where a module keeps its hooks.
+_ATTRIBUTE = "_fsdp_forward"
+
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called, because its class or the instance defines ``forward``."""
@@ -54,11 +57,16 @@ class ForwardHooks:
 
     def register(self) -> None:
         """Put the hooks on the module, for as long as the unit has it."""
-        self._unit.forwards[self._module] = self
+        self._module.__dict__[_ATTRIBUTE] = self
         self._unit.hooks += [
+            self,
             self._module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             self._module.register_forward_hook(self.after, always_call=True),
         ]
+
+    def remove(self) -> None:
+        """The module is no unit's any more."""
+        del self._module.__dict__[_ATTRIBUTE]
 
     @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -143,6 +151,12 @@ class ForwardHooks:
             if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
                 return tensor.clone()
         return tensor
+
+
+def forward_hooks_of(module: nn.Module) -> ForwardHooks:
+    """Return the hooks around the forward of a module that a unit runs around."""
+    hooks: ForwardHooks = module.__dict__[_ATTRIBUTE]
+    return hooks
 
 
 def _trained(unit: Unit) -> list[list[bool]]:

@@ -87,16 +87,6 @@ class UnitRuntime(Protocol):
     def forget(self) -> None: ...
 
 
-class UnitForward(Protocol):
-    """The hooks around the forward of a unit's module."""
-
-    depth: int  # how many calls of the module are running
-
-    def give_up(self, depth: int) -> None: ...
-
-    def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-
 @dataclass(eq=False)
 class Wanted:
     """A parameter of a unit's module that another unit has taken, and does not share yet."""
@@ -181,7 +171,7 @@ class Unit:
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
         casting = kept if precision.is_mixed else {}
-        self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
+        self.hooks: list[Any] = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
         self.precision = precision.without_casts() if module in self._kept else precision
         self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
@@ -200,7 +190,6 @@ class Unit:
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
             each.__dict__[_ATTRIBUTE] = self
-        self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
         self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
 
     def transition_to(self, state: TrainingState) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import check_device, is_dtensor
+from fsdp.engine.forward_hooks import forward_hooks_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import is_ours
@@ -415,4 +416,4 @@ class ForwardMethod:
         method = MethodType(getattr(type(self._module), self._name), self._module)
         if unit.state is TrainingState.FORWARD:
             return method(*args, **kwargs)
-        return unit.forwards[self._module].around(method, args, kwargs)
+        return forward_hooks_of(self._module).around(method, args, kwargs)
