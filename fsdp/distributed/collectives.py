@@ -138,7 +138,10 @@ class TorchCollectives(Communicator):
             give_up(self._known)
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
-        work = getattr(dist, _ALL_GATHER)(full, shard, group=self.group, async_op=True)
+        # Bytes are the same in every dtype. Backends know the dtypes of gradients, but not all of frozen parameters.
+        is_known = shard.is_floating_point() and shard.itemsize > 1
+        sent = (full, shard) if is_known else (full.view(torch.uint8), shard.view(torch.uint8))
+        work = getattr(dist, _ALL_GATHER)(*sent, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:

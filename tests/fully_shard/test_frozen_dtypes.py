@@ -67,6 +67,21 @@ def test_integers_are_sharded_and_computed_with_as_by_torchs(dtype: torch.dtype,
         assert_within(name, local(ours), local(theirs))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e5m2], ids=str)
+@on_ranks(2)
+def test_dtypes_that_a_backend_does_not_know_are_gathered(dtype: torch.dtype) -> None:
+    """gloo's collectives know neither of the two, and NCCL's do not know 16-bit integers."""
+    expected = quantised(dtype, fsdp.fully_shard)
+    fsdp.use_torch_collectives()
+    try:
+        model = quantised(dtype, fsdp.fully_shard)
+    finally:
+        fsdp.use_torch_collectives(False)
+    for _ in range(2):
+        assert_within("loss", step(model), step(expected))
+    assert torch.equal(model(INPUTS), expected(INPUTS))
+
+
 @on_ranks(2)
 def test_integers_are_saved_loaded_and_copied(tmp_path: Path) -> None:
     model = quantised(torch.uint8, fsdp.fully_shard)
