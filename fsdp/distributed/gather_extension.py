@@ -112,3 +112,19 @@ def check_extension(name: str, param: Tensor) -> None:
             f"{name} is a DTensor around a {kind} of {len(inner)} tensors: local parts for tensor parallelism may be "
             "of a class with a single inner tensor. Or pass it in ignored_params."
         )
+    if len(inner) > 1:
+        _check_places(name, local, inner)
+
+
+def _check_places(name: str, local: Tensor, inner: Sequence[Tensor]) -> None:
+    """Raise TypeError if the class rejects inner tensors at different storage offsets, as shards contain them."""
+    places = inner[0].new_zeros([len(inner), *[1] * local.dim()]).unbind()
+    try:
+        around(local.detach(), places).detach()
+    except Exception as error:
+        kind = type(local).__name__
+        raise TypeError(
+            f"{name} is a {kind}, which cannot be created around parts of one storage: {error!r}. A shard contains its "
+            f"{len(inner)} tensors one after another: let the class accept different storage offsets, or pass the "
+            "parameter in ignored_params."
+        ) from error

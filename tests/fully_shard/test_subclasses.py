@@ -31,7 +31,7 @@ from tests.helpers.dtensor_twins import (
     torchs,
     train,
 )
-from tests.helpers.extended_tensors import InEight, InHalf, Scaled, Values, extended, padded
+from tests.helpers.extended_tensors import InEight, InHalf, Pair, Scaled, Values, extended, padded
 from tests.helpers.models import Wrap
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone, adamw, sgd_with_momentum
@@ -554,9 +554,22 @@ class Quantised(InHalf):
         return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float64)
 
 
+class AtOneOffset(Pair):
+    """As torch's own `TwoTensor`, which its tests use."""
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor | None = None) -> Any:
+        assert second is None or first.storage_offset() == second.storage_offset()
+        return Pair.__new__(cls, first, first)
+
+    def __init__(self, first: Tensor, second: Tensor | None = None) -> None:
+        super().__init__(first, first.clone() if second is None else second)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (AtOneOffset, r"inner.0.0.weight is a AtOneOffset, which cannot be created around parts of one storage"),
         (WithoutPost, r"inner.0.0.weight is a WithoutPost, which has no fsdp_post_all_gather"),
         (OfTwoShapes, r"inner.0.0.weight is a OfTwoShapes, whose values are not plain tensors of its shape.*freeze"),
         (Quantised, r"inner.0.0.weight is a Quantised, whose values are not plain tensors"),
