@@ -84,7 +84,7 @@ def _teach(dtensor: Any) -> None:
             return _torchs.__get__(self)
         with torch.inference_mode(False):  # in which `DTensor`s have no counters to share
             seen = self.detach()
-        set_local_part(seen, held_part(self))  # which counts what is written to local tensors
+        set_local_part(seen, held_part(self))  # which counts writes to local tensors
         return _noted(self, seen)
 
     def assign(self: Tensor, value: Tensor) -> None:

@@ -54,7 +54,7 @@ class FlatParameter(CountedParameter):
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
     packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
     examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each that is trained in a subclass
-    attributes: tuple[Attributes, ...]  # what users had set on its parameters
+    attributes: tuple[Attributes, ...]  # set by users on its parameters
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     shard_storage: Any = None  # where a shard and its gradient live
     _layout_type: type[Layout] = ContiguousLayout  # how it is divided into shards
@@ -65,7 +65,7 @@ class FlatParameter(CountedParameter):
     _is_managed: bool = False  # a handle runs it
     is_standalone: bool = False  # a handle without a unit
     _has_unreduced: bool = False  # gradients were accumulated under `no_sync` and are not in `grad` yet
-    group: Hashable = None  # what `group_by` said of its parameters
+    group: Hashable = None  # the key of `group_by` for its parameters
     fingerprints: Any = None  # of the parameters that it was made from, until a handle takes them over
     _vector: Tensor | None = None  # once asked for; gone when other `.data` is assigned
 
@@ -88,7 +88,7 @@ class FlatParameter(CountedParameter):
     def _build(
         cls, data: Tensor, requires_grad: bool, names: tuple[str, ...], shapes: tuple[torch.Size, ...], **known: Any
     ) -> FlatParameter:
-        """Return one around `data`, with what is known of it by the names of its attributes."""
+        """Return one around `data`, with the given attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self.attributes, self.valueless = tuple({} for _ in shapes), set()
@@ -113,7 +113,7 @@ class FlatParameter(CountedParameter):
         """Make one rank's shard of the flat parameter straight from the parameters: there is no unsharded copy.
 
         Args:
-            params, names: what it is made of; of `DTensor`s, their local parts. Zeros stand for what has no values.
+            params, names: its parameters; of `DTensor`s, their local parts. Zeros stand for missing values.
             rank, world_size: which shard, of how many.
             storage: where it lives (a `ShardStorage`).
             align: each parameter starts at a multiple of so many elements.
@@ -214,7 +214,7 @@ class FlatParameter(CountedParameter):
 
     @property
     def owner(self) -> FlatParameter:
-        """Itself; what owns the memory of a `LocalShard`."""
+        """Itself; the owner of the memory of a `LocalShard`."""
         return self
 
     @property

@@ -41,7 +41,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 class ForwardHooks:
-    """Runs a unit's runtime around the forward of its module, and casts what goes in and out.
+    """Runs a unit's runtime around the forward of its module, and casts its inputs and outputs.
 
     Args:
         unit: whose module gets the hooks.
@@ -125,7 +125,7 @@ class ForwardHooks:
     def _is_inside_its_call(self) -> bool:
         """Return whether the module runs further down the stack, and was not left there by an unseen exception.
 
-        A backward may have a stack of its own, but what computes again in one, while a forward runs, is inside of that.
+        A backward may have a stack of its own, but a recomputed forward in it, while a forward runs, is inside of that.
         """
         calls = calls_on(sys._getframe(1), {MODULE_CALL: self._module, ForwardHooks.around.__code__: self})
         return sum(1 for _ in islice(calls, 2)) == 2  # the first is the one that begins
@@ -191,7 +191,7 @@ class Call:
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.shards: list[ShardState] = []  # the state of those that it computed with
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
-        self.in_full_precision = False  # what it computed in
+        self.in_full_precision = False  # it computed in
         self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
         self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
         self._input_nodes: list[Any] = []  # whose gradients the runtime is told of

@@ -66,7 +66,7 @@ class GradientBuffer:
     ) -> None:
         self.comm = comm
         self._whole = self.layout = layout
-        self._left_out: set[int] = set()  # what has no room in `layout`
+        self._left_out: set[int] = set()  # parameters without room in `layout`
         self.dtype = dtype
         self._sum_dtype = torch.promote_types(dtype, sum_dtype)
         self._device = device
@@ -74,7 +74,7 @@ class GradientBuffer:
         self.is_reduced = True  # by the backward that runs
         self.was_scattered = False  # the backward before has left nothing on any rank that is not reduce-scattered
         self._flat: Tensor | None = None
-        self._divisor = 1.0  # what it is divided by when it is taken
+        self._divisor = 1.0  # it is divided by this when it is taken
         self._spare: Taken | None = None  # one that has come back, without its memory
         self._scattered: Sequence[Tensor] = ()  # sums of earlier backwards that replicas are to be added to, flat
         self._owes = False  # other ranks have gradients: this one contributes zeros if it has none
@@ -100,7 +100,7 @@ class GradientBuffer:
         return sum(each.nbytes for each in (self._flat, *self._scattered) if each is not None)
 
     def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
-        """Expect gradients; they go as far as `sync` says, zeros for what no rank has included if asked for."""
+        """Expect gradients; they go as far as `sync` says, with zeros for parameters that no rank used if asked for."""
         if expected != self._expects:
             self.expect(expected)
         self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
@@ -118,7 +118,7 @@ class GradientBuffer:
         self.missing = self._expected
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
-        """Put ``grad / divisor`` at its place, or add it to what is there; unless it was frozen since its forward."""
+        """Put ``grad / divisor`` at its place, or add it to the value there; unless it was frozen since its forward."""
         if not self._expects[slot]:
             return
         if self._flat is None:
@@ -147,7 +147,7 @@ class GradientBuffer:
         return self._flat
 
     def reuse(self, taken: Taken) -> None:
-        """Free the memory of what was taken and is copied, and fill it again the next time: views take their time."""
+        """Free the memory of a flat gradient that was copied, and use the tensor again, since views take their time."""
         storage = taken.flat.untyped_storage()
         if taken.places and storage.resizable():
             storage.resize_(0)
@@ -208,7 +208,7 @@ class GradientBuffer:
         return (self.dtype, self._sum_dtype, self._device) == (dtype, torch.promote_types(dtype, sum_dtype), device)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what has been accumulated."""
+        """Multiply accumulated gradients."""
         self._divisor /= factor
         for part in self._scattered:
             part.mul_(factor)
@@ -234,18 +234,18 @@ class GradientBuffer:
         return Taken(divided(flat, self._divisor).to(self.dtype), 1.0, [])
 
     def skip(self) -> None:
-        """Count as taken what has no gradient; the buffer is empty afterwards."""
+        """Count as taken without a gradient; the buffer is empty afterwards."""
         self._empty()
         self.times_taken += 1
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
-        """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
+        """Add sums of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
 
         Args:
             parts: this rank's shard of the sum by parameters, or several shards one after the other.
         """
         for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
-            if held.numel():  # none, of what was thawed since
+            if held.numel():  # none, of parameters that were thawed since
                 part.add_(held)
         self.used = bytearray(map(max, self.used, self._has_scattered))
         is_held = self.sync is GradientSync.SHARDS
@@ -254,7 +254,7 @@ class GradientBuffer:
         return is_held
 
     def of_shard(self, reduced: Tensor, rank: int) -> Tensor:
-        """Return the gradient of the rank's shard ``[shard_numel]``: zeros for what had no room in what was reduced."""
+        """Return the gradient of the rank's shard ``[shard_numel]``, with zeros for parameters without room here."""
         if self.layout is self._whole:
             return reduced
         shard = reduced.new_zeros(self._whole.shard_numel)
@@ -265,7 +265,7 @@ class GradientBuffer:
         return shard
 
     def drop(self) -> None:
-        """Forget what has accumulated."""
+        """Forget accumulated gradients."""
         if not self.is_empty:
             self._empty()
         if self._scattered:
@@ -305,4 +305,4 @@ def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> Non
     elif torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
         torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
-        place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
+        place.copy_(grad).div_(divisor)  # dividing first would lose digits that only the wider dtype can hold

@@ -18,7 +18,7 @@ In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has s
 is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
 
 Users may change parameters between steps: assign others, write to them, cast, move or freeze them. The handle notices
-when it is needed next (`absorb`, `follow_shard`) and stores what it finds in the shard.
+when it is needed next (`absorb`, `follow_shard`) and stores the new values in the shard.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FlatParamHandle:
     Units make theirs (`fsdp.flat_param_handles` returns them). To make one by hand, use `fsdp.StandaloneHandle`.
 
     Args:
-        shard: this rank's shard of the flat parameter, and what it is run with.
+        shard: this rank's shard of the flat parameter, with the settings of the handle.
 
     Attributes:
         flat_param, storage, gradients: see above. A flat parameter of one that keeps its shape has this shape.
@@ -88,10 +88,10 @@ class FlatParamHandle:
         places: for each parameter, where modules use it.
         presentation: the tensors that modules see and list in these places.
         orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
-        listed_params: those, or `flat_param`: what optimizers step.
+        listed_params: those, or `flat_param`: the parameters that optimizers step.
         values: writes the shards of new values to `flat_param`.
         precision: the dtypes of computation and reduction.
-        phase: what is true of the unsharded buffer.
+        phase: the state of the unsharded buffer.
         forms: the unsharded parameters for each dtype of computation, made when first needed, by `new_unsharded`.
         unsharded: the unsharded parameters of the present `dtype`.
         kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
@@ -270,7 +270,7 @@ class FlatParamHandle:
         return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": Passes()}
 
     def wake(self) -> None:
-        """Build what was left behind, after it was copied or unpickled with the modules, and attached to a unit."""
+        """Build the parts that are not copied, after it was copied or unpickled, and attached to a unit."""
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
@@ -309,7 +309,7 @@ class FlatParamHandle:
         self.unsharded = self.forms[self.dtype]
         self.presentation.use(self.unsharded, self.forms.values(), self.flat_param.dtype)
 
-    @torch.inference_mode(False)  # or what is first needed in inference could not be used in training
+    @torch.inference_mode(False)  # or parameters that are first needed in inference could not be trained
     def _new_unsharded(self) -> UnshardedParameters:
         shard, numel = self.flat_param, self.layout.unsharded_numel
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
@@ -353,7 +353,7 @@ class FlatParamHandle:
         if self.phase is Phase.UNSHARDED:
             if state == self._gathered:
                 return
-            self.free()  # the shard was changed since: what is here is stale
+            self.free()  # the shard was changed since
         state = self._ready_to_send(state)
         if state != self.state_in_use:
             for unsharded in self.forms.values():
@@ -371,7 +371,7 @@ class FlatParamHandle:
         self._enter(Phase.UNSHARDING)  # if that did not raise
 
     def _state_to_gather(self) -> ShardState:
-        """Store what users have changed since the last all-gather, and return the state of the shard then."""
+        """Store changes of users since the last all-gather, and return the state of the shard then."""
         if self.presentation.touched:
             self._absorb_places()
         if self.phase is Phase.UNSHARDED or self.unsharded.is_shard:
@@ -409,7 +409,7 @@ class FlatParamHandle:
     def _gather_into(
         self, full: Tensor, outgoing: Tensor | None = None, over: tuple[Communicator, int] | None = None
     ) -> Pending:
-        """Start to all-gather the shard, or what is sent in its place, over all ranks or others under their tag."""
+        """Start to all-gather the shard, or `outgoing` in its place, over all ranks or over others with their tag."""
         over = over or (self.comm, self.tag)
         if outgoing is not None or not self.storage.is_elsewhere:
             return self._exchange(full, outgoing, *over)
@@ -460,7 +460,7 @@ class FlatParamHandle:
         )
 
     def reshard(self) -> None:
-        """Free the unsharded parameters; the shard keeps what users have written to them.
+        """Free the unsharded parameters; the shard keeps the values that users have written to them.
 
         Raises:
             RuntimeError: for values that the shard cannot keep.
@@ -470,7 +470,7 @@ class FlatParamHandle:
         self.free()
 
     def free(self, *, is_needed: bool = False) -> None:
-        """Free the unsharded parameters, and drop what was written to them and not stored yet.
+        """Free the unsharded parameters, and drop values that were written to them and not stored yet.
 
         Args:
             is_needed: backward needs them again: they are kept over fewer ranks, if there are such ranks.
@@ -508,7 +508,7 @@ class FlatParamHandle:
         return full
 
     def serve_unshard(self) -> None:
-        """Collective. Take part in the all-gather of ranks that unshard it; what is here stays as it is."""
+        """Collective. Take part in the all-gather of ranks that unshard it; the parameters here stay as they are."""
         self.gather_kept()
         if self.kept_shard is not None and self.kept_shard.has((self.dtype, self.shard_state)):
             full = self.unsharded.full.new_empty(self.kept_shard.padded(self.layout.unsharded_numel))
@@ -521,7 +521,7 @@ class FlatParamHandle:
             self.storage.release()
 
     def settle(self) -> None:
-        """Block until the shard may be written: what was sent and copied from it has arrived."""
+        """Block until the shard may be written: messages and copies of it have arrived."""
         self.comm.settle()
         self.storage.copy_stream.settle()
 
@@ -594,7 +594,7 @@ class FlatParamHandle:
         """Add a reduced gradient to the shard's; if there are hooks to be called with it, when it is delivered."""
         self.flat_param._has_unreduced = False
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
-            return  # no rank has anything of what all awaited
+            return  # no rank has any of the awaited gradients
         if not self.storage.is_resident:
             self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank)
@@ -663,12 +663,12 @@ class FlatParamHandle:
             param.grad = None
 
     def absorb(self) -> None:
-        """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of shards.
+        """Write to the shard the values that users have put in the places of parameters, or assigned to ``.data``.
 
         Parameters that users have frozen or thawed in their modules are followed.
 
         Raises:
-            RuntimeError: for what cannot be written; it is left where it is.
+            RuntimeError: for values that cannot be written; they are left where they are.
         """
         if self.presentation.is_exposed or self.phase is Phase.UNSHARDING:
             return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
@@ -679,7 +679,7 @@ class FlatParamHandle:
         self.follow_frozen()
 
     def _absorb_places(self) -> None:
-        """Store what users have put in the places of parameters."""
+        """Store the tensors that users have put in the places of parameters."""
         replaced = self.presentation.changed()
         if not replaced:
             return
@@ -688,7 +688,7 @@ class FlatParamHandle:
         self.presentation.take_back(replaced)
 
     def _absorb_written(self) -> None:
-        """Store what users have written to unsharded parameters."""
+        """Store the values that users have written to unsharded parameters."""
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if written:
@@ -697,7 +697,7 @@ class FlatParamHandle:
             self.unsharded.restore(written)
 
     def _absorb_shards(self, orig_params: OrigParams) -> None:
-        """Store what users have assigned to ``.data`` of local shards, or written to them."""
+        """Store the values that users have assigned to ``.data`` of local shards, or written to them."""
         if written := orig_params.absorb():
             self.values.renewed(written)
         self._looked_at = self.shard_state[:2]
@@ -705,7 +705,7 @@ class FlatParamHandle:
     def _store(self, slots: Sequence[int], value_of: Callable[[int], nn.Parameter]) -> None:
         if not self.storage.is_resident:
             self.storage.check(self.name)
-        self.settle()  # other ranks may still read what the shard has
+        self.settle()  # other ranks may still read the shard
         try:
             for slot in slots:
                 self.values.keep(slot, value_of(slot))
@@ -735,7 +735,7 @@ class FlatParamHandle:
         """Note which parameters are trained now."""
         self._trained = self.requires_grad_each
         self.has_frozen = not all(self._trained)
-        self._flags = [*self._trained, *map(_needs_grad, self.listed_params)]  # of the leaves, and of what is listed
+        self._flags = [*self._trained, *map(_needs_grad, self.listed_params)]  # of the leaves, and of listed parameters
 
     def _freeze(self, slot: int, needs: bool) -> None:
         """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""
@@ -757,7 +757,7 @@ class FlatParamHandle:
         return bool(self.unsharded.written()) and (self.is_replicated or not self.unsharded.is_shard)
 
     def forget_written(self) -> None:
-        """Take what the leaves have for no change, and what the shards have for right: the next use gathers that."""
+        """Ignore values that were written to the leaves: the next use gathers the shards."""
         self.unsharded.rest()
         if not self.unsharded.is_shard:
             self._gathered = None

@@ -60,7 +60,7 @@ class KeptShard:
         self._shard, self._state, self._pending = shard, state, gather(shard)
 
     def has(self, state: Hashable) -> bool:
-        """Return whether the parameters of shards in this state can be gathered from what is kept."""
+        """Return whether the parameters of shards in this state can be gathered from the kept shards."""
         return self._shard is not None and self._state == state
 
     def gather(self, full: Tensor, name: str, stage: str) -> Pending:

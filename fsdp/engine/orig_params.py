@@ -164,7 +164,7 @@ class OrigParams:
         self._pointers = {slot: _pointer(param) for slot, param in enumerate(self.params)}
 
     def absorb(self) -> list[int]:
-        """Write to the shard what users have assigned to the ``.data`` of local shards.
+        """Write to the shard the values that users have assigned to the ``.data`` of local shards.
 
         Return the numbers of the parameters of which it shows that they were written.
         """
@@ -244,7 +244,7 @@ class OrigParams:
 
     @property
     def zeroed(self) -> list[int]:
-        """The numbers of those without a gradient: what was accumulated for them, the user has dropped."""
+        """The numbers of those without a gradient: the user has dropped their accumulated gradients."""
         return [slot for slot, grad in enumerate(map(_grad_of, self.params)) if grad is None]
 
     def forget_zeroed(self) -> None:
@@ -256,7 +256,7 @@ class OrigParams:
         return any(map(operator.is_not, map(_grad_of, self.params), repeat(None)))
 
     def collect_gradients(self) -> None:
-        """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
+        """Follow changes of users to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
         if self._flat_param.grad is None and self._has_gradient():
             shown = None if self._grad is None else self._grad()

@@ -1,4 +1,4 @@
-"""The original parameters that units have taken over: what became of each, while a program still holds it.
+"""The original parameters that units have taken over: the new place of each, while a program still holds it.
 
 A tied module outside of the unit may hold one, or an optimizer that was made too early.
 """
@@ -18,7 +18,7 @@ Places = list[ParamInfo]
 
 
 class Taken(NamedTuple):
-    """A record of what a parameter has become. All references are weak, so the record keeps no memory alive."""
+    """A record of the new place of a parameter. All references are weak, so the record keeps no memory alive."""
 
     param: weakref.ref[nn.Parameter]
     description: str

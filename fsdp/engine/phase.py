@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class Phase(Enum):
-    """Each member says what is true of a handle's unsharded buffer."""
+    """The states of a handle's unsharded buffer."""
 
     following: tuple[Phase, ...]  # the phases that may follow
 

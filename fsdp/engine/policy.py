@@ -1,4 +1,4 @@
-"""`Policy` has what users have set for one unit: when it is resharded and prefetched, how far its gradients go."""
+"""`Policy`: the settings of users for one unit: when it is resharded and prefetched, how far its gradients go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Policy:
 
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
-        keeps_without_backward: what is not resharded after a forward stays though no backward will come.
+        keeps_without_backward: a unit that is not resharded after a forward stays so, also if no backward will come.
         keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
         keeps_for_inference: it stays between forwards without gradients, and is not compared with its shards there.
         part_of: a unit that was made in the same call, and is outermost for this one as well.
@@ -81,7 +81,7 @@ class Policy:
         return not self.is_last_backward and self.sync is GradientSync.NONE
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Follow what a user says, also of the outermost unit."""
+        """Follow a setting of the user, also for the outermost unit."""
         self.reshard_after_forward, self.keeps_as_root = reshard, False
 
     def of_copy(self) -> Policy:

@@ -229,7 +229,7 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
         ]
-        self._sources: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cast, by the id of the cast
+        self._sources: dict[int, tuple[Tensor, int, Tensor]] = {}  # by the id of the cast tensor
         self.narrow()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Buffers:
         cast, version, source = self._sources.pop(id(buffer), (None, 0, buffer))
         return source if buffer is cast and buffer._version == version and source.dtype == own else buffer.to(own)
 
-    @torch.inference_mode(False)  # or what is cast for inference could not be written to in training
+    @torch.inference_mode(False)  # or buffers that are cast in inference could not be written to in training
     def _replace(self, new: Callable[[Tensor, torch.dtype], Tensor]) -> None:
         done: dict[int, tuple[Tensor, Tensor]] = {}  # buffers that several modules share stay shared
         for module, name, own in self._places:

@@ -50,8 +50,8 @@ _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class Listing(dict[str, Any]):
     """A module's ``_parameters`` while handles run some of them. Reports each assignment and deletion of an item.
 
-    `torch.func.functional_call` writes to ``_parameters`` of modules, and writes back what it found; an assignment goes
-    through `nn.Module.__setattr__`, which removes the module's attribute first. Otherwise this is an ordinary
+    `torch.func.functional_call` writes to ``_parameters`` of modules, and writes the old entries back; an assignment
+    goes through `nn.Module.__setattr__`, which removes the module's attribute first. Otherwise this is an ordinary
     dictionary, also for compilers, and is copied and pickled as a dictionary.
     """
 
@@ -243,7 +243,7 @@ class Presentation:
         self.refill()
 
     def _enter(self) -> None:
-        """Make modules list the entries, and report what else is put there."""
+        """Make modules list the entries, and report other tensors that are put there."""
         numbers = {(place.module, place.name): slot for slot, used in enumerate(self._places) for place in used}
         listed = {(module, name): param for module, name, param in self.entries}
         # The mapping of the module's attributes, the place, the parameter's number, and the shard that is listed there.
@@ -264,7 +264,7 @@ class Presentation:
             self.list_unsharded()
 
     def enter(self) -> None:
-        """List and show what belongs there, after `leave`."""
+        """List and show the right tensors again, after `leave`."""
         self._enter()
         self.refill()
 
@@ -306,13 +306,13 @@ class Presentation:
         return bool(self.lent) and len(self.lent) == len(self._at)
 
     def notice(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Record that something is put where we list what is ours, by an assignment or for one call.
+        """Record that something is put in a place of a parameter, by an assignment or for one call.
 
         Returns:
             The tensor to list there.
 
         Raises:
-            RuntimeError: for what modules cannot compute with.
+            RuntimeError: for values that modules cannot compute with.
         """
         slot = self._numbers.get((module, name))
         if slot is None:
@@ -332,7 +332,7 @@ class Presentation:
         attributes = module.__dict__
         if (value is entry or self._is_own(slot, value)) and (
             (module, name) in self.lent or (value is not None and name not in attributes)
-        ):  # a lent tensor is given back; or what modules see is assigned again, as by a function that ties weights
+        ):  # a lent tensor is given back; or the shown tensor is assigned again, as by a function that ties weights
             self._show(slot, module, name, self.shown(slot), is_lent=False)
             return self._leaves[slot] if self.look is Look.COMPUTING else entry
         if value is None:
@@ -361,7 +361,7 @@ class Presentation:
         return any(value is form.leaves[slot] or value is form.absent[slot] for form in self._forms)
 
     def _lendable(self, slot: int, name: str, tensor: Tensor) -> Tensor:
-        """Return what modules compute with of a tensor that takes the place of a parameter for one call.
+        """Return the tensor that modules compute with, for a tensor that takes the place of a parameter for one call.
 
         Raises:
             RuntimeError: if it is not of the parameter's shape, as this rank's shard is not.
@@ -377,7 +377,7 @@ class Presentation:
         return tensor.to(leaf.dtype) if tensor.dtype == self._own_dtype else tensor
 
     def _show(self, slot: int, module: nn.Module, name: str, tensor: Tensor, *, is_lent: bool) -> None:
-        """Show a lent tensor as attribute, or again what is ours."""
+        """Show a lent tensor as attribute, or the parameter again."""
         # A caller finds all places of a listed parameter by itself. A tensor for an unlisted one is shown in all places
         # of the parameter but those that were given a tensor of their own.
         at = [(each, key) for _, each, key, number, entry in self._at if number == slot and entry is None]

@@ -36,14 +36,14 @@ Stages = Generator[None, None, None]
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that are reduced at one time: their handles, and what to divide the sums by.
+    """Gradients that are reduced at one time: their handles, and the divisors of the sums.
 
     By one collective, or, with a hook, by one call of it for each, in an order that is the same on all ranks.
     """
 
     divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
     brings_nothing: bool = False  # no rank has a gradient that is new since the last backward
-    is_abandoned: bool = False  # nobody wants what will arrive
+    is_abandoned: bool = False  # its results are not wanted any more
 
     def reduce(self) -> Stages:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
@@ -94,7 +94,7 @@ def _note(handles: Sequence[FlatParamHandle], event: str) -> None:
 
 
 def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
-    """Add what the handles hold of earlier sums to these, one after the other; True if these are held as well."""
+    """Add earlier sums that the handles hold to these, one after the other; True if these are held as well."""
     sizes = [handle.gradients.layout.shard_numel for handle in handles]
     parts: list[list[Tensor]] = [[] for _ in handles]
     # The shards of this rank and of those that it divides them with along the replica axis, if they do.
@@ -116,7 +116,7 @@ def _scattered_before(handles: Sequence[FlatParamHandle]) -> Pending:
 
 
 def _shown(what: str, name: str, stages: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
-    """Run stages one by one, each of which a profiler shows, as it does what is `labelled`."""
+    """Run stages one by one, each of which a profiler shows under the label."""
     while True:
         try:
             labelled(what, name, next, stages)
@@ -127,7 +127,7 @@ def _shown(what: str, name: str, stages: Generator[None, None, Tensor]) -> Gener
 
 def _reduce_together(handles: Sequence[FlatParamHandle], name: str) -> Pending:
     first = handles[0]
-    # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
+    # Rank r receives row r: the r-th shard of every gradient, one after the other.
     taken = [handle.gradients.take() for handle in handles]
     divisor = taken[0].divisor  # which nearly always is that of all
     flats = [divided(one.flat, one.divisor / divisor).view(first.comm.world_size, -1) for one in taken]
@@ -164,7 +164,7 @@ class Reductions:
         Args:
             handles: those to reduce.
             in_flight: so many reductions may go on while another one is started.
-            brings_nothing: on all ranks, it only reduces what earlier backwards have accumulated.
+            brings_nothing: on all ranks, it only reduces gradients of earlier backwards.
         """
         self._brings_nothing = brings_nothing
         self._most_in_flight = in_flight
@@ -184,7 +184,7 @@ class Reductions:
                 filling[key] = (companions, filled + nbytes)
 
     def submit(self, handle: FlatParamHandle, divisor: float, *, keep: bool = False) -> None:
-        """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`.
+        """Sum the accumulated gradient of the handle over the ranks, now or with others, and divide it by `divisor`.
 
         Args:
             handle: whose gradient.
@@ -209,13 +209,13 @@ class Reductions:
                 self._advance(reduction)
 
     def finish(self) -> None:
-        """Send what still waits, and wait until every shard has its gradient."""
+        """Send the gradients that still wait, and wait until every shard has its gradient."""
         for first in sorted(self._waiting):
             self._start(self._waiting.pop(first))
         self.drain(left=0)
 
     def abandon(self) -> None:
-        """After a failed backward: let what is in flight end, and forget it, and what waits."""
+        """After a failed backward: let reductions in flight end, and forget their results, and those that wait."""
         self._waiting.clear()
         for bucket, _ in self._in_flight:
             bucket.is_abandoned = True  # gradients may have been zeroed since

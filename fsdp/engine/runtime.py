@@ -146,7 +146,7 @@ class Runtime:
             self._renew_kept()
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
-                unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
+                unit.follow_mode()  # a re-entrant checkpoint does not tell in which mode its forward was
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
             self.passes.reach(unit.name)
@@ -206,7 +206,7 @@ class Runtime:
             handle.renew_kept()
 
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
-        """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
+        """Unshard a unit, and start the following units; returns their order, None if ranks have no common order."""
         usual = self._backward_order if is_backward else self._forward_order
         order: ExecutionOrder[Unit] | None = usual
         if self.participation is not None:
@@ -378,7 +378,7 @@ class Runtime:
                 if self.participation.is_uneven:
                     self._reductions.drain()
             backward.reach(call.number)
-            if backward.reached > 1:  # what autograd didn't announce, re-entrant checkpoints bring in each call anew
+            if backward.reached > 1:  # re-entrant checkpoints bring unannounced gradients in each call anew
                 backward.missing.update(one for one in unit.trained_handles if not self._usage.is_coming(one))
             if backward.complete:
                 self._reduce_complete(unit)
@@ -494,7 +494,7 @@ class Runtime:
         if self._builds_graph or unit.state is TrainingState.FORWARD or not unit.backward.is_through:
             return
         if unit.has_frozen_handle and unit.contains_units:
-            return  # what is frozen may be on the way to the gradients of the units inside
+            return  # frozen parameters may be on the way to the gradients of the units inside
         if unit.frees_after_backward:
             unit.reshard()
             if unit.state is not TrainingState.BACKWARD_POST:
@@ -507,7 +507,7 @@ class Runtime:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Collective. Backward has ended on all ranks: reduce what is left of its gradients, and show all of them."""
+        """Collective. Backward has ended on all ranks: reduce the rest of its gradients, and show all of them."""
         has_gradient = any(handle.has_arrived for handle in self.handles)
         has_any = has_gradient or any(handle.brought_gradients for handle in self.handles)
         self.has_trained = self.has_trained or has_any or not any(handle.requires_grad for handle in self.handles)
@@ -540,7 +540,7 @@ class Runtime:
             notify()
 
     def _reduce_rest(self) -> None:
-        """Reduce what did not complete on every rank, and finish all reductions."""
+        """Reduce gradients that did not complete on every rank, and finish all reductions."""
         self._usage.end()
         while any(map(self._usage.is_due, self.handles)):
             for unit in self.units:
@@ -582,7 +582,7 @@ class Runtime:
             unit.policy.sync = sync
 
     def reduce_accumulated(self) -> None:
-        """Collective. Reduce what has accumulated, as a backward that brings nothing more."""
+        """Collective. Reduce accumulated gradients, as a backward that brings nothing more."""
         self.ensure_idle("reduce gradients")
         self.follow_backward(brings_nothing=True)
         self.finish_backward()
@@ -650,7 +650,7 @@ class Runtime:
             unit.runtime = None
 
     def release(self) -> None:
-        """Free what is kept of parameters between passes, but for shards."""
+        """Free the parameters that are kept between passes, except the shards."""
         for unit in self.units:
             unit.release()
         self._settle()

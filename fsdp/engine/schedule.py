@@ -49,7 +49,7 @@ class ExecutionOrder(Generic[T]):
 def _next_two(order: Sequence[T], place: int) -> Sequence[T]:
     ahead: list[T] = []
     for number in range(place + 1, len(order)):
-        # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
+        # A unit may run several times in a row (recomputed, or shared): its parameters are here already.
         if order[number] is not order[place] and not (ahead and order[number] is ahead[0]):
             ahead.append(order[number])
             if len(ahead) == 2:

@@ -19,7 +19,7 @@ class Shard:
     flat_param: FlatParameter
     places: Sequence[Sequence[ParamInfo]]  # where each original parameter is used, first the place that names it
     listed_at: Sequence[tuple[nn.Module, str]] = ()  # the modules, and names there, that list the flat parameter itself
-    new_orig_params: NewOrigParams | None = None  # makes what modules list in its place: local shards of the originals
-    is_kept: bool = True  # a few ranks may keep what was gathered, see `KeptShard`
+    new_orig_params: NewOrigParams | None = None  # makes the local shards that modules list in its place
+    is_kept: bool = True  # a few ranks may keep gathered parameters, see `KeptShard`
     new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters  # makes its unsharded parameters
     is_replicated: bool = False  # every rank has all of it

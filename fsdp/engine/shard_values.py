@@ -62,7 +62,7 @@ class ShardValues:
         self._end_lack(slot)
 
     def keep(self, slot: int, value: nn.Parameter) -> None:
-        """Store this rank's shard of what a user has made of an unsharded parameter.
+        """Store this rank's shard of a value that a user has given an unsharded parameter.
 
         Raises:
             ValueError: if it has another shape or `requires_grad`, or no values.
@@ -94,7 +94,7 @@ class ShardValues:
         self._flat_param.shard_storage.release()
 
     def touch(self) -> None:
-        """Count as changed, on ranks too that keep nothing of what was: else they would not take part in a gather."""
+        """Count as changed, also on ranks without elements of it: else they would not take part in an all-gather."""
         increment_version(self._flat_param)
 
     def renewed(self, slots: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
-"""A unit: one wrapped module, its handles, and what it is doing.
+"""A unit: one wrapped module, its handles, and its state.
 
-A unit knows what belongs to it; when its parameters come and go is decided by the runtime.
+A unit knows its modules and parameters; the runtime decides when they are unsharded and resharded.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Unit:
         ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
         precision: the dtypes that it computes in.
         device: where it computes.
-        ignored: what in its module it leaves alone.
+        ignored: modules and parameters inside that it leaves alone.
         policy: the settings that users make, which may change later.
         settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
@@ -141,7 +141,7 @@ class Unit:
     # Hidden by the attribute of an instance. A `__getattr__` would make all attributes slow.
     handles: list[FlatParamHandle] = cast(Any, _HandlesOfCopy())
     observers: Observers = NONE
-    unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
+    unfinished_load: Callable[[], None] | None = None  # ends a load, also one that was given up
     in_full_precision = False
     _range: record_function | None = None  # that a profiler shows of its present state
 
@@ -173,12 +173,12 @@ class Unit:
         casting = kept if precision.is_mixed else {}
         self.hooks: list[Any] = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
         self.precision = precision.without_casts() if module in self._kept else precision
-        self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
+        self.requests: dict[type[Any], Any] = {}  # the operations on its state that are running; see `request`
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.handles = []  # those that it runs, one for each flat parameter
         self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
-        self.shares: list[Share] = []  # what it uses together with other units, or runs for them
+        self.shares: list[Share] = []  # parameters that it uses together with other units, or runs for them
         self.policy = policy
         self.settings = dict(settings)
         self.name = type(module).__name__
@@ -266,12 +266,12 @@ class Unit:
         return self.requests.get(kind)
 
     def end_load(self) -> None:
-        """Shard what a load that was given up by an exception has left unsharded."""
+        """Shard the parameters that a load has left unsharded, because an exception ended it."""
         if self.unfinished_load is not None:
             self.unfinished_load()
 
     def require_idle(self, what: str) -> None:
-        """Raise RuntimeError inside a forward or backward; shard again what a load has left that was given up."""
+        """Raise RuntimeError inside a forward or backward; end a load that was given up."""
         self.end_load()
         if self.runtime is not None:
             self.runtime.ensure_idle(what)
@@ -326,7 +326,7 @@ class Unit:
         self.owned_handles.append(handle)
 
     def attach(self, handle: FlatParamHandle) -> None:
-        """Give a handle what it needs of the unit that runs it."""
+        """Give a handle the settings and the callback of the unit that runs it."""
         handle.unit_name = self.name
         handle.policy, handle.on_gradient = self.policy, self.on_gradient
         handle.in_full_precision = self.in_full_precision
@@ -512,7 +512,7 @@ class Unit:
         return any(map(_was_written, self.handles))
 
     def forget_written(self) -> None:
-        """Do not keep what was written to its weights until now."""
+        """Ignore values that were written to its weights until now."""
         for handle in self.handles:
             if handle.unsharded.written():
                 handle.forget_written()

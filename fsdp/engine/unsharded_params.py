@@ -32,7 +32,7 @@ class UnshardedParameters:
     """The parameters of a layout in one buffer.
 
     Args:
-        flat_param: this rank's shard, which knows what each parameter is.
+        flat_param: this rank's shard, which knows the kind of each parameter.
         layout: how they lie in the buffer.
         full: ``[unsharded_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
@@ -46,7 +46,7 @@ class UnshardedParameters:
     """
 
     is_exact = True  # the leaves have the values of the shards, cast to the dtype of the computation
-    outgoing: Tensor | None = None  # what this rank sends in an all-gather in the place of its shard
+    outgoing: Tensor | None = None  # sent by this rank in an all-gather in the place of its shard
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class UnshardedParameters:
         self.absent = list(self._hidden(flat_param.valueless) if absent is None else absent)
         self._arrangement = None if is_shard or layout.gathers_in_order else Arrangement(layout, full)
         self._gathered = full[: layout.padded_numel]
-        self._is_arranged = False  # what is being gathered will be
+        self._is_arranged = False  # whether the parameters that are being gathered will be
         self.free()
 
     def _watch(self, inside: Mapping[int, Sequence[Tensor]]) -> None:
@@ -104,7 +104,7 @@ class UnshardedParameters:
         return leaf
 
     def _hidden(self, valueless: Collection[int]) -> Iterator[Tensor]:
-        """Yield for each parameter what modules see while it is not unsharded."""
+        """Yield for each parameter the tensor that modules see while it is not unsharded."""
         for number, (slot, leaf) in enumerate(zip(self._layout.slots, self.leaves, strict=True)):
             if not self.is_shard:
                 yield self._placeholders[slot.name]

@@ -32,8 +32,8 @@ from fsdp.engine.autograd import will_run
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
-_HELD, _COMING = 1, 2  # what a rank has of a gradient: it is accumulated already, it comes in this backward
-_DOUBTS = 2  # of what comes: a function of a user's gave None for it the last time
+_HELD, _COMING = 1, 2  # the state of a gradient on a rank: accumulated already, or coming in this backward
+_DOUBTS = 2  # of a coming gradient: a function of a user's gave None for it the last time
 
 
 class _Among:
@@ -87,7 +87,7 @@ class Usage:
             among.forecast = among.largest(_forecast(among.handles, self._doubted) + ages)
 
     def abandon(self) -> None:
-        """After a backward that failed: take what other ranks have sent, which the next one would take for its own."""
+        """After a failed backward: receive the messages of other ranks, which the next one would take for its own."""
         for among in self._among:
             if among.forecast is not None:
                 pending, among.forecast = among.forecast, None
@@ -122,7 +122,7 @@ class Usage:
                     start = stop
 
     def _take_in(self, among: _Among, handle: FlatParamHandle, states: list[int], lacks: list[int]) -> None:
-        """Note of each parameter what the ranks have, and whether it trains on any without that a gradient comes."""
+        """Note the state of each parameter's gradient, and whether a trained parameter gets none on some rank."""
         self._used[handle] = states
         self._times[handle] = int(any(states))
         if any(lacks):
@@ -133,7 +133,7 @@ class Usage:
                     among.is_open = True
 
     def end(self) -> None:
-        """Collective. Autograd has ended: what was not known before."""
+        """Collective. Exchange the facts that are known only after autograd has ended."""
         self._read_forecasts()
         for handle in self._handles:
             self._learn(handle)
@@ -157,7 +157,7 @@ class Usage:
                 self._doubted[handle] = doubted
 
     def is_due(self, handle: FlatParamHandle) -> bool:
-        """Return whether a handle has to be reduced yet, with zeros for what has no gradient on this rank."""
+        """Return whether a handle has to be reduced yet, with zeros for gradients that this rank does not have."""
         gradients = handle.gradients
         return gradients.is_reduced and (gradients.times_taken < self._times.get(handle, 0) or not gradients.is_empty)
 
@@ -173,7 +173,7 @@ class Usage:
 
 
 def _forecast(handles: Iterable[FlatParamHandle], doubted: Mapping[FlatParamHandle, set[int]]) -> bytearray:
-    """Return what this rank has of each parameter's gradient; and behind all, whether none comes though it trains."""
+    """Return the state of each parameter's gradient on this rank; and behind all, whether a trained one gets none."""
     states, lacks = bytearray(), bytearray()
     for handle in handles:
         first, *others = [form.accumulators for form in handle.forms.values()]

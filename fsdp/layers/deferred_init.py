@@ -41,7 +41,7 @@ _complete_everywhere: WeakSet[Unit] = WeakSet()
 
 
 def may_lack_values(unit: Unit) -> bool:
-    """Return whether something of a unit may have no values on this rank, as long as nobody has looked."""
+    """Return whether values of a unit may be missing on this rank: until all were found, they may."""
     return unit not in _complete
 
 

@@ -1,7 +1,7 @@
-"""The first use of a tree of units: its runtime is made, and the ranks compare what they have built.
+"""The first use of a tree of units: its runtime is made, and the ranks compare their models.
 
-After that, each forward checks what can be changed meanwhile: values that a load has brought, modules that were added,
-and a `DistributedDataParallel` around the tree.
+After that, each forward checks the things that can change meanwhile: values that a load has brought, modules that were
+added, and a `DistributedDataParallel` around the tree.
 """
 
 from __future__ import annotations
