@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
+from fsdp.engine.call_stack import uncompiled
+
 
 def backward_id() -> int:
     """Return the number of the backward that autograd runs on this thread now; -1 if it runs none."""
@@ -88,6 +90,7 @@ class BackwardPass:
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None] | None = None) -> None:
         has_ended = False
 
+        @uncompiled
         def callback() -> None:
             nonlocal has_ended
             has_ended = True

@@ -169,6 +169,7 @@ def _nodes_of(tensors: list[Tensor]) -> set[Any]:
 
 
 def _calling(method: weakref.WeakMethod[Callable[[Any], None]]) -> Callable[[Any], None]:
+    @uncompiled
     def hook(gradient: Any) -> None:
         if (alive := method()) is not None:
             alive(gradient)
@@ -251,6 +252,7 @@ class Call:
         if self._missing_inputs == 0 and self.unit.runtime is not None:
             self.unit.runtime.passed(self.unit, self)
 
+    @uncompiled
     def _output_has_gradient(self, _: Tensor) -> None:
         if self.unit.runtime is not None:
             with outside_transforms():

@@ -37,7 +37,7 @@ from torch import nn
 from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
-from fsdp.engine.call_stack import runs_on_another_thread
+from fsdp.engine.call_stack import runs_on_another_thread, uncompiled
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
@@ -717,6 +717,7 @@ _last: weakref.ref[Runtime] | None = None
 _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
+@uncompiled
 def runtime_of(unit: Unit) -> Runtime:
     """Return the runtime of a unit, which becomes the root if none around it has run."""
     return cast("Runtime", unit.ensure_runtime())
@@ -737,6 +738,7 @@ def runtimes() -> list[Runtime]:
     return [runtime for runtime in _all if runtime.root.runtime is runtime]
 
 
+@uncompiled
 def reduce_deferred(shards: Iterable[Any]) -> None:
     """Collective. Reduce the gradients of the models that have some of these shards, if that was left to the step."""
     deferring = [runtime for runtime in runtimes() if runtime.has_deferred]

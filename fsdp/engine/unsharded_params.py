@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import local_part, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
@@ -241,6 +242,7 @@ class UnshardedParameters:
         self.rest()
 
 
+@uncompiled
 def _report(on_gradient: Callable[[int, Tensor], None], number: int, leaf: Tensor) -> None:
     if leaf.requires_grad:  # autograd calls hooks of frozen leaves too, without a gradient
         on_gradient(number, leaf)

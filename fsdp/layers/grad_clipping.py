@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import communicator, during
 from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.runtime import Runtime, runtime_of
@@ -30,6 +31,7 @@ Owned = Sequence[tuple[Tensor, nn.Parameter]]
 
 
 @during("reduce_gradients()")
+@uncompiled
 def reduce_gradients(model: nn.Module) -> None:
     """Collective. Reduce the gradients that have accumulated without communication, so that they can be read.
 
@@ -47,6 +49,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 @during("clip_grad_norm_()")
+@uncompiled
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
@@ -56,6 +59,7 @@ def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_n
     return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
 
 
+@uncompiled
 def clip_by_value(runtime: Runtime, clip_value: float) -> None:
     """`clip_grad_value` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)

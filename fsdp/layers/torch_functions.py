@@ -32,6 +32,7 @@ from torch.nn.utils import clip_grad
 
 from fsdp.distributed.communicator import during
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
@@ -136,6 +137,7 @@ class Models:
 
         return MeshPart(part.mesh, (Replicate(),) * part.mesh.ndim, norm.shape).dtensor(norm)
 
+    @uncompiled
     def norm(self, owned: Owned, norm_type: float) -> Tensor:
         """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to."""
         parts: dict[Runtime, list[tuple[Tensor, nn.Parameter]]] = {runtime: [] for runtime in self._runtimes}

@@ -13,6 +13,7 @@ from fsdp.distributed.collectives import communicator, during
 from fsdp.distributed.communicator import Group, default_group
 from fsdp.distributed.devices import HOST, accelerator
 from fsdp.distributed.dtensor import missing_ranks
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import reduce_deferred, runtimes
 
@@ -96,6 +97,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return any(param.device != self._scale.device for param in params)
 
+    @uncompiled
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -15,6 +15,7 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import completed, default_group, during, ranks_of, served_device, summed
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import local_part
+from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.layers.fingerprints import fingerprint
@@ -144,6 +145,7 @@ class OuterOptimizer:
         for number in range(self.fragments):
             self._exchange(number)
 
+    @uncompiled
     def _exchange(self, number: int) -> None:
         params = self._fragments[number]
         if not any(_values(param).numel() for param in params):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +14,15 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, SameBits, ShardingStrategy, checkpoint_wrapper
+from fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    OwnedOptimizer,
+    SameBits,
+    ShardedGradScaler,
+    ShardingStrategy,
+    checkpoint_wrapper,
+)
 from fsdp.engine.runtime import runtimes
 from fsdp.layers import optimizer_hooks, same_bits
 from tests.helpers.compile_backends import (
@@ -25,6 +34,8 @@ from tests.helpers.compile_backends import (
     torchs_own_deprecations,
     user_module,
 )
+from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import FORMS, full_state, sharded
 from tests.helpers.models import Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -34,6 +45,73 @@ from tests.helpers.twins import batch, score
 
 PRELOAD = ["torch._inductor.compile_fx"]
 OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+
+
+# Whole steps
+
+
+Step = Callable[[Tensor], None]
+
+
+def clipped(model: Any) -> Step:
+    optimizer = sgd_with_momentum(model.parameters())
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        score(model(inputs)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    return step
+
+
+def accumulated(model: Any) -> Step:
+    optimizer = sgd_with_momentum(model.parameters())
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)
+            score(model(inputs)).backward()
+            model.set_requires_gradient_sync(True)
+        else:
+            with model.no_sync():
+                score(model(inputs)).backward()
+        score(model(inputs + 1)).backward()
+        optimizer.step()
+
+    return step
+
+
+def owned(model: Any) -> Step:
+    optimizer = OwnedOptimizer(model, [{"optimizer": sgd_with_momentum}])
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        score(model(inputs)).backward()
+        optimizer.step()
+
+    return step
+
+
+def scaled(model: Any) -> Step:
+    optimizer, scaler = sgd_with_momentum(model.parameters()), ShardedGradScaler(init_scale=4.0, device="cpu")
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(score(model(inputs))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+STEPS: dict[str, Callable[[Any], Step]] = {
+    "clipped": clipped,
+    "accumulated": accumulated,
+    "owned": owned,
+    "scaled": scaled,
+}
 
 
 # With other features: as without a compiler, to the bit, since "aot_eager" computes the same operations
@@ -177,6 +255,22 @@ def _step_compiled(options: dict[str, Any]) -> None:
             step()
         states.append(list(model.state_dict().values()))
     torch.testing.assert_close(*states)
+
+
+@torchs_own_deprecations
+@parametrize_pairs(at_most=6, form=FORMS, kind=list(STEPS), world_size=[2, 1])
+@on_ranks("world_size")
+def test_a_compiled_function_contains_the_whole_step(form: str, kind: str) -> None:
+    """Backward calls hooks, which move data, from the frame of the function."""
+    make, states = STEPS[kind], []
+    for backend in (None, Counter("eager")):
+        model = sharded(stack(keep, hidden=(13, 3)), form, (Block,))
+        step = make(model)
+        compiled = step if backend is None else torch.compile(step, backend=backend)
+        for number in range(3):
+            compiled(batch(number, dist.get_rank()).float())
+        states.append(full_state(model))
+    assert_close_state(*states)
 
 
 @torchs_own_deprecations
