@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -342,11 +342,10 @@ class FullyShardedDataParallel(nn.Module):
         changed = self._register_pre_backward_hooks(output)
         return output if changed is None else changed
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate unsharded gradients; the next backward outside reduces all. For the outermost wrapper."""
-        with runtime_of_root(self._unit, "no_sync").no_sync():
-            yield
+        on_demand.refuse_local_sgd()
+        return runtime_of_root(self._unit, "no_sync").no_sync()
 
     @during("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

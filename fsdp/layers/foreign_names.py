@@ -14,6 +14,8 @@ from typing import Any, NoReturn, ParamSpec
 
 from torch import nn
 
+from fsdp.engine.call_stack import is_called_from, uncompiled
+
 _Arguments = ParamSpec("_Arguments")
 
 
@@ -142,6 +144,16 @@ def refuse_data_parallel(name: str, instead: str) -> NoReturn:
         f"DataParallel has been given {name}, which is sharded over processes and cannot be copied to several devices "
         f"of one. Call {instead}, in one process for each device."
     )
+
+
+@uncompiled
+def refuse_local_sgd() -> None:
+    """Raise NotImplementedError if accelerate's LocalSGD calls `no_sync`: it would average different shards."""
+    if is_called_from("accelerate.local_sgd"):
+        raise NotImplementedError(
+            "accelerate's LocalSGD averages `param.data` of all ranks, and each rank of a sharded model holds other "
+            "elements there. Use fsdp.OuterOptimizer, with a replica of the model for each group of ranks."
+        )
 
 
 class ForeignMethod:

@@ -348,6 +348,23 @@ def test_what_would_go_wrong_in_silence_is_an_error(tmp_path: Path) -> None:
                 method(tmp_path)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2, timeout=PATIENCE)
+def test_local_sgd_is_an_error_before_it_averages_different_shards(form: str) -> None:
+    from accelerate.local_sgd import LocalSGD
+
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator()
+        model = accelerator.prepare(sharded("llama", form))
+        local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+        with pytest.raises(NotImplementedError, match=r"LocalSGD averages .* Use fsdp\.OuterOptimizer"), local:
+            pass
+        with model.no_sync(), LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=False):
+            pass
+
+
 @on_ranks(2, timeout=PATIENCE)
 def test_a_registered_optimizer_of_shards_is_an_error(tmp_path: Path) -> None:
     from fsdp.accelerate import Accelerator
