@@ -1,9 +1,10 @@
 """The functions that use autograd's internals, and the private names that they require.
 
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
-``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter`` and
-``Variable._execution_engine.queue_callback`` have no public counterpart; torch's own DistributedDataParallel, FSDP and
-``register_multi_grad_hook`` use them. Tried on torch 2.11 and 2.13.
+``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter``,
+``torch._dynamo.compiled_autograd.in_compiled_autograd_region`` and ``Variable._execution_engine.queue_callback`` have
+no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on
+torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -88,25 +89,39 @@ class BackwardPass:
     """
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None] | None = None) -> None:
-        has_ended = False
-
-        @uncompiled
-        def callback() -> None:
-            nonlocal has_ended
-            has_ended = True
-            with outside_transforms():
-                at_end()
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            raise RuntimeError(
+                "compiled autograd runs a backward of a sharded model: it calls nothing when backward has ended, so "
+                "gradients would not be reduced. Leave torch._dynamo.config.compiled_autograd at False, and compile "
+                "the blocks of the model."
+            )
+        ended: list[bool] = []
+        end = _End(at_end, ended)
 
         def drop(_: Any) -> None:
-            if at_failure is not None and not has_ended:
+            if at_failure is not None and not ended:
                 at_failure()
 
-        self._callback = weakref.ref(callback, drop)
-        Variable._execution_engine.queue_callback(callback)
+        self._callback = weakref.ref(end, drop)
+        Variable._execution_engine.queue_callback(end)
 
     @property
     def is_alive(self) -> bool:
         return self._callback() is not None
+
+
+class _End:
+    """The callback of a run of autograd. It is not a function, which would be excluded from compilation each time."""
+
+    def __init__(self, at_end: Callable[[], None], ended: list[bool]) -> None:
+        self._at_end, self._ended = at_end, ended
+
+    @uncompiled
+    def __call__(self) -> None:
+        self._ended.append(True)
+        with outside_transforms():
+            self._at_end()
 
 
 class FollowedPass:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -168,13 +169,10 @@ def _nodes_of(tensors: list[Tensor]) -> set[Any]:
     return {tensor.grad_fn for tensor in tensors + bases if tensor.grad_fn is not None}
 
 
-def _calling(method: weakref.WeakMethod[Callable[[Any], None]]) -> Callable[[Any], None]:
-    @uncompiled
-    def hook(gradient: Any) -> None:
-        if (alive := method()) is not None:
-            alive(gradient)
-
-    return hook
+@uncompiled
+def _call_alive(method: weakref.WeakMethod[Callable[[Any], None]], gradient: Any) -> None:
+    if (alive := method()) is not None:
+        alive(gradient)
 
 
 class Call:
@@ -212,7 +210,7 @@ class Call:
             self._input_nodes = [tensor.grad_fn for tensor in tensors]
             self._upstream = _nodes_of(tensors)
             for tensor in tensors:
-                tensor.register_hook(_calling(weakref.WeakMethod(self._input_has_gradient)))
+                tensor.register_hook(partial(_call_alive, weakref.WeakMethod(self._input_has_gradient)))
 
     @property
     def may_outlast_gradients(self) -> bool:
