@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
-from fsdp.distributed.communicator import behind
+from fsdp.distributed.communicator import behind, uncompiled
 from fsdp.distributed.devices import accelerator, current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
@@ -410,6 +410,7 @@ class UnshardHandle:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
+    @uncompiled
     def wait(self) -> None:
         """Return when the module sees unsharded parameters (on CUDA: for work on the current stream)."""
         self._unit.wait_for_unshard()
@@ -454,6 +455,7 @@ class FSDPModule(_Base):
         own, sharded = super().extra_repr(), on_demand.summary(unit_of(self))
         return ", ".join(filter(None, [own, sharded and f"sharded: {sharded}"]))
 
+    @uncompiled
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Collective. Unshard the module's own parameters, until `reshard`, or the end of its next forward.
 
@@ -474,11 +476,13 @@ class FSDPModule(_Base):
         unit.wait_for_unshard()
         return None
 
+    @uncompiled
     def wait_for_unshard(self) -> None:
         """Return when an ``unshard(async_op=True)`` is done."""
         if _of(self).is_unsharding:
             _of(self).wait_for_unshard()
 
+    @uncompiled
     def reshard(self) -> None:
         """Free the memory of the module's own unsharded parameters. The shards keep what was written to them.
 

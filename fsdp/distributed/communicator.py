@@ -19,17 +19,19 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.profiler import record_function
 
 from fsdp.distributed.devices import HOST, accelerator
 
 _Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # By rank, one tensor after the other.
 Messages = Mapping[int, Sequence[Tensor]]
@@ -387,14 +389,40 @@ def after_closing() -> Iterator[None]:
         _limit.reset(token)
 
 
-@contextmanager
-def during(call: str) -> Iterator[None]:
-    """Add the outermost public call that this rank is in, as users write it, to errors inside the context."""
-    token = _call.set(_call.get() or call)
-    try:
-        yield
-    finally:
-        _call.reset(token)
+def uncompiled(function: _Function) -> _Function:
+    """Exclude a function, and all functions that it calls, from compilation: it moves data, or examines all models.
+
+    The effect is the same as `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
+    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 and 2.13)
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+class during:  # noqa: N801 (a word, as `contextlib.suppress`)
+    """Add the outermost public call that this rank is in, as users write it, to errors inside the context.
+
+    It is a decorator too. Calls of a decorated function are not compiled, because compilers cannot trace collectives.
+    """
+
+    def __init__(self, call: str) -> None:
+        self._described = call
+
+    def __enter__(self) -> None:
+        self._token = _call.set(_call.get() or self._described)
+
+    def __exit__(self, *_: object) -> None:
+        _call.reset(self._token)
+
+    def __call__(self, function: _Function) -> _Function:
+        @uncompiled
+        @wraps(function)
+        def described(*args: Any, **kwargs: Any) -> Any:
+            with during(self._described):
+                return function(*args, **kwargs)
+
+        return cast("_Function", described)
 
 
 def present_call() -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
-from fsdp.engine.call_stack import uncompiled
+from fsdp.distributed.communicator import uncompiled
 
 
 def backward_id() -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.autograd import (
     backward_id,
     differentiable_tensors,
@@ -24,7 +25,7 @@ from fsdp.engine.autograd import (
     outside_transforms,
     will_run,
 )
-from fsdp.engine.call_stack import MODULE_CALL, calls_on, uncompiled
+from fsdp.engine.call_stack import MODULE_CALL, calls_on
 from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.presentation import lenders

@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank
+from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank, uncompiled
 from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
-from fsdp.engine.call_stack import runs_on_another_thread, uncompiled
+from fsdp.engine.call_stack import runs_on_another_thread
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle

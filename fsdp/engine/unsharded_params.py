@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.dtensor import local_part, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.counted_data import counted, version_of_dtensor
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout

@@ -14,7 +14,8 @@ from typing import Any, NoReturn, ParamSpec
 
 from torch import nn
 
-from fsdp.engine.call_stack import is_called_from, uncompiled
+from fsdp.distributed.communicator import uncompiled
+from fsdp.engine.call_stack import is_called_from
 
 _Arguments = ParamSpec("_Arguments")
 

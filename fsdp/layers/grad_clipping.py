@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import communicator, during
+from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.runtime import Runtime, runtime_of
@@ -31,7 +31,6 @@ Owned = Sequence[tuple[Tensor, nn.Parameter]]
 
 
 @during("reduce_gradients()")
-@uncompiled
 def reduce_gradients(model: nn.Module) -> None:
     """Collective. Reduce the gradients that have accumulated without communication, so that they can be read.
 
@@ -49,7 +48,6 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 @during("clip_grad_norm_()")
-@uncompiled
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)

@@ -23,8 +23,8 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, taken_by, times_taken
 from fsdp.engine.runtime import Runtime, runtimes

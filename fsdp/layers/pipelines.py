@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from fsdp.engine.call_stack import uncompiled
+from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.runtime import runtime_of
 from fsdp.engine.unit import Unit, units_in
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp.distributed.communicator import Communicator, OtherRankError, during, own_rank
+from fsdp.distributed.communicator import Communicator, OtherRankError, during, own_rank, uncompiled
 from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.custom_collectives import InFront
 from fsdp.distributed.devices import is_host
 from fsdp.distributed.micro_batch_sums import MicroBatchSums, SumByMicroBatch
 from fsdp.distributed.tree_sum import TreeSum
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.participation import Participation
 from fsdp.engine.runtime import runtime_of_root
 from fsdp.engine.unit import Unit

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad
 
-from fsdp.distributed.communicator import during
+from fsdp.distributed.communicator import during, uncompiled
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fsdp.distributed.collectives import communicator, during
-from fsdp.distributed.communicator import Group, default_group
+from fsdp.distributed.communicator import Group, default_group, uncompiled
 from fsdp.distributed.devices import HOST, accelerator
 from fsdp.distributed.dtensor import missing_ranks
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.originals import is_ours
 from fsdp.engine.runtime import reduce_deferred, runtimes
 

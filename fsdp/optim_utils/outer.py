@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.distributed.collectives import communicator
-from fsdp.distributed.communicator import completed, default_group, during, ranks_of, served_device, summed
+from fsdp.distributed.communicator import completed, default_group, during, ranks_of, served_device, summed, uncompiled
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.layers.fingerprints import fingerprint

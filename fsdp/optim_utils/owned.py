@@ -24,7 +24,7 @@ from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.communicator import OtherRankError, own_rank
 from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.distributed.dtensor import held_part, is_dtensor
-from fsdp.engine.call_stack import is_called_from, uncompiled
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import units_in
@@ -208,7 +208,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     @during("OwnedOptimizer.step()")  # and not before: in `fsdp.join` its hooks talk with ranks that are in no call
-    @uncompiled
     def _call(self, call: Callable[[torch.optim.Optimizer], Any], with_gradients: bool) -> None:
         """Call a method of each group's optimizer, and copy the new values to the shards."""
         arriving = [exchange.collect(with_gradients) for exchange in self._exchanges]

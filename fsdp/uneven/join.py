@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.consensus import agree_on, from_everyone
-from fsdp.engine.call_stack import uncompiled
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.layers.grad_clipping import clip_grad_norm, clip_grad_value

@@ -106,11 +106,31 @@ def scaled(model: Any) -> Step:
     return step
 
 
+def read(model: Any) -> Step:
+    """With what reads unsharded values between steps."""
+    optimizer = sgd_with_momentum(model.parameters())
+
+    def step(inputs: Tensor) -> None:
+        model.state_dict()
+        if isinstance(model, FSDPModule):
+            model.unshard()
+            model.reshard()
+        else:
+            with model.summon_full_params():
+                pass
+        optimizer.zero_grad()
+        score(model(inputs)).backward()
+        optimizer.step()
+
+    return step
+
+
 STEPS: dict[str, Callable[[Any], Step]] = {
     "clipped": clipped,
     "accumulated": accumulated,
     "owned": owned,
     "scaled": scaled,
+    "read": read,
 }
 
 
@@ -258,7 +278,7 @@ def _step_compiled(options: dict[str, Any]) -> None:
 
 
 @torchs_own_deprecations
-@parametrize_pairs(at_most=6, form=FORMS, kind=list(STEPS), world_size=[2, 1])
+@parametrize_pairs(at_most=8, form=FORMS, kind=list(STEPS), world_size=[2, 1])
 @on_ranks("world_size")
 def test_a_compiled_function_contains_the_whole_step(form: str, kind: str) -> None:
     """Backward calls hooks, which move data, from the frame of the function."""
