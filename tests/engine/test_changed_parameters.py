@@ -300,6 +300,26 @@ def _write_listed(
     twins.train(change, whole=whole)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(1)
+def test_replaced_data_is_in_the_next_state_dict_and_summon(layout: str) -> None:
+    twins = ChangedTwins(layout)
+
+    def replace() -> None:
+        for model in twins.models:
+            for param in model.parameters():
+                by_data(param)
+
+    def change() -> None:
+        replace()
+        twins.assert_close()
+        replace()
+        with twins.sharded.summon_full_params():  # type: ignore[operator]
+            assert torch.equal(find(twins.sharded, "entry").weight, twins.plain.get_parameter("entry.weight"))
+
+    twins.train(change)
+
+
 @pytest.mark.parametrize("write", ["in_place", "by_data", "assign"])
 @on_ranks(2)
 def test_a_change_of_what_one_rank_holds_is_seen_by_all(write: str) -> None:

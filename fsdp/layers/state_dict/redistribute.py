@@ -27,6 +27,7 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     """
     handle.storage.check_readable(handle.name)
     handle.absorb()
+    handle.follow_shard()
     handle.presentation.refuse_lent("put whole parameters together", handle.unit_name)
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
     is_at_hand &= not any(handle.flat_param.packings)  # classes need not be able to copy themselves
