@@ -290,7 +290,7 @@ def test_a_compiled_function_contains_the_whole_step(form: str, kind: str) -> No
         for number in range(3):
             compiled(batch(number, dist.get_rank()).float())
         states.append(full_state(model))
-    assert_close_state(*states)
+    assert_close_state(*states, rtol=1e-5, atol=1e-7)  # torch 2.11 rounds compiled steps in another way
 
 
 @torchs_own_deprecations
