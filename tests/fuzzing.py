@@ -978,6 +978,16 @@ def _forgotten(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: None
 
 
+def _stored_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    def store(listed: Any, given: dict[int, Tensor]) -> None:
+        for slot, value in given.items():
+            ours = listed._of(listed._flat_param.detach(), slot)
+            ours.copy_(value)
+            listed._have(slot, ours)
+
+    return store
+
+
 def _always_the_same(original: Any) -> Any:
     return property(lambda handle: (0, (), ()))
 
@@ -1023,7 +1033,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a forward lists shards": ("fsdp.engine.presentation.Presentation.list_unsharded", _none),
     "writes to memory are not seen": ("fsdp.engine.runtime.Runtime._reshard_overwritten", _forgotten),
     "data of rows is dropped": ("fsdp.layers.dtensor_params.DTensorParams._replaced", _none),
-    "data that was kept is overwritten": ("fsdp.engine.orig_params.let_go", _forgotten),
+    "data that was kept is overwritten": ("fsdp.engine.orig_params.OrigParams._store", _stored_in_place),
     "writes to rows are dropped": ("fsdp.distributed.gathered_part.Source.write_back", _forgotten),
     "numbers of another nesting are believed": ("fsdp.optim_utils.full.by_stored_names", _returned_as_it_is),
     "what is not used has a gradient": ("fsdp.engine.orig_params.OrigParams.show_gradients", _all_used),

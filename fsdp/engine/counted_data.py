@@ -2,9 +2,9 @@
 
 For other tensors torch does not count writes through ``.data``.
 
-A tensor that is assigned to ``.data`` is copied to the shard's memory at the next use. Tensors that were read from
-``.data`` before keep their values (`let_go`), because programs swap weights in this way: ``kept = param.data``, then
-``param.data = average``, and later ``param.data = kept``.
+A tensor that is assigned to ``.data`` is copied to the shard at the next use. The shard moves to new memory then,
+because programs swap weights by ``.data``: a tensor or another parameter that has the present memory keeps its values.
+Tensors that were read from the ``.data`` of other parameters of the shard share the new memory (`bring_seen`).
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ def _noted(param: Tensor, seen: Tensor) -> Tensor:
     return seen
 
 
-def let_go(param: Tensor, memory: int) -> None:
-    """Copy tensors that were read from ``param.data`` out of a storage that will be overwritten.
+def bring_seen(param: Tensor, memory: int) -> None:
+    """Let tensors that were read from ``param.data`` share the parameter's memory again, after that was moved.
 
     Args:
-        param: a parameter whose ``.data`` was assigned.
-        memory: the address of the storage.
+        param: a parameter whose ``.data`` was not assigned.
+        memory: the address of the storage where it was.
     """
-    for one in param.__dict__.pop("__seen__", ()):
+    for one in param.__dict__.get("__seen__", ()):
         seen = one()
         if seen is not None and memory_of(seen) == memory:
-            held = held_part(seen) if is_dtensor(seen) else seen.detach()
-            set_local_part(seen, held.clone())
+            set_local_part(seen, held_part(param) if is_dtensor(param) else param.detach().as_subclass(Tensor))
 
 
 def counted(tensor: Tensor, requires_grad: bool) -> nn.Parameter:

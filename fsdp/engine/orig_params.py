@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.counted_data import CountedParameter, let_go
+from fsdp.distributed.dtensor import memory_of
+from fsdp.engine.counted_data import CountedParameter, bring_seen
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
@@ -168,8 +169,8 @@ class OrigParams:
 
         Return the numbers of the parameters of which it shows that they were written.
         """
-        for slot in self._replaced():
-            self._take_back(slot, self.params[slot])
+        if given := {slot: self._assigned(slot) for slot in self._replaced()}:
+            self._store(given)
         return []
 
     def follow_frozen(self) -> None:
@@ -178,7 +179,9 @@ class OrigParams:
         if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
             self._flat_param.requires_grad_(is_trained)
 
-    def _take_back(self, slot: int, param: Any) -> None:
+    def _assigned(self, slot: int) -> Tensor:
+        """Return this rank's elements of the tensor that a user has assigned to a local shard's ``.data``."""
+        param: Any = self.params[slot]
         ours, given = self._of(self._flat_param.detach(), slot), self.elements_of(param)
         if given.shape == param.unsharded_shape and given.shape != ours.shape:
             given = self._layout.local_shard_of(slot, given, self._rank).view(ours.shape)
@@ -189,10 +192,22 @@ class OrigParams:
                 f"{tuple(param.unsharded_shape)}: assign one of these, change it inside "
                 "`with model.summon_full_params():`, or cast the whole model."
             )
-        let_go(param, ours.untyped_storage().data_ptr())
-        ours.copy_(given)
-        self._have(slot, ours)
-        self._flat_param.valueless.discard(slot)
+        return given
+
+    @torch.inference_mode(False)  # or the shard could not be trained afterwards
+    def _store(self, given: Mapping[int, Tensor]) -> None:
+        """Move the shard to new memory, with these values of local shards that were replaced."""
+        # Programs swap weights by `.data`: other tensors may have the present memory now, and keep its values.
+        flat, before = self._flat_param, self._flat_param.detach()
+        flat.data = flat.shard_storage.allocate(flat.numel(), flat.dtype).view(flat.shape).copy_(before)
+        shard = flat.detach()
+        for slot, param in enumerate(self.params):
+            if slot in given:
+                self._of(shard, slot).copy_(given[slot])
+                flat.valueless.discard(slot)
+            self._have(slot, self._of(shard, slot))
+            if slot not in given:
+                bring_seen(param, memory_of(before))
 
     def show_reduced(self, used: Sequence[int], missed: Sequence[int]) -> None:
         """Show the gradients of a backward; those that autograd has given local shards by itself are in them."""

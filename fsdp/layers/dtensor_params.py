@@ -309,12 +309,11 @@ class DTensorParams(OrigParams):
         return values_of(self._parts[slot].to_local(self._layout.slots[slot].name, value.detach())).reshape(-1)
 
     def absorb(self) -> list[int]:
-        super().absorb()
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
-        before, self._versions = self._versions, self.versions
-        if before == self._versions:
-            return []
-        written = (slot for slot, version in enumerate(before) if version != self._versions[slot])
+        before, now = self._versions, self.versions
+        super().absorb()
+        self._versions = self.versions  # which the move to new memory changes too
+        written = (slot for slot, version in enumerate(before) if version != now[slot])
         return [slot for slot in written if not self.params[slot].is_meta]
 
 

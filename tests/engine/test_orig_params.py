@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.engine.orig_params import LocalShard
+from tests.helpers.equality import assert_close_state
+from tests.helpers.forms import full_state, sharded
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.module_kinds import seeded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.orig_twins import (
     OrigTwins,
@@ -179,6 +182,61 @@ def test_assigned_data_is_kept(whole: bool, then: str) -> None:
         twins.step(2)
     twins.assert_close_weights()
     assert_pieces_are_the_shards(twins.sharded)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@parametrize_pairs(form=["flat", "orig", "rows"], world_size=[2, 1])
+@on_ranks("world_size")
+def test_data_of_two_models_may_be_exchanged(form: str, inference: bool) -> None:
+    def run(*models: nn.Module) -> list[dict[str, Tensor]]:
+        values = []
+        pairs = list(zip(*(model.parameters() for model in models), strict=True))  # as an optimizer was given them
+        for exchange in (exchange_at_once, exchange_by_a_name, exchange_at_once):
+            for one, other in pairs:
+                exchange(one, other)
+            with torch.inference_mode(inference):
+                for model in models:
+                    model(torch.ones(2, 5, dtype=torch.float64))
+            values += [full_state(model) for model in models]
+        return values
+
+    plain = [seeded(lambda: nn.Linear(5, 3), seed).double() for seed in (0, 1)]
+    expected = run(*copy.deepcopy(plain))
+    for found, value in zip(run(*(sharded(model, form) for model in plain)), expected, strict=True):
+        assert_close_state(found, value)
+
+
+def exchange_at_once(one: Any, other: Any) -> None:
+    one.data, other.data = other.data, one.data
+
+
+def exchange_by_a_name(one: Any, other: Any) -> None:
+    kept = other.data
+    other.data = one.data
+    one.data = kept
+
+
+@on_ranks(2)
+def test_data_may_be_exchanged_with_plain_tensors() -> None:
+    twins = OrigTwins(nested_mlp, one_sgd)
+    twins.step(0)
+    others = {name: torch.full_like(piece, 0.3) for name, piece in twins.pieces.items()}
+    before = {name: piece.detach().clone() for name, piece in twins.pieces.items()}
+    for name, piece in twins.pieces.items():
+        exchange_by_a_name(piece, others[name])
+    state = twins.sharded.state_dict()
+    assert all(value.eq(0.3).all() for value in state.values())
+    assert all(torch.equal(others[name], values) for name, values in before.items())
+
+
+@on_ranks(2)
+def test_what_was_read_from_data_follows_when_another_piece_is_replaced() -> None:
+    twins = OrigTwins(nested_mlp, one_sgd)
+    seen = twins.pieces["entry.weight"].data
+    twins.pieces["entry.bias"].data = torch.zeros_like(twins.pieces["entry.bias"])
+    twins.sharded.state_dict()
+    seen.fill_(0.3)
+    assert twins.sharded.state_dict()["entry.weight"].eq(0.3).all()
 
 
 @on_ranks(2)
