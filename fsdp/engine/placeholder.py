@@ -26,7 +26,7 @@ class Placeholder(Tensor):
     Args:
         like: has its shape and dtype.
         template: of the message, in which `names` take the places of ``{}``.
-        names: of what it stands for; there are many placeholders, and few messages are read.
+        names: of the parameter and its unit. The message is made when it is raised, since there are many placeholders.
         device: other than that of `like`.
         requires_grad: likewise.
     """

@@ -1,4 +1,4 @@
-"""`Policy`: the settings of users for one unit: when it is resharded and prefetched, how far its gradients go."""
+"""`Policy` has the settings of one unit: when it is resharded and prefetched, and how far its gradients go."""
 
 from __future__ import annotations
 

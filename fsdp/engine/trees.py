@@ -59,10 +59,10 @@ def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any
 
 
 def _copy(mapping: Mapping[Any, Any]) -> Any:
-    copied = mapping.copy() if hasattr(mapping, "copy") else dict(mapping)
-    if type(copied) is dict and isinstance(mapping, dict) and type(mapping) is not dict:
-        # `dict.copy()` loses the subclass, whose constructor may take anything.
+    if isinstance(mapping, dict) and type(mapping).copy is dict.copy:
+        # This method returns a plain dictionary for any subclass, and the constructor of a subclass may take anything.
         copied = type(mapping).__new__(type(mapping))
         dict.update(copied, mapping)
         getattr(copied, "__dict__", {}).update(getattr(mapping, "__dict__", {}))
-    return copied
+        return copied
+    return mapping.copy() if hasattr(mapping, "copy") else dict(mapping)

@@ -157,18 +157,6 @@ def written_and_resharded() -> Values:
     return found
 
 
-def written_before_a_forward() -> Values:
-    model = by_rows()
-    found = []
-    for layer in model:
-        layer.unshard()
-        found.append(layer.weight.detach().clone())
-        with torch.no_grad():
-            layer.weight.fill_(7.0)
-    with torch.no_grad():
-        return [*found, model(BATCH)]
-
-
 def backward() -> Values:
     model = build()
     batch = BATCH.clone().requires_grad_()
@@ -293,7 +281,7 @@ def written_in_forward() -> Values:
 CALLS: list[Callable[[], Values]] = [
     *(forward, failed_forward, backward, failed_backward, backward_without_gradients),
     *(unsharded_by_hand, written_in_place_while_unsharded),
-    *(written_and_resharded, written_before_a_forward),
+    written_and_resharded,
     *(state_dict, state_dict_on_first, summoned, summoned_on_first, looked_at, gradients_looked_at),
     *(loaded, loaded_from_first, loaded_local, written_in_forward, gathered),
     *(optimizer_state, optimizer_state_loaded),
