@@ -18,6 +18,11 @@ def live_bytes(dtype: torch.dtype | None = None) -> int:
     """Return the bytes of all storages that tensors use, or tensors of this dtype. Each storage counts once."""
     fingerprint(torch.ones(1))  # which keeps a table from the first time on
     gc.collect()
+    return bytes_with_garbage(dtype)
+
+
+def bytes_with_garbage(dtype: torch.dtype | None = None) -> int:
+    """Return `live_bytes` with those of tensors that were deleted, but not collected yet."""
     tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, Placeholder)]
     # The storage of a `DTensor` has the size of the whole parameter, and no memory; its local tensor is listed too.
     tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]

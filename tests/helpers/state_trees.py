@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.equality import bits_of
+from tests.helpers.memory import bytes_with_garbage, live_bytes
 
 
 class Moments(NamedTuple):
@@ -142,22 +142,13 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = _live_bytes()
+        self._before = live_bytes()
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, _live_bytes() - self._before)
+        self.bytes = max(self.bytes, bytes_with_garbage() - self._before)
         return result
-
-
-def _live_bytes() -> int:
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, DTensor) and not item.is_meta:
-            storage = item.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 def fails_on(wrong: Collection[int], error: type[Exception], message: str) -> Any:
