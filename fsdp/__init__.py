@@ -13,11 +13,9 @@ from fsdp.engine.placements import Placed, Placement, Placements, ShardingStrate
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
+    GradientReductionHandle,
     UnshardHandle,
     fully_shard,
     share_comm_ctx,
@@ -26,6 +24,7 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_
 from fsdp.layers.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.layers.lazy import lazily
 from fsdp.layers.module_overrides import register_fsdp_forward_method
+from fsdp.layers.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp.layers.sharding_strategy import ProcessGroupName
 from fsdp.wrap import (
     ConfigAutoWrap,
@@ -138,6 +137,7 @@ __all__ = [
     "FlatParameter",
     "FlattenParamsWrapper",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import behind, uncompiled
-from fsdp.distributed.devices import accelerator, current_device, run_after
+from fsdp.distributed.devices import current_device, run_after
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.forward_hooks import has_forward
@@ -30,16 +30,15 @@ from fsdp.engine.originals import lender_of, note_stale, take_over
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.placements import Placements, ShardingStrategy, check_reshard
-from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
-from fsdp.engine.runtime import runtime_of, runtime_of_root
+from fsdp.engine.runtime import Runtime, runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.layers import on_demand
 from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.layers.managed_params import ddp_message, group
 from fsdp.layers.module_overrides import unswapped
-from fsdp.layers.options import Options
+from fsdp.layers.options import MixedPrecisionPolicy, OffloadPolicy, Options, is_offloaded, precision_of
 from fsdp.layers.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
 from fsdp.layers.sharding_strategy import Groups, group_apart, mesh_of_all
 from fsdp.layers.shared_params import share, split_off, tie_assigned
@@ -53,39 +52,6 @@ if TYPE_CHECKING:
     _Base = nn.Module  # which it is always mixed with
 else:
     _Base = object
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """The dtypes that a module under `fully_shard` computes and communicates in; torch's class is taken too.
-
-    Attributes:
-        param_dtype: of the unsharded parameters and so of the computation; None leaves the parameters' own.
-        reduce_dtype: in which gradients are summed over ranks; None means as `param_dtype`.
-        output_dtype: of the module's floating-point outputs; None leaves them.
-        cast_forward_inputs: cast the module's floating-point inputs to `param_dtype`.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Offload nothing."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and the optimizer's state in host memory, from where they are copied when needed.
-
-    Attributes:
-        pin_memory: in pinned memory if an accelerator exists. Host memory is always pinned then, so False is an error.
-    """
-
-    pin_memory: bool = True
 
 
 @dataclass
@@ -208,8 +174,8 @@ def fully_shard(
     device = current_device(mesh.device_type)
     options = Options(
         disable_reshard_on_root=reshard_after_forward is None,
-        mixed_precision=_policy(mp_policy),
-        offload="cpu" if _is_offloaded(offload_policy) else None,
+        mixed_precision=precision_of(mp_policy),  # the whole module in one dtype, batch norms too, as in torch
+        offload="cpu" if is_offloaded(offload_policy) else None,
         compute_device=device,
     )
     form = DTensorForm(spread, groups.replicas, shard_placement_fn, mp_policy)
@@ -377,25 +343,6 @@ def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: Devi
         )
 
 
-def _policy(given: Any) -> MixedPrecision:
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if not all(hasattr(given, name) for name in names):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got a {type(given).__name__}")
-    # As in torch: the whole module computes in one dtype, batch norms too.
-    return MixedPrecision(**{name: getattr(given, name) for name in names}, full_precision_modules=())
-
-
-def _is_offloaded(policy: Any) -> bool:
-    kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's are taken too
-    if "CPUOffloadPolicy" in kinds:
-        if not policy.pin_memory and accelerator() is not None:
-            raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
-        return True
-    if "OffloadPolicy" not in kinds:
-        raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")
-    return False
-
-
 def _state(module: nn.Module) -> on_demand.FSDPState | None:
     unit = unit_of(module) if isinstance(module, FSDPModule) else None
     return None if unit is None else on_demand.FSDPState(unit)
@@ -414,6 +361,13 @@ class UnshardHandle:
     def wait(self) -> None:
         """Return when the module sees unsharded parameters (on CUDA: for work on the current stream)."""
         self._unit.wait_for_unshard()
+
+
+class GradientReductionHandle:
+    """A reduction of `FSDPModule.finalize_backward`, which has ended."""
+
+    def wait(self) -> None:
+        """Return: the gradients are complete."""
 
 
 class _RefusesDistributedDataParallel:
@@ -572,6 +526,41 @@ class FSDPModule(_Base):
         for unit in _units(self, recurse=True):
             unit.policy.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether `finalize_backward` will end the backwards of a step, as a schedule of pipelines calls it.
+
+        True has the effect of ``set_is_last_backward(False)``.
+
+        Raises:
+            RuntimeError: on another module than the outermost.
+        """
+        _runtime(self, "set_manual_backward_finalization")
+        self.set_is_last_backward(not enabled)
+
+    @uncompiled
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Collective. Reduce the gradients that backwards have accumulated, where `set_requires_gradient_sync` is True.
+
+        Gradients that were assigned to unsharded parameters are reduced too. Before the first forward there are none.
+
+        Args:
+            async_op: return a handle, for torch's schedules; the gradients are complete already.
+
+        Raises:
+            RuntimeError: on another module than the outermost, or while one computes.
+        """
+        if _runtime(self, "finalize_backward") is not None:
+            on_demand.finalize_backward(_of(self))
+        return GradientReductionHandle() if async_op else None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether resharding keeps the memory of unsharded parameters, at the same addresses.
+
+        CUDA graphs need the addresses. The values are gathered again in any case.
+        """
+        for unit in _units(self, recurse):
+            unit.policy.keeps_memory = keep
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks, replicas included, by this number, instead of the number of ranks.
 
@@ -673,16 +662,18 @@ class FSDPModule(_Base):
         raise NotImplementedError(_no_buffers("set_symm_mem_for_comm"))
 
     def reset_iter_state(self) -> None:
-        """Discard a forward or backward that has raised, and all gradients that were not reduced.
+        """Discard a forward or backward that has raised, and all gradients of the step, reduced or not.
 
-        These include gradients accumulated under `set_requires_gradient_sync` and `set_requires_all_reduce`. The next
-        forward discards the failed pass too, but keeps accumulated gradients.
+        The micro-batches of the step have to be repeated. The next forward discards the failed pass too, but keeps
+        gradients.
 
         Raises:
             RuntimeError: on another module than the outermost, or while one computes.
         """
-        if _of(self).runtime is not None:
-            runtime_of_root(_of(self), "reset_iter_state", "module under fully_shard").reset_iteration()
+        if (runtime := _runtime(self, "reset_iter_state")) is not None:
+            runtime.reset_iteration()
+            for handle in runtime.handles:
+                handle.zero_grad()
 
     def _get_fsdp_state(self) -> on_demand.FSDPState:
         return on_demand.FSDPState(_of(self))
@@ -732,6 +723,12 @@ def _of(module: Any) -> Unit:
     if unit is None:
         raise RuntimeError(f"this {type(module).__name__} was not sharded: call fully_shard on it")
     return unit
+
+
+def _runtime(module: Any, method: str) -> Runtime | None:
+    """Return the runtime of an outermost module, None before its first use; RuntimeError for an inner module."""
+    unit = _of(module)
+    return None if unit.runtime is None else runtime_of_root(unit, method, "module under fully_shard")
 
 
 def _sharded(modules: Iterable[Any]) -> list[Unit]:

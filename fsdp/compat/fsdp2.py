@@ -18,8 +18,8 @@ import fsdp
 
 # torch's names, which are ours too.
 _NAMES = (
-    "CPUOffloadPolicy DataParallelMeshDims FSDPModule MixedPrecisionPolicy OffloadPolicy UnshardHandle fully_shard "
-    "register_fsdp_forward_method share_comm_ctx"
+    "CPUOffloadPolicy DataParallelMeshDims FSDPModule GradientReductionHandle MixedPrecisionPolicy OffloadPolicy "
+    "UnshardHandle fully_shard register_fsdp_forward_method share_comm_ctx"
 )
 PROVIDED: dict[str, Any] = {name: getattr(fsdp, name) for name in _NAMES.split()}
 _TORCHS = {name: getattr(torchs, name) for name in PROVIDED if hasattr(torchs, name)}

@@ -497,7 +497,7 @@ class FlatParamHandle:
         elif self.phase is Phase.UNSHARDING:
             self._pending.wait()  # it is written to until that is done
             self.unsharded.end_gather(is_wanted=False)
-        self.unsharded.free()
+        self.unsharded.free(keeps_memory=self.policy.keeps_memory)
         self._enter(Phase.SHARDED)
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,6 +23,7 @@ class Policy:
         keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
         keeps_for_inference: it stays between forwards without gradients, and is not compared with its shards there.
         part_of: a unit that was made in the same call, and is outermost for this one as well.
+        keeps_memory: resharding keeps the memory of the unsharded parameters.
         unshard_in_backward: whether its backward needs its parameters.
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         sync: how far the gradients of the next backwards go.
@@ -40,6 +41,7 @@ class Policy:
     keeps_for_inference: bool = False
     part_of: Any = None
     reshard_after_backward: bool = True
+    keeps_memory: bool = False
     unshard_in_backward: bool = True
     forward_prefetch: Sequence[Any] | None = None
     backward_prefetch: Sequence[Any] | None = None

@@ -97,11 +97,15 @@ class Precision:
     full_in_eval: bool = False
     keeps_low_gradients: bool = False
     required: torch.dtype | None = None  # of the parameters that are trained
+    reduces_in_own: bool = False  # without `reduce`, gradients are sent in the parameters' own dtype, not in `compute`
+    override: Callable[[nn.Parameter], torch.dtype | None] | None = None  # a user's, see `leaves`
 
     def describe(self) -> dict[str, str]:
         """Return all of it as text, the same on all ranks that have the same."""
         kept = sorted(kind.__qualname__ for kind in self.kept)  # given in any order
-        return {name: str(value) for name, value in (vars(self) | {"kept": kept}).items()}
+        settings = vars(self) | {"kept": kept}
+        del settings["override"]  # the dtypes that it returned are compared with the parameters
+        return {name: str(value) for name, value in settings.items()}
 
     @classmethod
     def of_policy(cls, policy: MixedPrecision) -> Precision:
@@ -160,6 +164,22 @@ class Precision:
         """Return the precision of modules that are kept as they are."""
         return replace(self, compute=None, reduce=None, buffers=None, required=None, inputs=InputCast.NONE)
 
+    def in_own_dtype(self) -> Precision:
+        """Return the precision of parameters that are unsharded in their own dtype."""
+        return replace(self, compute=None, override=None)
+
+    def leaves(self, name: str, param: nn.Parameter) -> bool:
+        """Return whether the user's function leaves a parameter in its own dtype; ValueError for any other dtype."""
+        dtype = None if self.override is None else self.override(param)
+        if dtype in (None, self.compute):
+            return False
+        if dtype != param.dtype:
+            raise ValueError(
+                f"param_dtype_override_fn returned {dtype!r} for {name}: it must be the parameter's own dtype "
+                f"({param.dtype}), param_dtype ({self.compute}), or None, which means param_dtype"
+            )
+        return True
+
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters of dtype `own` are unsharded."""
         return own if self.compute is None or not own.is_floating_point else self.compute
@@ -175,7 +195,9 @@ class Precision:
 
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of such parameters are sent."""
-        return self.compute_dtype(own) if self.reduce is None or not own.is_floating_point else self.reduce
+        if self.reduce is not None and own.is_floating_point:
+            return self.reduce
+        return own if self.reduces_in_own else self.compute_dtype(own)
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
         """Raise ValueError for a parameter that cannot be trained like this."""

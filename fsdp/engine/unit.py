@@ -143,6 +143,7 @@ class Unit:
     observers: Observers = NONE
     unfinished_load: Callable[[], None] | None = None  # ends a load, also one that was given up
     in_full_precision = False
+    uncast: Collection[tuple[nn.Module, str]] = ()  # the places of parameters that a policy leaves in their own dtype
     _range: record_function | None = None  # that a profiler shows of its present state
 
     def __init__(
@@ -345,8 +346,9 @@ class Unit:
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
         """The dtypes for a parameter that is used at these places."""
-        is_kept = bool(self._kept) and any(place.module in self._kept for place in places)
-        return self.precision.without_casts() if is_kept else self.precision
+        if self._kept and any(place.module in self._kept for place in places):
+            return self.precision.without_casts()
+        return self.precision.in_own_dtype() if self.uncast and places[0][:2] in self.uncast else self.precision
 
     def places(self) -> Iterator[ParamInfo]:
         """Yield the places where its original parameters are used."""

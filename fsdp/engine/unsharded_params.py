@@ -139,8 +139,8 @@ class UnshardedParameters:
             self._freed.unseal()
             self.rest()
 
-    def free(self) -> None:
-        """Free the buffer's memory.
+    def free(self, *, keeps_memory: bool = False) -> None:
+        """Free the buffer's memory, or forget its values only (`keeps_memory`).
 
         Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data in
         the same storage again after the next all-gather.
@@ -148,17 +148,21 @@ class UnshardedParameters:
         if not self.is_shard:
             if self._expected is not None and not torch.is_inference_mode_enabled():
                 self._freed.seal()  # in backward too: a graph that is retained has saved them
-            storage = self.full.untyped_storage()
-            if storage.resizable():
-                storage.resize_(0)
-            else:
-                warnings.warn(
-                    f"{self._layout.slots[0].name} and the parameters that are sharded with it stay unsharded in "
-                    "memory, because NumPy shares the memory: copy a weight first, as in "
-                    "weight.detach().clone().numpy().",
-                    stacklevel=2,
-                )
+            if not keeps_memory:
+                self._release()
             self._expected = None
+
+    def _release(self) -> None:
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:
+            warnings.warn(
+                f"{self._layout.slots[0].name} and the parameters that are sharded with it stay unsharded in "
+                "memory, because NumPy shares the memory: copy a weight first, as in "
+                "weight.detach().clone().numpy().",
+                stacklevel=2,
+            )
 
     def outdate(self) -> None:
         """The next values are new: autograd raises its error in graphs that have saved the leaves before."""

@@ -251,8 +251,8 @@ class ExtendedParameters(UnshardedParameters):
         self._memory, self._are_made = [(storage, storage.nbytes()) for storage in storages.values()], True
         self._watch(inside)
 
-    def free(self) -> None:
-        super().free()
+    def _release(self) -> None:
+        super()._release()
         for storage, _ in self._memory:
             storage.resize_(0)
 

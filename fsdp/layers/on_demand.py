@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp.layers.foreign_names import refuse_local_sgd
     from fsdp.layers.forwarding import Forwarding
     from fsdp.layers.grad_clipping import clip_by_norm, clip_by_value
-    from fsdp.layers.pipelines import FSDPState, refuse_separate_backwards
+    from fsdp.layers.pipelines import FSDPState, finalize_backward, refuse_separate_backwards
     from fsdp.layers.report import Report, last_report
     from fsdp.layers.sharded_methods import explain_methods
     from fsdp.layers.state_dict.full import (
@@ -53,7 +53,7 @@ _HOMES = {
     "fsdp.layers.foreign_names": "refuse_local_sgd",
     "fsdp.layers.forwarding": "Forwarding",
     "fsdp.layers.grad_clipping": "clip_by_norm clip_by_value",
-    "fsdp.layers.pipelines": "FSDPState refuse_separate_backwards",
+    "fsdp.layers.pipelines": "FSDPState finalize_backward refuse_separate_backwards",
     "fsdp.layers.report": "Report last_report",
     "fsdp.layers.sharded_methods": "explain_methods",
     "fsdp.layers.state_dict.full": "ensure_agreed ensure_same_values explain load_full save_full with_wrapped_metadata",

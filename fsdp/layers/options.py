@@ -1,4 +1,4 @@
-"""The options of one unit, checked and resolved once."""
+"""The options of one unit, checked and resolved once, and the policies of `fully_shard`, which are two of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fsdp.distributed.devices import accelerator, is_host
-from fsdp.engine.precision import MixedPrecision, Precision
+from fsdp.engine.precision import InputCast, MixedPrecision, Precision, check_dtype
 from fsdp.engine.unit import Unit
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Options:
     """
 
     disable_reshard_on_root: bool = True
-    mixed_precision: bool | MixedPrecision = False
+    mixed_precision: bool | MixedPrecision | Precision = False
     fp32_reduce_scatter: bool = False
     flatten_parameters: bool = True
     move_params_to_cpu: bool = False
@@ -271,6 +272,8 @@ PUBLIC = frozenset(option.name for option in fields(Options)) - {
 
 
 def _precision(policy: Any, flags: dict[str, Any]) -> Precision:
+    if isinstance(policy, Precision):
+        return policy  # of `fully_shard`
     if not isinstance(policy, MixedPrecision):
         if policy not in (True, False, None):
             raise TypeError(f"mixed_precision must be True, False or a fsdp.MixedPrecision, got {policy!r}")
@@ -315,3 +318,85 @@ def _is_torchs(given: Any, name: str) -> bool:
     """Return whether a value is of this class of FSDP1, which is not imported for it."""
     kind = type(given)
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed.fsdp")
+
+
+# The policies of `fully_shard`.
+
+_POLICY_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes that a module under `fully_shard` computes and communicates in; torch's class is taken too.
+
+    Attributes:
+        param_dtype: of the unsharded parameters and so of the computation; None leaves the parameters' own.
+        reduce_dtype: in which gradients are summed over ranks. None means as in the installed torch: the parameters'
+            own dtype since torch 2.15, and `param_dtype` before.
+        output_dtype: of the module's floating-point outputs; None leaves them.
+        cast_forward_inputs: cast the module's floating-point inputs to `param_dtype`.
+        param_dtype_override_fn: called once with each parameter when the module is sharded. If it returns the
+            parameter's own dtype, the parameter is unsharded in it; None and `param_dtype` change nothing. Ranks must
+            return the same. Inputs of the module are cast to `param_dtype` in any case.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Offload nothing."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep shards, their gradients and the optimizer's state in host memory, from where they are copied when needed.
+
+    Attributes:
+        pin_memory: in pinned memory if an accelerator exists. Host memory is always pinned then, so False is an error.
+    """
+
+    pin_memory: bool = True
+
+
+def precision_of(policy: Any) -> Precision:
+    """Return the dtypes of a `MixedPrecisionPolicy`, ours or torch's.
+
+    Raises:
+        TypeError: for another object.
+        ValueError: for a dtype that cannot be used for training.
+    """
+    if not all(hasattr(policy, name) for name in (*_POLICY_DTYPES, "cast_forward_inputs")):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got a {type(policy).__name__}")
+    for name in _POLICY_DTYPES:
+        check_dtype(name, getattr(policy, name))
+    is_cast = policy.cast_forward_inputs and policy.param_dtype is not None
+    return Precision(
+        compute=policy.param_dtype,
+        reduce=policy.reduce_dtype,
+        reduces_in_own=torch.__version__ >= "2.15",
+        output=policy.output_dtype,
+        inputs=InputCast.ALWAYS if is_cast else InputCast.NONE,
+        override=getattr(policy, "param_dtype_override_fn", None),  # torch's has it since 2.15
+    )
+
+
+def is_offloaded(policy: Any) -> bool:
+    """Return whether an `OffloadPolicy`, ours or torch's, offloads to the host.
+
+    Raises:
+        TypeError: for another object.
+        ValueError: for host memory that is not pinned beside an accelerator.
+    """
+    kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's are taken too
+    if "CPUOffloadPolicy" in kinds:
+        if not policy.pin_memory and accelerator() is not None:
+            raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
+        return True
+    if "OffloadPolicy" not in kinds:
+        raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")
+    return False

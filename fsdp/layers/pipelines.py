@@ -29,15 +29,22 @@ class FSDPState:
         return [FSDPState(unit) for _, unit in units_in(self.unit)]
 
     def _root_post_backward_final_callback(self) -> None:
-        # Pipelines that separate the backward of weights compute their gradients with `torch.autograd.grad`, and assign
-        # them to unsharded parameters, for which autograd has called no hook.
-        for _, unit in units_in(self.unit):
-            for handle in unit.handles:
-                for slot, leaf in enumerate(handle.unsharded.leaves):
-                    if leaf.grad is not None:
-                        handle.take_gradient(slot, leaf, unit.policy.predivide)
-                handle.mark_unreduced()
-        runtime_of(self.unit).reduce_accumulated()
+        finalize_backward(self.unit)
+
+
+def finalize_backward(unit: Unit) -> None:
+    """Collective. Reduce the accumulated gradients of an outermost unit, and those that a schedule has assigned.
+
+    Pipelines that separate the backward of weights compute their gradients with `torch.autograd.grad`, and assign them
+    to unsharded parameters, for which autograd has called no hook.
+    """
+    for _, each in units_in(unit):
+        for handle in each.handles:
+            for slot, leaf in enumerate(handle.unsharded.leaves):
+                if leaf.grad is not None:
+                    handle.take_gradient(slot, leaf, each.policy.predivide)
+            handle.mark_unreduced()
+    runtime_of(unit).reduce_accumulated()
 
 
 @uncompiled

@@ -26,6 +26,7 @@ from fsdp.engine.ignored import Ignored
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.originals import take_over
 from fsdp.engine.policy import Policy
+from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
@@ -135,6 +136,7 @@ def _shard_params(
         takes_all=form.lists_parts,
         takes_bytes=True,
     )
+    uncast = _uncast(options.precision, found | tied)
     stand_ins = None
     if packed := [param for param in found if is_packed(param, in_rows=form.lists_parts)]:
         from fsdp.layers.packed_params import StandIns  # for quantised and integer parameters
@@ -152,7 +154,7 @@ def _shard_params(
         if stand_ins is not None:
             stand_ins.follow(found)
     unit = _make_unit(module, options, groups, device, ignored, form)
-    unit.wanted = wanted(tied)
+    unit.wanted, unit.uncast = wanted(tied), uncast
     try:
         for param, places in found.items():
             unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
@@ -183,6 +185,14 @@ def _shard_params(
     if device != params_are_on or options.compute_device is not None or lacks_values:
         (_move_buffers if form.lists_parts else move_values)(module, device)
     return unit, reduce_group, shards
+
+
+def _uncast(precision: Precision, found: Found) -> set[tuple[nn.Module, str]]:
+    """Return the places of the parameters that a policy leaves in their own dtype."""
+    if precision.override is None:
+        return set()
+    left = (places for param, places in found.items() if precision.leaves(places[0].fqn, param))
+    return {place[:2] for places in left for place in places}
 
 
 def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:

@@ -25,11 +25,17 @@ NEW_SINCE_2_11 = {
     "DataParallelMeshDims",
     "DataParallelMeshDims.replicate_names",
     "DataParallelMeshDims.shard_names",
+    "FSDPModule.finalize_backward",
     "FSDPModule.reset_iter_state",
+    "FSDPModule.set_keep_unsharded_storage",
+    "FSDPModule.set_manual_backward_finalization",
     "FSDPModule.set_reduce_scatter_max_input_buffers",
     "FSDPModule.set_reduce_scatter_unused_params",
     "FSDPModule.set_separate_reduce_scatter_group",
     "FSDPModule.set_symm_mem_for_comm",
+    "GradientReductionHandle",
+    "GradientReductionHandle.wait",
+    "MixedPrecisionPolicy(param_dtype_override_fn)",
     "fully_shard(dp_mesh_dims)",
 }
 NAMES = (
@@ -39,6 +45,7 @@ NAMES = (
     "OffloadPolicy",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "GradientReductionHandle",
     "UnshardHandle",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -56,7 +63,11 @@ DIFFERENCES = {
     "fully_shard(placements)": "torch's has no such argument",
     "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
     "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
-    "FSDPModule.reset_iter_state": "also done by the next forward, without it",
+    "FSDPModule.reset_iter_state": "drops reduced gradients too, as torch's since 2.15; the next forward forgets "
+    "a failed pass without it",
+    "FSDPModule.finalize_backward": "the gradients of a backward with synchronization are complete before; with "
+    "`async_op=True` too, all are complete when it returns",
+    "FSDPModule.set_manual_backward_finalization": "as `set_is_last_backward(False)`",
     "FSDPModule.set_is_last_backward": "each backward leaves complete gradients; False makes `parameters()` list "
     "unsharded parameters while gradients accumulate",
     "FSDPModule.set_force_sum_reduction_for_comms": "does nothing: all collectives sum",
