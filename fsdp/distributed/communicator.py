@@ -606,12 +606,15 @@ def backend_names(group: Any) -> dict[str, str]:
 
 
 def number_of_groups() -> int:
-    """Return the number of process groups that this rank is in.
+    """Return the number by which torch names the next group that only its members create.
 
-    This number is private in torch (seen in 2.11 and 2.13), which names a group that only its members create by it. The
-    result is -1 if torch stores the number elsewhere.
+    This number is private in torch (seen in 2.11 to 2.15): before 2.14 the groups that this rank is in, and since then
+    all that it has taken part in creating. The result is -1 if torch stores the number elsewhere.
     """
-    return len(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", ())) or -1
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if torch.__version__ >= "2.14":
+        return getattr(world, "group_count", -1)
+    return len(getattr(world, "pg_names", ())) or -1
 
 
 def default_group(group: Group | None) -> Group:

@@ -51,8 +51,8 @@ def from_everyone(ranks: Ranks, value: _T) -> list[_T]:
 def new_group(ranks: Ranks, members: Sequence[int], backend: str | None = None) -> Any:
     """Collective over `ranks`. Return a new group of those of them that are `members`, which must include this rank.
 
-    torch names a group that only its members create by the number of groups that a rank is in, and ranks with different
-    names would wait for each other. So ranks in fewer groups than others first create groups of their own.
+    torch names a group that only its members create by a number of groups, and ranks with different names would wait
+    for each other. So ranks with a smaller number than others first create groups of their own.
     """
     own = number_of_groups()
     for _ in range(max(from_everyone(ranks, own)) - own):
