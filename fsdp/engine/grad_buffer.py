@@ -253,6 +253,11 @@ class GradientBuffer:
         self._has_scattered = bytearray(self.used) if is_held else bytearray(len(self._filled))
         return is_held
 
+    def note_held(self, used: Sequence[int]) -> None:
+        """Record which parameters any rank has used: this rank holds its shards of their sums, if it holds any."""
+        if self._scattered:
+            self._has_scattered = bytearray(map(bool, used))
+
     def of_shard(self, reduced: Tensor, rank: int) -> Tensor:
         """Return the gradient of the rank's shard ``[shard_numel]``, with zeros for parameters without room here."""
         if self.layout is self._whole:

@@ -550,6 +550,7 @@ class Runtime:
                     self._reductions.submit(handle, unit.policy.postdivide)
             self._reductions.finish()
         self._reductions.finish()
+        self._usage.note_held()
 
     def follow_backward(self, *, brings_nothing: bool = False) -> None:
         """Begin a backward that brings no gradients here: other ranks run it, or it `brings_nothing` on any rank."""

@@ -165,6 +165,12 @@ class Usage:
         """Return the numbers of the parameters of which no rank has anything, when autograd has ended."""
         return [slot for slot, state in enumerate(self._used.get(handle, ())) if not state]
 
+    def note_held(self) -> None:
+        """After all reductions: let handles know for which parameters they hold sums without replicas."""
+        for handle in self._handles:
+            if handle.gradients.sync is GradientSync.SHARDS:
+                handle.gradients.note_held(self._used.get(handle, handle.gradients.used))
+
     def show_gradients(self) -> None:
         """After all reductions: show the gradients of handles, and of the original parameters that any rank used."""
         for handle in self._handles:

@@ -224,3 +224,41 @@ def _do_between(form: str, options: dict[str, Any], shape: tuple[int, int] | Non
             both.assert_equal()
         except AssertionError as error:
             raise AssertionError(f"{act.__name__}: {error}") from None
+
+
+class Routed(nn.Module):
+    """A layer that only batches use whose first element is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.routed = nn.Linear(5, 7), nn.Linear(7, 2), nn.Linear(7, 7)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        if inputs[0, 0] > 0:
+            hidden = hidden + self.routed(hidden)
+        return self.second(hidden)
+
+
+SUMMED_AT_THE_STEP = Placements(
+    parameters=SHARDED, gradients=Placed(Placement.SHARDED, Placement.PARTIAL), optimizer=SHARDED
+)
+DEFERRED = [SUMMED_AT_THE_STEP]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", DEFERRED, ids=["the sum over replicas"])
+def test_layers_of_some_ranks_where_the_reduction_is_deferred(ranks: RankPool, value: Placements, form: str) -> None:
+    ranks(4).run(_train_routed, value, form)
+
+
+def _train_routed(value: Placements, form: str) -> None:
+    both = Beside(Routed, form)
+    mesh = {"mesh" if form == "rows" else "process_group": mesh_of(2, 2)}
+    both.start(placements=value, **mesh)
+    for step in range(4):
+        both.backward(learn, 2 * step)
+        if step % 2:
+            clip(both)
+        both.step(learn, 2 * step + 1)
+    both.assert_equal()
