@@ -522,7 +522,7 @@ class Runtime:
             if is_in_forward:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
-            unit.is_spare |= unit.placements.keeps_unsharded
+            unit.is_spare |= unit.placements.keeps_unsharded or unit.placements.defers_reduction
             if unit.is_unsharding or (is_in_use and unit.frees_after_backward and not self._builds_graph):
                 unit.reshard()
         self._left = self._unsharded() if self._builds_graph else []

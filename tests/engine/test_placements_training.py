@@ -243,11 +243,11 @@ class Routed(nn.Module):
 SUMMED_AT_THE_STEP = Placements(
     parameters=SHARDED, gradients=Placed(Placement.SHARDED, Placement.PARTIAL), optimizer=SHARDED
 )
-DEFERRED = [SUMMED_AT_THE_STEP]
+DEFERRED = [OTHERS["sharded parameters, deferred gradients"], SUMMED_AT_THE_STEP]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("value", DEFERRED, ids=["the sum over replicas"])
+@pytest.mark.parametrize("value", DEFERRED, ids=["all of it", "the sum over replicas"])
 def test_layers_of_some_ranks_where_the_reduction_is_deferred(ranks: RankPool, value: Placements, form: str) -> None:
     ranks(4).run(_train_routed, value, form)
 
