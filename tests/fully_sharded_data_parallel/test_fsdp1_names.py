@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
-from fsdp import FullyShardedDataParallel, MixedPrecision
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.layers import foreign_names
 from fsdp.layers.foreign_names import ATTRIBUTES, KEYWORDS, METHODS, VARIABLES
+from tests.helpers.dtensor_twins import seeded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import Alone
 
 
@@ -65,6 +68,27 @@ def test_an_attribute_of_the_wrapped_module_is_found_first() -> None:
     module = nn.Linear(2, 3)
     module._handle = 7
     assert FullyShardedDataParallel(module, Alone())._handle == 7
+
+
+@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+@on_ranks(2)
+def test_torchs_optimizer_state_is_an_error(form: dict[str, Any]) -> None:
+    model = FullyShardedDataParallel(seeded(lambda _: nn.Linear(2, 3)), **form)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert set(get_model_state_dict(model)) == {"weight", "bias"}
+    with pytest.raises(NotImplementedError, match=r"do not know the shards of root \(.*fsdp.save\(path, model"):
+        get_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+def test_torchs_optimizer_state_of_what_every_rank_has_is_right() -> None:
+    model = FullyShardedDataParallel(seeded(lambda _: nn.Linear(2, 3)), sharding_strategy=ShardingStrategy.NO_SHARD)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert len(get_state_dict(model, optimizer)[1]["state"]) == 1
 
 
 @pytest.fixture
