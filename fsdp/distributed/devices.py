@@ -36,7 +36,10 @@ def is_host(device: torch.device) -> bool:
 @cache
 def has_streams(kind: str) -> bool:
     """Return whether devices of a type queue computations, and copy from and to pinned host memory in parallel."""
-    return kind != HOST.type and hasattr(getattr(torch, kind, None), "Stream")
+    if kind == HOST.type:
+        return False
+    # `torch.mps` has streams since torch 2.15, but no numbered devices, and no backend communicates its tensors.
+    return all(hasattr(getattr(torch, kind, None), name) for name in ("Stream", "current_device"))
 
 
 def current_device(kind: str) -> torch.device:
