@@ -128,10 +128,13 @@ _here = _Here()
 _one_runs = threading.Lock()
 
 
+_Record = type(c10d._world)  # torch's, of the process groups of a process
+
+
 class _RankWorlds:
     """Replaces torch's record of process groups by the record of the calling thread's rank.
 
-    Private in torch, where a comment permits overriding it (tested with torch 2.13).
+    Private in torch, where a comment permits overriding it (tested with torch 2.11 to 2.15).
     """
 
     def __init__(self, usual: Any) -> None:
@@ -145,9 +148,9 @@ class _RankWorlds:
 
 
 def _no_groups() -> SimpleNamespace:
-    tables = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-    empty: dict[str, Any] = {name: {} for name in (*tables, "pg_coalesce_state")}
-    return SimpleNamespace(default_pg=None, group_count=0, comms=[], pg_config_info=[], **empty)
+    """Return an empty record. Its entries are tables, of which newer versions of torch have more, with exceptions."""
+    tables: dict[str, Any] = {name: {} for name, entry in vars(_Record).items() if isinstance(entry, property)}
+    return SimpleNamespace(**tables | {"default_pg": None, "group_count": 0, "comms": [], "pg_config_info": []})
 
 
 class _Run:
@@ -212,8 +215,11 @@ class _Run:
             self._errors[rank] = error
             self._network.close(rank)
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            try:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            except Exception as error:  # noqa: BLE001 (as above; the other ranks must get their turn)
+                self._errors.setdefault(rank, error)
             self._running.discard(rank)
             communicator.main_threads.discard(own)
             self.schedule.end()

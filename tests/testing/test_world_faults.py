@@ -63,6 +63,15 @@ def _different_collectives() -> None:
 # --- mistakes in a training -----------------------------------------------------------------------------------------
 
 
+def test_a_rank_that_cannot_leave_its_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no such group")
+
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with pytest.raises(WorldError, match=r"rank 0 has raised OSError: no such group"):
+        World(2).run(dist.get_rank)
+
+
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
