@@ -169,7 +169,7 @@ class Precision:
         return replace(self, compute=None, override=None)
 
     def leaves(self, name: str, param: nn.Parameter) -> bool:
-        """Return whether the user's function leaves a parameter in its own dtype; ValueError for any other dtype."""
+        """Return whether the user's function keeps a parameter from being cast; ValueError for any third dtype."""
         dtype = None if self.override is None else self.override(param)
         if dtype in (None, self.compute):
             return False
@@ -178,7 +178,7 @@ class Precision:
                 f"param_dtype_override_fn returned {dtype!r} for {name}: it must be the parameter's own dtype "
                 f"({param.dtype}), param_dtype ({self.compute}), or None, which means param_dtype"
             )
-        return True
+        return self.is_mixed
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters of dtype `own` are unsharded."""

@@ -116,6 +116,14 @@ def test_ranks_whose_functions_return_different_dtypes_are_an_error() -> None:
         model(torch.ones(2, 5))
 
 
+@on_ranks(2)
+def test_without_a_dtype_to_cast_to_nothing_changes() -> None:
+    model: Any = fsdp.fully_shard(gated(), mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=gates))
+    model(torch.ones(2, 5))
+    assert model.seen == (FLOAT, FLOAT, FLOAT)
+    assert len(fsdp.flat_param_handles(model)) == 1  # one all-gather
+
+
 @on_ranks(1)
 def test_torchs_policy_is_followed() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy as Torchs
