@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp import get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
 from fsdp.layers.fingerprints import fingerprint
+
+_WITHOUT_MEMORY = (Placeholder, FakeTensor)
 
 
 def live_bytes(dtype: torch.dtype | None = None) -> int:
@@ -23,7 +26,8 @@ def live_bytes(dtype: torch.dtype | None = None) -> int:
 
 def bytes_with_garbage(dtype: torch.dtype | None = None) -> int:
     """Return `live_bytes` with those of tensors that were deleted, but not collected yet."""
-    tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and not isinstance(item, Placeholder)]
+    # Compilers keep fake tensors for as long as the process lives, with sizes that may be symbols.
+    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not isinstance(one, _WITHOUT_MEMORY)]
     # The storage of a `DTensor` has the size of the whole parameter, and no memory; its local tensor is listed too.
     tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
     storages = [tensor.untyped_storage() for tensor in tensors if dtype in (None, tensor.dtype)]
