@@ -341,19 +341,17 @@ class FlatParamHandle:
         self.phase = phase
 
     def unshard(self) -> None:
-        """Start the all-gather; nothing happens if the parameters are here or on their way."""
+        """Start the all-gather, unless the parameters are here or on their way, of the shard as it is now."""
         if self.presentation.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
                 "it first, or summon the outermost wrapper instead."
             )
-        if self.phase is Phase.UNSHARDING:
-            return
         state = self._state_to_gather()
-        if self.phase is Phase.UNSHARDED:
+        if self.phase is not Phase.SHARDED:
             if state == self._gathered:
                 return
-            self.free()  # the shard was changed since
+            self.free()  # the shard was changed since, perhaps by the forward that calls the unit
         state = self._ready_to_send(state)
         if state != self.state_in_use:
             for unsharded in self.forms.values():

@@ -119,6 +119,35 @@ def test_written_parameters_are_computed_with(write: Write, form: str, kept: boo
     assert_close_state(full_state(model), plain.state_dict())
 
 
+@parametrize_pairs(form=FORMS[1:], grad=[False, True], world_size=[1, 2, 3])
+@on_ranks("world_size")
+def test_a_forward_writes_parameters_of_units_that_it_calls_afterwards(form: str, grad: bool) -> None:
+    # As RWKV does in its first forward in eval(). The all-gather of the first such unit is in flight by then.
+    written: dict[nn.Module, list[Any]] = {}
+
+    def halve_first(own: nn.Module, x: Tensor) -> Tensor:
+        for param in written.get(own, ()):
+            param.detach().mul_(0.5)
+        return own.exit(torch.tanh(own.inner(x)))  # type: ignore[no-any-return, operator]
+
+    def made() -> nn.Module:
+        return Net(halve_first, inner=nn.Linear(ROWS, ROWS), exit=nn.Linear(ROWS, 3))
+
+    plain, inner = seeded(made).double(), seeded(made).double()
+    model = sharded(inner, form, (nn.Linear,))
+    params = {own: list(each.parameters()) for own, each in ((plain, plain), (inner, model))}
+    for step in range(3):
+        written |= params if step else {}
+        with torch.set_grad_enabled(grad or not step):
+            outputs = model(_inputs()), plain(_inputs())
+        assert_close(*outputs, f"the output of step {step}")
+        if outputs[0].requires_grad:
+            for output, own in zip(outputs, (inner, plain), strict=True):
+                output.sum().backward()
+                torch.optim.SGD(params[own], lr=0.1).step()
+    assert_close_state(full_state(model), plain.state_dict())
+
+
 SINGLE = {"mixed_precision": MixedPrecision(param_dtype=torch.float32)}
 KEPT_COPIES: dict[str, tuple[str, dict[str, Any]]] = {
     "flat": ("flat", SINGLE | {"reshard_after_forward": False}),
