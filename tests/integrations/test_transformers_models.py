@@ -110,6 +110,31 @@ def test_a_folder_in_bfloat16_is_trained_in_float32(tmp_path: Path, form: str) -
     assert from_pretrained("llama", tmp_path / "saved").dtype is torch.float32
 
 
+@on_ranks(2, timeout=PATIENCE)
+def test_a_folder_with_other_names_than_the_model_is_converted(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    source = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=16, **sizes))
+    if dist.get_rank() == 0:
+        source.save_pretrained(tmp_path / "downloaded")
+        read = GPTNeoXForCausalLM.from_pretrained(tmp_path / "downloaded", dtype="auto")
+        read.save_pretrained(tmp_path / "converted", save_original_format=False)
+    dist.barrier()
+    plain = GPTNeoXForCausalLM(source.config)
+    model = fsdp.shard(plain, units=plain.gpt_neox.layers)
+    with pytest.raises(RuntimeError, match=r"(?s)missing: lm_head.weight.*unexpected: embed_out.weight"):
+        fsdp.load_safetensors(model, tmp_path / "downloaded")
+    fsdp.load_safetensors(model, tmp_path / "converted")
+    assert_same_state(whole_state(model), source.state_dict())
+    fsdp.save(tmp_path / "saved", model)
+    if dist.get_rank() == 0:
+        source.config.save_pretrained(tmp_path / "saved")
+    dist.barrier()
+    assert_same_state(GPTNeoXForCausalLM.from_pretrained(tmp_path / "saved").state_dict(), source.state_dict())
+
+
 def _batches(rank: int) -> list[dict[str, Tensor]]:
     tokens = torch.stack([row["input_ids"] for row in rows(6, seed=rank)])
     return [{"input_ids": part, "labels": part} for part in tokens.split(2)]
