@@ -527,7 +527,7 @@ class FSDPModule(_Base):
             unit.policy.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward` will end the backwards of a step, as a schedule of pipelines calls it.
+        """Set whether `finalize_backward` will end the backwards of a step. torch's pipeline schedules call both.
 
         True has the effect of ``set_is_last_backward(False)``.
 

@@ -191,7 +191,7 @@ class Call:
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.shards: list[ShardState] = []  # the state of those that it computed with
         self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
-        self.in_full_precision = False  # it has computed so
+        self.in_full_precision = False  # it computed in the shards' own dtype
         self.will_pass = False  # backward goes on through its inputs, and the runtime is told when it has passed them
         self.ends_at: list[list[bool]] | None = None  # the parameters that it ends at, if the inputs were looked at
         self._input_nodes: list[Any] = []  # whose gradients the runtime is told of

@@ -669,7 +669,7 @@ class FlatParamHandle:
             RuntimeError: for values that cannot be written; they are left where they are.
         """
         if self.presentation.is_exposed or self.phase is Phase.UNSHARDING:
-            return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
+            return  # kept, or not, when that ends; or the shard is being sent, and the next `unshard` stores it
         self._absorb_places()
         self._absorb_written()
         if self.orig_params is not None:

@@ -185,7 +185,7 @@ class Unit:
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
-        self.is_spare = False  # if it is unsharded, then only because nothing has resharded it; nobody asked for that
+        self.is_spare = False  # it is unsharded only because nothing has resharded it, not at a user's request
         self.backward = UnitBackward()
         self.param_order = {m: tuple(m._parameters) for m in own_modules(module)}  # before any is taken over
         self._new_runtime = new_runtime
