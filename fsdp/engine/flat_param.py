@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +82,9 @@ class FlatParameter(CountedParameter):
         refuse_unlike(params, names)
         data = torch.cat([param.detach().reshape(-1) for param in params])
         shapes = tuple(param.shape for param in params)
-        return cls._build(data, requires_grad, names, shapes, attributes=attributes)
+        self = cls._build(data, requires_grad, names, shapes, attributes=attributes)
+        _give_grad_dtype(self, params[0])
+        return self
 
     @classmethod
     def _build(
@@ -152,6 +154,7 @@ class FlatParameter(CountedParameter):
         )
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
+        _give_grad_dtype(self, params[0])
         storage.release()
         return self
 
@@ -175,7 +178,7 @@ class FlatParameter(CountedParameter):
         def some(each: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(each[slot] for slot in slots)
 
-        return type(self)._build(
+        made = type(self)._build(
             data,
             self.requires_grad,
             some(self._names),
@@ -193,6 +196,8 @@ class FlatParameter(CountedParameter):
             _block=self._block,
             **others,
         )
+        _give_grad_dtype(made, self)
+        return made
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
         pass
@@ -236,7 +241,7 @@ class FlatParameter(CountedParameter):
         elif reduced.device == self.device:
             self.grad = _shaped(reduced, self.shape)
         else:
-            placeholder = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
+            placeholder = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced)
             placeholder.stands_for = reduced
             self.grad = placeholder
 
@@ -315,11 +320,26 @@ class FlatParameter(CountedParameter):
 
 def refuse_unlike(params: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise ValueError unless one flat parameter can hold all of these."""
-    for what in ("dtype", "device", "requires_grad"):
+    for what in ("dtype", "device", "requires_grad", "grad_dtype"):
         values = [getattr(param, what) for param in params]
         if len(set(values)) > 1:
             listing = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
             raise ValueError(f"FlatParameter flattens parameters of one {what}, got {listing}. Make one for each.")
+
+
+def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
+    """Let the gradients of parameters have a dtype, also those that were cast together with the parameters."""
+    for param in params:
+        gradient = param.grad
+        if gradient is not None and gradient.dtype != dtype:
+            param.grad, gradient = None, gradient.to(dtype)
+        param.grad_dtype, param.grad = dtype, gradient
+
+
+def _give_grad_dtype(made: FlatParameter, source: Tensor) -> None:
+    """Let gradients have the dtype that a user has set for those of `source`."""
+    if source.grad_dtype not in (None, source.dtype):
+        made.grad_dtype = source.grad_dtype
 
 
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -37,7 +37,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending, Tag
 from fsdp.distributed.communicator import in_stage, labelled, own_rank
 from fsdp.distributed.gather_extension import gradient_values
 from fsdp.engine.autograd import InternalError
-from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
+from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
 from fsdp.engine.gradient_hooks import GradientHooks
 from fsdp.engine.orig_params import OrigParams
@@ -130,7 +130,7 @@ class FlatParamHandle:
             entries = self.orig_params.entries
         self.presentation = Presentation(self.places, entries)
         self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self.presentation)
-        self.precision = precision
+        self.precision = precision.for_param(flat_param)
         self.phase = Phase.SHARDED
         self.kept_shard = kept_shard
         self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
@@ -202,15 +202,19 @@ class FlatParamHandle:
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """The shard's dtype, in which `reduce` sums; or a wider one if replicas are still to be added."""
-        own = self.flat_param.dtype
-        return torch.promote_types(own, self.gradients.dtype) if self.replica_axis.world_size > 1 else own
+        """The dtype in which `reduce` sums: `sum_dtype`, or a wider one if replicas are still to be added."""
+        sums = self.sum_dtype
+        return torch.promote_types(sums, self.gradients.dtype) if self.replica_axis.world_size > 1 else sums
 
     @property
     def kept_grad_dtype(self) -> torch.dtype:
         """The dtype of the shard's gradient between backward and step."""
-        own = self.flat_param.dtype
-        return self.precision.compute_dtype(own) if self.precision.keeps_low_gradients else own
+        return self.precision.grads or self.flat_param.dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up: at least the shard's, and at least that of its gradient."""
+        return torch.promote_types(self.flat_param.dtype, self.kept_grad_dtype)
 
     @property
     def shard_state(self) -> ShardState:
@@ -287,20 +291,19 @@ class FlatParamHandle:
         if self.orig_params is not None:
             self.orig_params.follow_frozen()
         self._note_frozen()
-        if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
+        if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), self.sum_dtype, self.storage.device):
             self.gradients.expect(self._trained)  # frozen or thawed in the middle of an accumulation
         else:
             self.gradients = self._new_gradients()
-        if self.precision.keeps_low_gradients:
-            for param in (shard, *self.listed_params):
-                param.grad_dtype = None  # any
+        if self.precision.grads is not None:
+            keep_gradients_in(self.precision.grads, (shard, *self.listed_params))
         self.forms: dict[torch.dtype, UnshardedParameters] = {}
         self._gathered = None
         self._choose_unsharded()
 
     def _new_gradients(self) -> GradientBuffer:
-        own, needs, comm = self.flat_param.dtype, self.requires_grad_each, self.reduce_comm
-        return GradientBuffer(self.layout, self.precision.reduce_dtype(own), own, self.storage.device, needs, comm)
+        dtype, needs = self.precision.reduce_dtype(self.flat_param.dtype), self.requires_grad_each
+        return GradientBuffer(self.layout, dtype, self.sum_dtype, self.storage.device, needs, self.reduce_comm)
 
     def _choose_unsharded(self) -> None:
         if self.dtype not in self.forms:
@@ -595,8 +598,7 @@ class FlatParamHandle:
             return  # no rank has any of the awaited gradients
         if not self.storage.is_resident:
             self.storage.check(self.name)
-        reduced = self.gradients.of_shard(reduced, self.comm.rank)
-        reduced = reduced.to(self.kept_grad_dtype)
+        reduced = self.gradients.of_shard(reduced, self.comm.rank).to(self.kept_grad_dtype)
         if any(map(any, map(_hooks_of, self.listed_params))):
             self.gradient_hooks.keep(reduced)
         elif self.storage.is_resident:

@@ -276,7 +276,8 @@ class OrigParams:
         if self._flat_param.grad is None and self._has_gradient():
             shown = None if self._grad is None else self._grad()
             # Where it was not shown by us, users have assigned gradients.
-            self._flat_param.grad = torch.zeros_like(self._flat_param.detach()) if shown is None else shown
+            flat = self._flat_param
+            flat.grad = torch.zeros_like(flat.detach(), dtype=flat.grad_dtype) if shown is None else shown
         grad = self._flat_param.grad
         if grad is None or isinstance(grad, Placeholder):
             return

@@ -27,7 +27,7 @@ class Placeholder(Tensor):
         like: has its shape and dtype.
         template: of the message, in which `names` take the places of ``{}``.
         names: of the parameter and its unit. The message is made when it is raised, since there are many placeholders.
-        device: other than that of `like`.
+        device, dtype: other than those of `like`.
         requires_grad: likewise.
     """
 
@@ -45,11 +45,12 @@ class Placeholder(Tensor):
         template: str,
         *names: str,
         device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
         requires_grad: bool | None = None,
     ) -> Placeholder:
         needs = like.requires_grad if requires_grad is None else requires_grad
         self = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=device or like.device, requires_grad=needs
+            cls, like.shape, dtype=dtype or like.dtype, device=device or like.device, requires_grad=needs
         )
         self._template, self._names = template, names
         return self
@@ -210,17 +211,19 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
         "gradients are PARTIAL (SHARD_OPTIM), the step reduces them: call fsdp.reduce_gradients(model) to read them "
         "before it. A term of the loss that uses listed parameters must be there from the step's first backward on.",
         name,
+        dtype=like.grad_dtype,
     )
 
 
-def gradient_elsewhere(name: str, like: Tensor, device: torch.device) -> Placeholder:
+def gradient_elsewhere(name: str, like: Tensor, gradient: Tensor) -> Placeholder:
     """Create the placeholder of a gradient that is stored on a different device than its parameter."""
     return Placeholder(
         like.detach(),
         "the gradient of {} is kept on {} and the parameter on {}, as move_params_to_cpu and "
         "move_grads_to_cpu ask; clip_grad_norm_, ShardedGradScaler and torch's optimizers bring them together. To read "
         "it before, give the two options the same value.",
-        *(name, str(device), str(like.device)),
+        *(name, str(gradient.device), str(like.device)),
+        dtype=gradient.dtype,
     )
 
 

@@ -95,9 +95,9 @@ class Precision:
     inputs: InputCast = InputCast.NONE
     kept: tuple[type[nn.Module], ...] = ()
     full_in_eval: bool = False
-    keeps_low_gradients: bool = False
+    grads: torch.dtype | None = None  # of the shards' gradients, between backward and step
     required: torch.dtype | None = None  # of the parameters that are trained
-    reduces_in_own: bool = False  # without `reduce`, gradients are sent in the parameters' own dtype, not in `compute`
+    reduces_in_own: bool = False  # without `reduce`, gradients are sent in the dtype of the shards', not in `compute`
     override: Callable[[nn.Parameter], torch.dtype | None] | None = None  # a user's, see `leaves`
 
     def describe(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ class Precision:
             inputs=InputCast.ALWAYS if policy.cast_forward_inputs and policy.param_dtype else InputCast.NONE,
             kept=tuple(policy.full_precision_modules),
             full_in_eval=policy.full_precision_in_eval,
-            keeps_low_gradients=policy.keep_low_precision_grads,
+            grads=policy.param_dtype if policy.keep_low_precision_grads else None,
         )
 
     @classmethod
@@ -162,11 +162,11 @@ class Precision:
 
     def without_casts(self) -> Precision:
         """Return the precision of modules that are kept as they are."""
-        return replace(self, compute=None, reduce=None, buffers=None, required=None, inputs=InputCast.NONE)
+        return replace(self, compute=None, reduce=None, grads=None, buffers=None, required=None, inputs=InputCast.NONE)
 
     def in_own_dtype(self) -> Precision:
         """Return the precision of parameters that are unsharded in their own dtype."""
-        return replace(self, compute=None, override=None)
+        return replace(self, compute=None, grads=None, override=None)
 
     def leaves(self, name: str, param: nn.Parameter) -> bool:
         """Return whether the user's function keeps a parameter from being cast; ValueError for any third dtype."""
@@ -197,7 +197,13 @@ class Precision:
         """Return the dtype in which gradients of such parameters are sent."""
         if self.reduce is not None and own.is_floating_point:
             return self.reduce
-        return own if self.reduces_in_own else self.compute_dtype(own)
+        return (self.grads or own) if self.reduces_in_own else self.compute_dtype(own)
+
+    def for_param(self, param: Tensor) -> Precision:
+        """Return the precision for a parameter, with the dtype of gradients that a user has set in its `grad_dtype`."""
+        if param.grad_dtype not in (None, param.dtype):
+            return replace(self, grads=param.grad_dtype, reduces_in_own=True)
+        return self if self.grads is None or param.is_floating_point() else replace(self, grads=None)
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
         """Raise ValueError for a parameter that cannot be trained like this."""

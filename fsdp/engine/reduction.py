@@ -71,7 +71,7 @@ class Bucket:
             along_replicas = _STAGES[first.sums_replicas_by]
             summing = along_replicas(first.replica_axis, scattered, first.gradients.dtype, what, tag)
             del scattered
-            shards = [(yield from _shown("all_reduce", name, summing)).to(first.flat_param.dtype)]
+            shards = [(yield from _shown("all_reduce", name, summing)).to(first.sum_dtype)]
         if self.is_abandoned:
             return
         divisors = [self.divisors[handle] for handle in handles]
@@ -82,7 +82,7 @@ class Bucket:
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
             gradient, hook = divided(shard, divisor), handle.policy.all_reduce_hook
             if hook is not None:
-                gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
+                gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.sum_dtype)
             handle.accept(gradient)
         if is_logged:
             _note(handles, "reduction finished")
@@ -176,7 +176,7 @@ class Reductions:
                 continue
             comms = handle.reduce_comm, handle.replica_axis, handle.replicas
             way = (*comms, handle.policy.comm_hook is None, handle.gradients.sync)
-            key = (*way, handle.gradients.dtype, handle.flat_param.dtype)
+            key = (*way, handle.gradients.dtype, handle.sum_dtype)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions

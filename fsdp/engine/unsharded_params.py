@@ -68,6 +68,7 @@ class UnshardedParameters:
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self._on_gradient = on_gradient
         self._requires_grad = list(requires_grad)
+        self._has_wide_gradients = (flat_param.grad_dtype or flat_param.dtype).itemsize > flat_param.dtype.itemsize
         self._layout = layout
         self._placeholders: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
@@ -99,6 +100,8 @@ class UnshardedParameters:
         if may_train:  # also if the parameter is frozen: the leaf stays the same tensor when it is thawed
             leaf.register_post_accumulate_grad_hook(partial(_report, self._on_gradient, number))
             leaf.requires_grad_(requires_grad)
+            if self._has_wide_gradients:
+                leaf.grad_dtype = None  # any, because operators may compute gradients in the wider dtype
         give_attributes(leaf, self._attributes[number])
         name = self._layout.slots[number].name
         copy_as(leaf, self._placeholders.setdefault(name, sharded_weight(name, leaf)))

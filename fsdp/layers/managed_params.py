@@ -13,6 +13,7 @@ from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import lender_of, owner_of, taken_by, taken_over
+from fsdp.engine.precision import check_dtype
 
 Places = list[ParamInfo]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
@@ -127,6 +128,7 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded here. Register it "
             "as a buffer (register_buffer) if it is not trained, or pass it in ignored_parameters."
         )
+    check_dtype(f"grad_dtype of {fqn}", param.grad_dtype if param.is_floating_point() else None)
     check_placements(fqn, param)
     is_known = type(param) in PLAIN or (is_dtensor(param) and not holds_extended(param))
     if takes_all and holds_extended(param):
@@ -161,7 +163,7 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
 def group(
     params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
-    """Group parameters that can share a flat parameter: with equal dtype, device, `requires_grad`, key and usage.
+    """Group parameters that can share a flat parameter: with equal dtypes, device, `requires_grad`, key and usage.
 
     `DTensor`s share a flat parameter only with `DTensor`s on the same ranks. `kind` distinguishes uses, and the user's
     `key` distinguishes parameters; each group is returned with its key.
@@ -175,7 +177,7 @@ def group(
         spread = None if part is None else part.kind
         # A parameter without values has no device: it is grouped as on a rank that has its values.
         device = usual if param.is_meta else param.device
-        alike = (param.dtype, device, param.requires_grad, spread, kind(places), own)
+        alike = (param.dtype, param.grad_dtype, device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own
         groups.setdefault(alike, []).append(param)
     return [(keys[alike], members) for alike, members in groups.items()]

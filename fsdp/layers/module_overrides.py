@@ -373,7 +373,7 @@ def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
             grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
             shard.grad = None
             shard.data = fn(shard)
-            shard.grad = grad
+            shard.grad = None if grad is None else grad.to(handle.kept_grad_dtype)
         handle.orig_params.alias()
         handle.orig_params.show_gradients([0] * len(handle.places))
 

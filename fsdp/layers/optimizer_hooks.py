@@ -429,8 +429,8 @@ def _refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> Non
     if not _takes_other_dtypes(optimizer):
         raise RuntimeError(
             f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
-            f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
-            "that widens gradients: torch's SGD (not fused), or one of your own."
+            f"keep_low_precision_grads=True or the parameters' grad_dtype keeps them in {param.grad.dtype}. Leave it "
+            "out, or use an optimizer that takes both: torch's SGD (not fused), or one of your own."
         )
 
 

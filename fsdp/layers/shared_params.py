@@ -380,7 +380,7 @@ def keys_of(unit: Unit) -> set[str]:
 
 
 def _dtypes(precision: Precision) -> tuple[Any, ...]:
-    return precision.compute, precision.reduce, precision.full_in_eval, precision.keeps_low_gradients
+    return precision.compute, precision.reduce, precision.full_in_eval, precision.grads
 
 
 def _is_of(handle: FlatParamHandle, param: Any) -> bool:

@@ -143,6 +143,8 @@ def describe_handle(handle: FlatParamHandle) -> str:
     kind = f"{own} requires_grad={handle.requires_grad}"
     if handle.is_cast or handle.gradients.dtype != own:
         kind += f" computed in {handle.precision.compute_dtype(own)}, reduced in {handle.gradients.dtype},"
+    if handle.kept_grad_dtype != own:
+        kind += f" with gradients in {handle.kept_grad_dtype},"
     if flat_param.group is not None:
         kind += f" of group {text_of_key(flat_param.group)}"
     kind += "" if isinstance(layout, ContiguousLayout) else " in rows"

@@ -398,9 +398,15 @@ class _Member:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of these, in the dtype of the parameter."""
+        """The gradient of these, in `grad_dtype`."""
         grad = self.listed.param.grad
-        return None if grad is None else self._of(grad).to(self.listed.param.dtype)
+        return None if grad is None else self._of(grad).to(self.grad_dtype)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype of the gradient that the optimizer is given: the parameter's, or a wider one of the gradient."""
+        param = self.listed.param
+        return torch.promote_types(param.dtype, param.grad_dtype or param.dtype)
 
     def _of(self, like: Tensor) -> Tensor:
         flat = (held_part(like) if is_dtensor(like) else like).detach().as_subclass(Tensor).view(-1)
@@ -414,6 +420,8 @@ class _Member:
             elements, gradient = self.elements, self.gradient if with_gradient else None
             if param.data_ptr() != elements.data_ptr() or param.dtype != elements.dtype or not param.numel():
                 param.data = elements.view(param.shape)
+            if gradient is not None:
+                param.grad_dtype = gradient.dtype
             param.grad = None if gradient is None else gradient.view(param.shape)
 
     def numel_on(self, rank: int) -> int:
@@ -495,7 +503,7 @@ class _Exchange:
             told = torch.tensor([signs[one] for one in held], dtype=torch.uint8)
             outgoing[owner] = [told, *(_or_zeros(one) for one in held if with_gradients)]
         for rank, own in from_holders.items():
-            grads = [(one.numel_on(rank), one.listed.param.dtype) for one in own if with_gradients]
+            grads = [(one.numel_on(rank), one.grad_dtype) for one in own if with_gradients]
             sizes[rank] = [(len(own), torch.uint8), *grads]
         return partial(self._show, with_gradients, signs, self._send("gradients", outgoing, sizes))
 
@@ -522,7 +530,8 @@ class _Exchange:
                     param.data = torch.empty(param.shape, dtype=listed.dtype, device=listed.device)
                 every = [signs[one], *(each.get(one, 0) for each in told.values())]
                 if any(sign & _HAS_GRADIENT for sign in every):
-                    param.grad = torch.empty_like(param)
+                    param.grad_dtype = one.grad_dtype
+                    param.grad = torch.empty_like(param, dtype=one.grad_dtype)
                     if one.interval is not None:
                         one.put(param.grad, rank, _or_zeros(one))
                 if signs[one] & _IS_CHANGED and one.interval is not None:
@@ -623,7 +632,7 @@ class _Exchange:
 def _or_zeros(one: _Member) -> Tensor:
     """Return this rank's elements of a gradient, which other ranks may have."""
     gradient = one.gradient
-    return torch.zeros_like(one.elements) if gradient is None else gradient
+    return torch.zeros_like(one.elements, dtype=one.grad_dtype) if gradient is None else gradient
 
 
 def _checked_groups(groups: Any) -> list[dict[str, Any]]:

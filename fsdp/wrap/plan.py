@@ -270,7 +270,8 @@ def copy_on_meta(module: nn.Module, options: Mapping[str, Any]) -> tuple[nn.Modu
             made = packing.unpack(torch.empty(packing.nbytes, dtype=torch.uint8, device=META))
         else:
             made = torch.empty_like(param, device=META)
-        memo[id(param)] = nn.Parameter(made, requires_grad=param.requires_grad)
+        memo[id(param)] = new = nn.Parameter(made, requires_grad=param.requires_grad)
+        new.grad_dtype = param.grad_dtype
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     copied = copy.deepcopy(module, memo)
@@ -550,7 +551,7 @@ class _Training:
             ),
             shard_bytes=sum(handle.flat_param.nbytes for handle in handles),
             unsharded_bytes=sum(handle.layout.unsharded_numel * handle.dtype.itemsize for handle in handles),
-            gradient_bytes=sum(handle.flat_param.nbytes for handle in trained),
+            gradient_bytes=sum(handle.flat_param.numel() * handle.kept_grad_dtype.itemsize for handle in trained),
             flat_parameters=len(handles),
             all_gathers=sum(gathered.count(_tag(handle)) for handle in handles),
         )
