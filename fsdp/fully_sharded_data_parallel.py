@@ -320,7 +320,6 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield as `nn.Module.named_parameters`, with plain names in `summon_full_params` and where there are any."""
         on_demand.refuse_separate_backwards(self._unit)
-        on_demand.refuse_state_functions(self._unit)
         has_own_names = not self._options.flatten_parameters or self._options.use_orig_params
         plain = has_own_names or self.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, param in super().named_parameters(*args, **kwargs):

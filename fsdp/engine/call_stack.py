@@ -27,5 +27,10 @@ def runs_on_another_thread(module: nn.Module) -> bool:
 
 
 def is_called_from(module: str) -> bool:
-    """Return whether the public method that calls this helper was called by the code of a module."""
-    return sys._getframe(3).f_globals.get("__name__") == module  # asked by a helper, which the method calls
+    """Return whether a function of a module is running on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

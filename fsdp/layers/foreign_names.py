@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec
@@ -17,7 +16,6 @@ from torch import nn
 
 from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.call_stack import is_called_from
-from fsdp.engine.unit import Unit, units_in
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -156,25 +154,6 @@ def refuse_local_sgd() -> None:
         raise NotImplementedError(
             "accelerate's LocalSGD averages `param.data` of all ranks, and each rank of a sharded model holds other "
             "elements there. Use fsdp.OuterOptimizer, with a replica of the model for each group of ranks."
-        )
-
-
-@uncompiled
-def refuse_state_functions(unit: Unit) -> None:
-    """Raise NotImplementedError if torch's `get_optimizer_state_dict` lists the parameters of a sharded wrapper.
-
-    It would take the shards of each rank, which are ordinary tensors, for the same values on all ranks.
-    `named_parameters` calls this function.
-    """
-    caller = sys._getframe(1).f_back
-    if caller is None or caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        return
-    name = caller.f_code.co_name  # `get_model_state_dict` is right: the wrapper's own `state_dict` is called
-    if "_optim_" in name and any(handle.is_sharded for _, inner in units_in(unit) for handle in inner.handles):
-        raise NotImplementedError(
-            f"torch.distributed.checkpoint's functions for optimizer state do not know the shards of {unit.name}, and "
-            "would keep those of one rank. Use fsdp.save(path, model, optimizer) and fsdp.load; or shard the model by "
-            "fsdp.fully_shard, whose parameters are DTensors."
         )
 
 

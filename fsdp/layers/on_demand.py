@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
     from fsdp.layers import copying
     from fsdp.layers.deferred_init import require_values, require_values_everywhere
-    from fsdp.layers.foreign_names import refuse_local_sgd, refuse_state_functions
+    from fsdp.layers.foreign_names import refuse_local_sgd
     from fsdp.layers.forwarding import Forwarding
     from fsdp.layers.grad_clipping import clip_by_norm, clip_by_value
     from fsdp.layers.pipelines import FSDPState, finalize_backward, refuse_separate_backwards
@@ -50,7 +50,7 @@ _HOMES = {
     "fsdp.distributed.custom_collectives": "Collective CustomAllGather CustomReduceScatter moved",
     "fsdp.layers.copying": "",
     "fsdp.layers.deferred_init": "require_values require_values_everywhere",
-    "fsdp.layers.foreign_names": "refuse_local_sgd refuse_state_functions",
+    "fsdp.layers.foreign_names": "refuse_local_sgd",
     "fsdp.layers.forwarding": "Forwarding",
     "fsdp.layers.grad_clipping": "clip_by_norm clip_by_value",
     "fsdp.layers.pipelines": "FSDPState finalize_backward refuse_separate_backwards",

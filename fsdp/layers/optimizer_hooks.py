@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp.distributed.communicator import uncompiled
 from fsdp.distributed.dtensor import held_part, is_dtensor, is_on_many_ranks
+from fsdp.engine.call_stack import is_called_from
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, taken_by, times_taken
 from fsdp.engine.runtime import Runtime, runtimes
@@ -150,7 +151,7 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
         _seen.add(optimizer)
         for mistake in _mistakes(optimizer, params, ours):
             warnings.warn(mistake, stacklevel=5)
-        optimizer.register_state_dict_post_hook(lambda signed, state_dict: sign(state_dict, _listed(signed)))
+        _watch_states(optimizer)
     _refuse_mixed_state(optimizer, ours)
     owners = list({id(param.owner): param.owner for param in ours}.values())
     parts = [runtime.steps.part(optimizer, handles) for runtime, handles in _models_of(owners)]
@@ -461,6 +462,7 @@ _unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakre
 
 def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load a state as `torchs` does, but refuse that of the unsharded model and of other ranks."""
+    _refuse_state_functions(self)
     signature = signature_of(state_dict)
     refuse_shards_of_others(self, signature)
     if not signature:
@@ -470,10 +472,37 @@ def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, st
         groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
         state_dict = {**state_dict, "param_groups": groups}
     torchs(self, state_dict)
+    if shards_among(_listed(self)):
+        _watch_states(self)
     if self in _examined:
         _examined[self].key = []
     expect_shards_of(self, signature)
     _become_dtensors(self)
+
+
+def _watch_states(optimizer: torch.optim.Optimizer) -> None:
+    if _check_state not in optimizer._optimizer_state_dict_post_hooks.values():
+        optimizer.register_state_dict_post_hook(_check_state)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    _refuse_state_functions(optimizer)
+    sign(state_dict, _listed(optimizer))
+
+
+def _refuse_state_functions(optimizer: torch.optim.Optimizer) -> None:
+    """Raise NotImplementedError if torch's `get_optimizer_state_dict` or a similar function uses an optimizer's state.
+
+    These functions take the shards of each rank, which are ordinary tensors, for the same values on all ranks.
+    """
+    if is_called_from("torch.distributed.checkpoint.state_dict"):
+        for param in shards_among(_listed(optimizer)):
+            if param.owner._is_sharded and not is_dtensor(param):
+                raise NotImplementedError(
+                    "torch.distributed.checkpoint's functions for optimizer state do not know the shards of "
+                    f"{_name_of(param)}, and would keep those of one rank. Use fsdp.save(path, model, optimizer) and "
+                    "fsdp.load; or shard the model by fsdp.fully_shard, whose parameters are DTensors."
+                )
 
 
 def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:

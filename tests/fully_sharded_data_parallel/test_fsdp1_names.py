@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
@@ -71,15 +71,34 @@ def test_an_attribute_of_the_wrapped_module_is_found_first() -> None:
 
 
 @pytest.mark.parametrize("form", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+@pytest.mark.parametrize("is_inside", [False, True], ids=["outermost", "inside a plain module"])
 @on_ranks(2)
-def test_torchs_optimizer_state_is_an_error(form: dict[str, Any]) -> None:
-    model = FullyShardedDataParallel(seeded(lambda _: nn.Linear(2, 3)), **form)
+def test_torchs_optimizer_state_is_an_error(form: dict[str, Any], is_inside: bool) -> None:
+    model: nn.Module = FullyShardedDataParallel(seeded(lambda _: nn.Linear(2, 3)), **form)
+    model = nn.Sequential(model) if is_inside else model
     optimizer = torch.optim.AdamW(model.parameters())
+    told = r"do not know the shards of (weight|the flat parameter with weight), .*fsdp.save\(path, model"
+    with pytest.raises(NotImplementedError, match=told):  # before the first step, which torch's function takes
+        get_state_dict(model, optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    assert set(get_model_state_dict(model)) == {"weight", "bias"}
-    with pytest.raises(NotImplementedError, match=r"do not know the shards of root \(.*fsdp.save\(path, model"):
+    assert len(get_model_state_dict(model)) == 2
+    with pytest.raises(NotImplementedError, match=told):
         get_state_dict(model, optimizer)
+    with pytest.raises(NotImplementedError, match=told):
+        set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []})
+
+
+@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=str)
+@on_ranks(2)
+def test_torchs_optimizer_state_is_an_error_after_a_load_and_before_a_step(form: dict[str, Any]) -> None:
+    model = FullyShardedDataParallel(seeded(lambda _: nn.Linear(2, 3)), **form)
+    optimizers = [torch.optim.AdamW(model.parameters()) for _ in range(2)]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    with pytest.raises(NotImplementedError, match="do not know the shards of"):
+        get_state_dict(model, optimizers[1])
 
 
 @on_ranks(2)
