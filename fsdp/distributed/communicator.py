@@ -395,7 +395,7 @@ def uncompiled(function: _Function) -> _Function:
     The effect is the same as `torch.compiler.disable`, which takes seconds to import and has a slower wrapper.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
-    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 and 2.13)
+    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 to 2.15)
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
 
@@ -464,7 +464,7 @@ def own_rank() -> int:
 
 def labelled(what: str, name: str, function: Callable[..., _Result], *args: Any) -> _Result:
     """Return the result of a function, which a profiler shows as ``FSDP::all_gather (layers.3)``."""
-    # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 and 2.13)
+    # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 to 2.15)
     if not torch.autograd._profiler_enabled():
         return function(*args)
     with record_function(f"FSDP::{what} ({name})"):

@@ -47,14 +47,14 @@ def held_part(tensor: Tensor) -> Tensor:
 def set_local_part(tensor: Tensor, local: Tensor) -> None:
     """Set the local tensor of a `DTensor` to `local`, without copying it."""
     if is_dtensor(tensor):
-        tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 and 2.13)
+        tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 to 2.15)
     else:
         tensor.data = local
 
 
 def beside(tensor: Tensor, local: Tensor) -> Tensor:
     """A `DTensor` around another local part of the same shape and dtype, quickly; shares its memory."""
-    # private, as `from_local` takes 60 us (torch 2.11 and 2.13); of `__init__`, which does nothing, dynamo makes 10
+    # private, as `from_local` takes 60 us (torch 2.11 to 2.15); of `__init__`, which does nothing, dynamo makes 10
     made: Tensor = type(tensor).__new__(type(tensor), local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
     return made
 
@@ -64,9 +64,9 @@ def become(tensor: Tensor, other: Tensor) -> None:
     with torch.no_grad():
         if tensor.is_meta is other.is_meta:
             tensor.data = other
-        else:  # which no `.data` crosses; private, what torch.utils.swap_tensors does (torch 2.11 and 2.13)
+        else:  # which no `.data` crosses; private, what torch.utils.swap_tensors does (torch 2.11 to 2.15)
             torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
-    for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 and 2.13)
+    for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 to 2.15)
         setattr(tensor, name, getattr(other, name))
 
 
@@ -77,7 +77,7 @@ def arrived(tensor: Tensor) -> Tensor:
 
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 and 2.13)
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 to 2.15)
         tensor = torch._C._functorch.get_unwrapped(tensor)
     tensor = local_part(tensor)
     if _is_in_flight(tensor) or tensor.layout is not torch.strided:
@@ -316,7 +316,7 @@ def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
         ValueError: if the `DTensor` is already on some of these ranks, or the meshes have different roots.
     """
     try:
-        return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 and 2.13)
+        return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 to 2.15)
     except (RuntimeError, ValueError, TypeError) as error:  # one root, dimensions of their own, names
         raise ValueError(
             f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is no other "

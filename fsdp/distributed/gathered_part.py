@@ -28,7 +28,7 @@ LEAST_TORCH = "2.13"  # before, subclasses of `DTensor` were not dispatched to (
 @cache
 def write_parts_through(is_ours: Callable[[DTensor], bool]) -> None:
     """Register the handlers of view operations, for the `DTensor`s for which `is_ours` returns True. Once a process."""
-    # private: torch's table of operations with a handler of their own (torch 2.11 and 2.13)
+    # private: torch's table of operations with a handler of their own (torch 2.11 to 2.15)
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_EYES, _eye))
     if torch.__version__ >= LEAST_TORCH:
@@ -47,7 +47,7 @@ def _view(is_ours: Callable[[DTensor], bool], op: Any, args: Any, kwargs: Any) -
     ]
     if placements == list(source.placements) or not is_ours(source):
         return found
-    # private: `redistribute` is an autograd function, which cannot be used inside of an operation (torch 2.11 and 2.13)
+    # private: `redistribute` is an autograd function, which cannot be used inside of an operation (torch 2.11 to 2.15)
     spec = DTensorSpec(source.device_mesh, tuple(placements), source._spec.tensor_meta)
     gathered: Any = arrived(redistribute_local_tensor(held_part(source), source._spec, spec)).contiguous()
     where = Source(source, gathered)

@@ -197,7 +197,7 @@ def give_up(group: Any) -> None:
 def renew(group: Any) -> None:
     """Collective. Reconnect the ranks of a gloo group after `give_up`, for all users of the group.
 
-    A group of torch (private, seen in 2.11 and 2.13) finds its backend by the type of device. The group neither
+    A group of torch (private, seen in 2.11 to 2.15) finds its backend by the type of device. The group neither
     replaces nor deletes a backend of a kind that it has. So the new backend is of a kind without a name in torch, and
     uses the gloo device of the old backend, which has the files and the reading thread.
 

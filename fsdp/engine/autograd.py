@@ -4,7 +4,7 @@
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter``,
 ``torch._dynamo.compiled_autograd.in_compiled_autograd_region`` and ``Variable._execution_engine.queue_callback`` have
 no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on
-torch 2.11 and 2.13.
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
     """Create ordinary tensors inside the context, even while a transform of `torch.func` runs."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _UNCHANGED
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 to 2.15)
 
     return temporarily_clear_interpreter_stack()
 

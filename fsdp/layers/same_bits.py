@@ -217,7 +217,7 @@ class SameBits:
                     "since: leave them as they are"
                 )
         for name, module in self._root.module.named_modules():
-            # The base of batch and instance norms is private (torch 2.11 and 2.13).
+            # The base of batch and instance norms is private (torch 2.11 to 2.15).
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
                 raise NotImplementedError(
                     f"fsdp.SameBits: {name} is a {type(module).__name__} in training, whose running statistics are of "

@@ -82,7 +82,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)  # which refuses
-        # The following code is the half of torch's step for optimizers that don't unscale (private; 2.11 and 2.13):
+        # The following code is the half of torch's step for optimizers that don't unscale (private; 2.11 to 2.15):
         # torch would pass scale and flag to the fused step by copies to the host without waiting for them.
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
@@ -101,7 +101,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # Private in torch, but the only place that both `unscale_` and the step of fused optimizers (which unscale by
-        # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
+        # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 to 2.15.
         if any(runtime.is_joining for runtime in runtimes()):
             raise NotImplementedError(
                 "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and "

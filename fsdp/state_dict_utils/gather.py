@@ -1,6 +1,6 @@
 """Gather a `DTensor` into a plain tensor with minimal memory.
 
-`DTensor.full_tensor` (torch 2.11 and 2.13) pads uneven shards and keeps the padding in the result's storage, where
+`DTensor.full_tensor` (torch 2.11 to 2.15) pads uneven shards and keeps the padding in the result's storage, where
 `torch.save` also writes it. The method holds up to three unsharded tensors on every rank, even if the rank does not
 need the result. The method fails for dtypes that the backend does not support, and uses the order of ranks instead of
 the order of the mesh. This module sends each part as bytes directly to the ranks that need the result.

@@ -144,7 +144,7 @@ class SimulatedTensors:
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
             return self._moved(tensor, args[0].device, args[0].dtype, kwargs.get("non_blocking", False), copy)
-        # Private in torch; `nn.Module.to` parses its arguments with it. Tested with torch 2.11 and 2.13.
+        # Private in torch; `nn.Module.to` parses its arguments with it. Tested with torch 2.11 to 2.15.
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         moved = self._moved(tensor, device, dtype, non_blocking, copy)
         return moved if memory_format is None else moved.contiguous(memory_format=memory_format)

@@ -420,7 +420,7 @@ def wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is
     return [module for _, module in found]
 
 
-# Module._modules and _parameters are private by name only (tried on torch 2.11 and 2.13). The public
+# Module._modules and _parameters are private by name only (tried on torch 2.11 to 2.15). The public
 # iterators skip repeated uses of a module or parameter, which this function needs.
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module._parameters.items() if p is not None]

@@ -297,7 +297,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
 def _norms(module: nn.Module) -> list[nn.Module]:
     if getattr(module, "disable_patch_batchnorm", False):
         return []
-    # Private in torch: the common base class of all batch and instance norms. Tested with torch 2.11 and 2.13.
+    # Private in torch: the common base class of all batch and instance norms. Tested with torch 2.11 to 2.15.
     norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
     return [norm for norm in norms if not getattr(norm, "disable_patch_batchnorm", False)]
 

@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
                 self._see(storage)
             return found
 
-        # Private by no name, but no operator: the dispatcher does not see storages resized (torch 2.11 and 2.13).
+        # Private by no name, but no operator: the dispatcher does not see storages resized (torch 2.11 to 2.15).
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self._patch.start()
         return super().__enter__()

@@ -358,7 +358,7 @@ def _use(unit: Unit, inner: Sequence[Unit], value: Tensor) -> Tensor:
 @contextmanager
 def _optimizers_on_meta() -> Iterator[None]:
     """Let all optimizers step on the meta device: with ``fused=True``, which torch refuses there, and by values."""
-    name = "_get_fused_kernels_supported_devices"  # private (torch 2.11 and 2.13)
+    name = "_get_fused_kernels_supported_devices"  # private (torch 2.11 to 2.15)
     supported = getattr(optimizer_module, name)()
     with (
         mock.patch.object(optimizer_module, name, return_value=[*supported, META.type]),
@@ -378,7 +378,7 @@ def _fused_attention() -> Iterator[None]:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         yield
     finally:
-        library._destroy()  # private, and the only way to take it back before it is collected (torch 2.11 and 2.13)
+        library._destroy()  # private, and the only way to take it back before it is collected (torch 2.11 to 2.15)
 
 
 def _attention(
@@ -395,7 +395,7 @@ def _attention(
     is_alike = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[3] == value.shape[3]
     is_dense = all(each.stride(-1) == 1 for each in (query, key, value))
     can_fuse = is_alike and is_dense and not dropout_p and (attn_mask is None or not attn_mask.requires_grad)
-    # Private, and what the public function comes to (torch 2.11 and 2.13).
+    # Private, and what the public function comes to (torch 2.11 to 2.15).
     if can_fuse:
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
@@ -404,7 +404,7 @@ def _attention(
 
 
 def _refuse_autocast(module: nn.Module, inputs: Any) -> None:
-    if torch._C._is_any_autocast_enabled():  # private; the public function asks for one device (torch 2.11 and 2.13)
+    if torch._C._is_any_autocast_enabled():  # private; the public function asks for one device (torch 2.11 to 2.15)
         raise ValueError(
             "plan() does not model torch.autocast, which the meta device does not follow: leave it out, and say in "
             "which dtype to compute with mixed_precision=MixedPrecision(param_dtype=...)"
