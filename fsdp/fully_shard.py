@@ -386,6 +386,11 @@ class FSDPModule(_Base):
         # ``type(module)(...)`` makes another module of the original class, which is not sharded.
         return cls.__mro__[2](*args, **kwargs)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield as `nn.Module.named_modules`."""
+        on_demand.refuse_separate_backwards(_of(self))
+        return super().named_modules(*args, **kwargs)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
 

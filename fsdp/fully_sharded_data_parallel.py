@@ -312,10 +312,10 @@ class FullyShardedDataParallel(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules; seen from a plain module around wrappers, by the names in state dicts, as `peft` expects."""
-        found = super().named_modules(memo, prefix, remove_duplicate)
-        if not prefix or FSDP_PART in prefix.split("."):
-            return found
-        return ((module_name(name), module) for name, module in found)
+        on_demand.refuse_separate_backwards(self._unit)
+        plain = prefix and FSDP_PART not in prefix.split(".")
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield module_name(name) if plain else name, module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield as `nn.Module.named_parameters`, with plain names in `summon_full_params` and where there are any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import FrameType
 
 from fsdp.distributed.communicator import uncompiled
 from fsdp.engine.runtime import runtime_of
@@ -47,20 +48,26 @@ def finalize_backward(unit: Unit) -> None:
     runtime_of(unit).reduce_accumulated()
 
 
+# The modules of the frames between a pipeline that calls `parameters()` of a stage, and the front door.
+_LISTING = {"torch.nn.modules.module", "fsdp.fully_shard", "fsdp.fully_sharded_data_parallel"}
+
+
 @uncompiled
 def refuse_separate_backwards(unit: Unit) -> None:
     """Raise an error if a pipeline lists the parameters of a stage to compute their gradients separately.
 
-    `named_parameters` calls this function, at the request of `parameters`.
+    `named_parameters` calls this function, at the request of `parameters`, and `named_modules`, for the parameters of a
+    module around the unit.
 
     Raises:
         RuntimeError: if the pipeline does not know that the module is sharded, and would find no gradients of shards.
     """
-    caller = sys._getframe(1).f_back
-    pipeline = caller and caller.f_back
-    if pipeline is None or pipeline.f_globals.get("__name__") != "torch.distributed.pipelining._backward":
+    if unit.policy.awaits_backwards or "torch.distributed.pipelining._backward" not in sys.modules:
         return
-    if not unit.policy.awaits_backwards:
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_globals.get("__name__") in _LISTING:
+        caller = caller.f_back
+    if caller is not None and caller.f_globals.get("__name__") == "torch.distributed.pipelining._backward":
         raise RuntimeError(
             f"{unit.name}: the schedule of a pipeline computes gradients of inputs and of parameters separately, and "
             "does not know that the parameters are sharded. Call fsdp.compat.fsdp2.install(), and shard the module of "

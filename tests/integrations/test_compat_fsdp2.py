@@ -317,9 +317,10 @@ def test_stages_of_a_pipeline_are_sharded(schedule: str, reshard_after_forward: 
         assert_at_rest(module)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["the module of a stage", "modules inside of it"])
 @pytest.mark.parametrize("front_door", ["wrapper", "fully_shard"])
 @on_ranks(1)
-def test_a_pipeline_that_lists_shards_for_separate_backwards_is_an_error(front_door: str) -> None:
+def test_a_pipeline_that_lists_shards_for_separate_backwards_is_an_error(front_door: str, inside: bool) -> None:
     from torch.distributed import pipelining
 
     skip_where_torch_sends_to_itself()
@@ -327,7 +328,12 @@ def test_a_pipeline_that_lists_shards_for_separate_backwards_is_an_error(front_d
     shard = fsdp.fully_shard if front_door == "fully_shard" else fsdp.FullyShardedDataParallel
     given = {"mesh": mesh["dp"]} if front_door == "fully_shard" else {"process_group": mesh["dp"].get_group()}
     device, group = torch.device("cpu"), mesh["pp"].get_group()
-    modules = [shard(Stage(number), **given) for number in range(2)]
+    modules: list[nn.Module] = [Stage(number) for number in range(2)]
+    if inside:
+        for module in modules:
+            module.first = shard(module.first, **given)
+    else:
+        modules = [shard(module, **given) for module in modules]
     stages = [pipelining.PipelineStage(each, place, 2, device, group=group) for place, each in enumerate(modules)]
     run = pipelining.ScheduleInterleavedZeroBubble(stages, n_microbatches=2, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"root \(.*\): the schedule of a pipeline .* fsdp.compat.fsdp2.install\(\)"):
