@@ -12,11 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp.compat.fsdp2
 from examples.compositions import context_parallel, gpt, pipeline
 from fsdp.testing import World
+from tests.helpers.dtensor_twins import whole
 from tests.helpers.equality import assert_close
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.traffic import counting_sent
@@ -72,6 +75,42 @@ def test_a_recipe_trains_as_the_unsharded_model(tmp_path: Path, name: str, axes:
     losses = train_and_resume(importlib.import_module(f"examples.compositions.{name}"), tmp_path / "run", *axes)
     dist.barrier()  # all stages have saved
     assert_as_plain(losses, tmp_path / "run")
+
+
+class _Bidirectional(gpt.Attention):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's context_parallel was tried on CPUs with torch 2.13")
+@pytest.mark.parametrize("front_door", ["wrapper", "fully_shard"])
+@on_ranks(2)
+def test_attention_without_a_mask_trains_under_context_parallel_of_torch(front_door: str) -> None:
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with mock.patch.object(gpt, "Attention", _Bidirectional):
+        reference, model = [gpt.build()[1] for _ in range(2)]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    if front_door == "fully_shard":
+        model = fsdp.fully_shard(model, mesh=mesh)
+    else:
+        model = fsdp.FullyShardedDataParallel(model, process_group=mesh.get_group())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3, momentum=0.9) for each in (reference, model)]
+    for step in range(2):
+        hidden = torch.randn(2, 8, gpt.WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        reference(hidden).square().mean().backward()
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            mock.patch.object(_attention._cp_options, "enable_load_balance", new=False),
+            context_parallel(mesh, buffers=[hidden], buffer_seq_dims=[1]),
+        ):
+            model(hidden).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    assert_close(found, reference.state_dict(), rtol=0, atol=1e-10)
 
 
 # As threads of one process, ranks search for the sharding of each operation on `DTensor`s once, and not once each.
