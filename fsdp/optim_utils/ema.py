@@ -58,7 +58,7 @@ class EMA(AveragedModel):
                 "the average as it is. Pass fsdp.join(..., after_step=lambda _: ema.update_parameters(model)) as well, "
                 "which they call"
             )
-        super().update_parameters(model)
+        super().update_parameters(_plain_parent(model))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"multi_avg_fn": None}  # a function that pickle does not find by name
@@ -88,13 +88,19 @@ class EMA(AveragedModel):
                 _exchange(*pair)
 
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        ours, theirs = list(self.module.parameters()), list(model.parameters())
+        ours, theirs = (list(_plain_parent(each).parameters()) for each in (self.module, model))
         if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
             raise ValueError(
                 f"this average is of another model: it has {len(ours)} parameters on this rank, the "
                 f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
             )
         return list(zip(ours, theirs, strict=True))
+
+
+def _plain_parent(model: nn.Module) -> nn.Module:
+    """Return a module that lists the shards of a model, also while `model.parameters()` lists unsharded parameters."""
+    list(model.parameters())  # which stores a tensor that was assigned to a parameter in its shard
+    return nn.ModuleList([model])
 
 
 def _average_of(decay: float) -> Callable[..., None]:

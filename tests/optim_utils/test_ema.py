@@ -296,6 +296,27 @@ def test_plain_tensors_beside_the_dtensors_of_fully_shard_are_averaged(plain: st
 
 
 @on_ranks(2)
+def test_shards_are_averaged_while_a_module_of_fully_shard_is_unsharded() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, plain = fsdp.fully_shard(nested(lambda module: module)), nested(lambda module: module)
+    ema, expected = fsdp.EMA(model, DECAY), torch_ema(plain)
+    optimizers = [sgd_with_momentum(each.parameters()) for each in (model, plain)]
+    for number in range(2):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            for place in range(2):
+                (each(batch(number, place)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(batch(9, 0))  # as an evaluation without no_grad(): the module waits for a backward
+        ema.update_parameters(model)
+        expected.update_parameters(plain)
+    average = {name: full_tensor(value).clone() for name, value in ema.module.state_dict().items()}
+    assert_close_state(average, dict(expected.module.state_dict()))
+    with ema.applied_to(model):
+        assert_same_state({name: full_tensor(value) for name, value in model.state_dict().items()}, average)
+
+
+@on_ranks(2)
 def test_torchs_update_bn_gives_it_statistics_of_its_own() -> None:
     torch.set_default_dtype(torch.float64)
     model, plain = normed(fully_sharded()), normed()
