@@ -19,6 +19,7 @@ import fsdp
 
 try:
     from transformers import Trainer as _PlainTrainer
+    from transformers import TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
@@ -48,7 +49,7 @@ class Trainer(_PlainTrainer):
 
     label_smoother: Any
 
-    def __init__(self, model: nn.Module | None = None, args: Any = None, *others: Any, **options: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, *others: Any, **options: Any) -> None:
         if not isinstance(model, nn.Module) or options.get("model_init") is not None:
             raise TypeError("Trainer needs the sharded model itself; it cannot make one by model_init")
         if outermost(model) is None:
@@ -56,11 +57,13 @@ class Trainer(_PlainTrainer):
                 f"this {type(model).__name__} is not sharded: wrap it first (or use transformers.Trainer, which trains "
                 "it with DistributedDataParallel)"
             )
-        if args is not None:
-            _refuse(args)
+        # Subclasses of `transformers.Trainer`, such as those of trl, have `args` in another place.
+        for args in (*others, *options.values()):
+            if isinstance(args, TrainingArguments):
+                _refuse(args)
         # The Trainer asks the model for its class, its forward's arguments and its configuration.
         plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
-        super().__init__(plain, args, *others, **options)
+        super().__init__(plain, *others, **options)
         self.model_wrapped = model
         if self.label_smoother is not None and _class_name(plain) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # transformers.Trainer shifts labels by the name of the class, which `fully_shard` changes.

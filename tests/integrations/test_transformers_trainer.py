@@ -219,6 +219,30 @@ def _mix(folder: Path) -> float:
         return Mine(sharded("llama"), args).evaluate(rows(6, seed=2))["eval_loss"]  # type: ignore[no-any-return]
 
 
+@on_ranks(2, timeout=PATIENCE)
+def test_it_mixes_into_trainers_with_other_arguments_before_args(tmp_path: Path) -> None:
+    """As those of trl have them: a reference model, or functions of rewards."""
+    import transformers
+
+    from fsdp.transformers import Trainer
+
+    class Rewarded(transformers.Trainer):
+        def __init__(self, model: nn.Module, rewards: Any, args: Any = None, **options: Any) -> None:
+            super().__init__(model, args, **options)
+            self.rewards = rewards
+
+    class Mine(Trainer, Rewarded):  # type: ignore[misc]
+        """As users make it."""
+
+    with as_launched():
+        args = arguments(tmp_path)
+        for trainer in (Mine(sharded("llama"), len, args), Mine(model=sharded("llama"), args=args, rewards=len)):
+            assert trainer.args is args
+            assert trainer.rewards is len
+        with pytest.raises(ValueError, match="torch_compile: the model is sharded already"):
+            Mine(sharded("llama"), len, arguments(tmp_path, torch_compile=True))
+
+
 @pytest.mark.parametrize("form", ["flat", "fully_shard"])
 @on_ranks(2, timeout=PATIENCE)
 def test_evaluations_generate_different_numbers_of_tokens_on_the_ranks(tmp_path: Path, form: str) -> None:
