@@ -18,8 +18,8 @@ from torch import nn
 import fsdp
 
 try:
+    from transformers import GenerationMixin, TrainingArguments
     from transformers import Trainer as _PlainTrainer
-    from transformers import TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
@@ -68,8 +68,7 @@ class Trainer(_PlainTrainer):
         if self.label_smoother is not None and _class_name(plain) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # transformers.Trainer shifts labels by the name of the class, which `fully_shard` changes.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
-        if getattr(self.args, "predict_with_generate", False) and _generates_outside_of_forward(plain):
-            fsdp.register_fsdp_forward_method(model, "generate")
+        _prepare_to_generate(model, plain)
         # Some arguments take precedence over the environment, and all ranks would then use the same batches.
         if dist.is_initialized() and self.args.world_size != dist.get_world_size():
             raise ValueError(
@@ -86,25 +85,6 @@ class Trainer(_PlainTrainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.accelerator.prepare_model(self.model_wrapped)
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **gen_kwargs: Any,
-    ) -> tuple[Any, Any, Any]:
-        """Predict as `transformers` does; ranks that have generated all of their tokens wait for the other ranks.
-
-        Args:
-            model, inputs, prediction_loss_only, ignore_keys: as for `transformers.Trainer`.
-            gen_kwargs: as for `transformers.Seq2SeqTrainer`.
-        """
-        if getattr(self.args, "predict_with_generate", False):
-            # Each token is a forward of all ranks. `generate` counts on this only for shards of torch's own classes.
-            gen_kwargs = {"synced_gpus": self.args.world_size > 1} | (gen_kwargs or getattr(self, "_gen_kwargs", {}))
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
 
     def get_num_trainable_parameters(self) -> int:
         """Return the number for the unsharded model."""
@@ -207,9 +187,18 @@ def _is_of_peft(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _generates_outside_of_forward(model: Any) -> bool:
-    """Return whether `generate` calls parts of the model, such as an encoder, besides the model."""
-    return _is_of_peft(model) or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+def _prepare_to_generate(model: nn.Module, plain: Any) -> None:
+    """Let `generate` run on all ranks until the last one has all of its tokens, whoever calls it without arguments."""
+    if not hasattr(plain, "generate"):
+        return
+    if _is_of_peft(plain) or getattr(getattr(plain, "config", None), "is_encoder_decoder", False):
+        # `generate` calls parts of the model, such as an encoder, besides the model.
+        fsdp.register_fsdp_forward_method(model, "generate")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for module in plain.modules():
+            if isinstance(module, GenerationMixin):
+                # transformers reads this attribute, which torch sets, for the default of `synced_gpus`.
+                module._is_fsdp_managed_module = True
 
 
 def _refuse(args: Any) -> None:

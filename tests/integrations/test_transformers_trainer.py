@@ -245,6 +245,25 @@ def test_it_mixes_into_trainers_with_other_arguments_before_args(tmp_path: Path)
 
 @pytest.mark.parametrize("form", ["flat", "fully_shard"])
 @on_ranks(2, timeout=PATIENCE)
+def test_subclasses_generate_different_numbers_of_tokens_on_the_ranks(tmp_path: Path, form: str) -> None:
+    """Trainers of reinforcement learning call `generate` without `synced_gpus`."""
+    plain, model = made("llama")[0].eval(), sharded("llama", form)
+    prompts, most = [row["input_ids"][None] for row in rows(2, seed=2)], {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        first = plain.generate(prompts[0], **most)[0, LENGTH:]
+    most |= {"eos_token_id": int(first[0]), "pad_token_id": 0}  # the first rank's row ends with its first token
+    expected = [plain.generate(prompt, **most) for prompt in prompts]
+    assert expected[0].shape != expected[1].shape
+    with as_launched(), torch.no_grad():
+        trainer = trainer_of(model, tmp_path)
+        found = (
+            trainer.accelerator.unwrap_model(trainer.model_wrapped).eval().generate(prompts[dist.get_rank()], **most)
+        )
+    assert torch.equal(found[:, : expected[dist.get_rank()].shape[1]], expected[dist.get_rank()])
+
+
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
+@on_ranks(2, timeout=PATIENCE)
 def test_evaluations_generate_different_numbers_of_tokens_on_the_ranks(tmp_path: Path, form: str) -> None:
     import transformers
 
