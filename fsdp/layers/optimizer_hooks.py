@@ -333,12 +333,19 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
         )
 
 
-# Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
-_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|soap|lamb(?!da)|lars", re.IGNORECASE)
+# Optimizers that look at a parameter's rows and columns, or at its norm or mean, by their classes' names.
+_OF_UNSHARDED_PARAMETERS = re.compile(
+    "adafactor|muon|shampoo|soap|lamb(?!da)|lars|adam_?mini|novograd|sm3|kron|galore|^(a2grad|adalite|adamp|adatam|aida|"
+    "alice|amos|came|conda|dash|emofact|fromage|gravity|mars|nero|racs|ranger|rose|scion(light)?|sgdp|sgdsai|splus|"
+    "stableadamw|stablespam|tam)$",
+    re.IGNORECASE,
+)
 # Optimizers that cannot work with any division of parameters among ranks, with the reason.
 _OF_MORE = {
     re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
     "sees what this rank has of them: ranks take steps of different sizes",
+    re.compile("^(adagc|adai|adams|avagrad)$", re.IGNORECASE): "takes means or norms over all parameters together, and "
+    "sees what this rank has of them: ranks compute different ones",
     re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
 }
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
@@ -361,7 +368,9 @@ def _mistakes(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[An
             "element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with ignored_parameters, "
             "summing their gradients over the ranks yourself."
         )
-    if (reason := impossible(kind)) and any(map(_is_spread, ours)):
+    # prodigyopt's and dadaptation's classes add up their estimates over all ranks if they are told to.
+    adds_up = all(group.get("fsdp_in_use") for group in optimizer.param_groups)
+    if (reason := impossible(kind)) and not adds_up and any(map(_is_spread, ours)):
         yield (
             f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
             "(docs/optimizers.md has a table)."

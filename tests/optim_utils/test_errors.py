@@ -238,15 +238,39 @@ class FusedLAMB(torch.optim.SGD):
     """By its name."""
 
 
+class AdamMini(torch.optim.SGD):
+    """By its name."""
+
+
+class AdamP(torch.optim.SGD):
+    """By its name."""
+
+
 class LambdaSGD(torch.optim.SGD):
     """Not by its name."""
+
+
+class AdamPlus(torch.optim.SGD):
+    """Not by its name."""
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+@on_ranks(2)
+def test_optimizers_that_add_up_over_the_ranks_do_not_warn(form: dict[str, Any]) -> None:
+    """As Prodigy and D-Adaptation do with this argument, which is an option of their groups."""
+    model: FullyShardedDataParallel = garden(fully_sharded(**form))
+    optimizer = type("Prodigy", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["fsdp_in_use"] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(1))
 
 
 @pytest.mark.parametrize("form", FORMS[:3], ids=str)
 @on_ranks(2)
 def test_optimizers_of_whole_parameters_warn_once(form: dict[str, Any]) -> None:
     model: FullyShardedDataParallel = garden(fully_sharded(**form))
-    for kind in (Adafactor, FusedLAMB):
+    for kind in (Adafactor, FusedLAMB, AdamMini, AdamP):
         optimizer = kind(model.parameters(), lr=0.1)
         with pytest.warns(UserWarning, match=rf"{kind.__name__} goes by the rows.*ignored_parameters") as seen:
             train(model, optimizer, range(2))
@@ -254,9 +278,12 @@ def test_optimizers_of_whole_parameters_warn_once(form: dict[str, Any]) -> None:
     prodigy = type("Prodigy", (torch.optim.SGD,), {})
     with pytest.warns(UserWarning, match="Prodigy estimates the size of its steps from all parameters"):
         train(model, prodigy(model.parameters(), lr=0.1), range(1))
+    with pytest.warns(UserWarning, match="Adai takes means or norms over all parameters together"):
+        train(model, type("Adai", (torch.optim.SGD,), {})(model.parameters(), lr=0.1), range(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(model, LambdaSGD(model.parameters(), lr=0.1), range(1))
+        for kind in (LambdaSGD, AdamPlus):
+            train(model, kind(model.parameters(), lr=0.1), range(1))
         plain = garden()
         train(plain, Adafactor(plain.parameters(), lr=0.1), range(1), alone=True)
 
