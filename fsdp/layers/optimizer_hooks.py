@@ -346,6 +346,7 @@ _OF_MORE = {
     "sees what this rank has of them: ranks take steps of different sizes",
     re.compile("^(adagc|adai|adams|avagrad)$", re.IGNORECASE): "takes means or norms over all parameters together, and "
     "sees what this rank has of them: ranks compute different ones",
+    re.compile("lora_?rite", re.IGNORECASE): "steps pairs of parameters together, and a rank may have one of a pair",
     re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
 }
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped

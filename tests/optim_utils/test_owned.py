@@ -468,6 +468,7 @@ def test_mistakes_in_groups(tmp_path: Path) -> None:
     refuse(NotImplementedError, "LBFGS", {"optimizer": torch.optim.LBFGS})
     refuse(NotImplementedError, "Prodigy estimates the size", {"optimizer": type("Prodigy", (adamw,), {})})
     refuse(NotImplementedError, "Adai takes means or norms", {"optimizer": type("Adai", (adamw,), {})})
+    refuse(NotImplementedError, "LoRARite steps pairs", {"optimizer": type("LoRARite", (adamw,), {})})
     refuse(NotImplementedError, "SophiaH takes second derivatives", {"optimizer": type("SophiaH", (adamw,), {})})
     flat = talk(FullyShardedDataParallel)
     refuse(ValueError, "use_orig_params=True", {"params": is_matrix, "optimizer": muon}, {"optimizer": adamw}, of=flat)
