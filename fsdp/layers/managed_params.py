@@ -128,7 +128,7 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded here. Register it "
             "as a buffer (register_buffer) if it is not trained, or pass it in ignored_parameters."
         )
-    check_dtype(f"grad_dtype of {fqn}", param.grad_dtype if param.is_floating_point() else None)
+    check_dtype(f"grad_dtype of {fqn}", None if param.grad_dtype == param.dtype else param.grad_dtype)
     check_placements(fqn, param)
     is_known = type(param) in PLAIN or (is_dtensor(param) and not holds_extended(param))
     if takes_all and holds_extended(param):

@@ -53,8 +53,7 @@ NAMES = (
 # Each difference with its reason; of names that are here and behave as torch's, nothing is said.
 DIFFERENCES = {
     "fully_shard": "takes what torch's refuses: ties, several dtypes, no dimensions, uneven shards of any dimension; "
-    "refuses modules without a forward of their own at once; gradients have the parameter's dtype, also where its "
-    "`grad_dtype` is another (torch follows it since 2.15)",
+    "refuses modules without a forward of their own at once",
     "fully_shard(mesh)": "None makes no default process group by itself",
     "fully_shard(reshard_after_forward)": "the last module of a forward keeps its parameters for backward, which "
     "begins with it: one all-gather less",
