@@ -202,8 +202,12 @@ class Precision:
     def for_param(self, param: Tensor) -> Precision:
         """Return the precision for a parameter, with the dtype of gradients that a user has set in its `grad_dtype`."""
         if param.grad_dtype not in (None, param.dtype):
-            return replace(self, grads=param.grad_dtype, reduces_in_own=True)
+            return self.with_grads(param.grad_dtype)
         return self if self.grads is None or param.is_floating_point() else replace(self, grads=None)
+
+    def with_grads(self, dtype: torch.dtype) -> Precision:
+        """Return the precision for parameters whose gradients have a dtype that a user has set."""
+        return replace(self, grads=dtype, reduces_in_own=True)
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
         """Raise ValueError for a parameter that cannot be trained like this."""

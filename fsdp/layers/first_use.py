@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.distributed.devices import is_host, return_freed_memory
 from fsdp.engine.checks import Checks
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.precision import check_dtype
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, units_in
 from fsdp.layers.contents import Contents
@@ -34,9 +35,11 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
     Raises:
         RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
             parameter was added after wrapping.
+        ValueError: for parameters that are sharded together, and were given different `grad_dtype`s since.
     """
     named_units = units_in(root)
     settle_shares(root, named_units, all_inside=True)
+    follow_grad_dtypes(handle for _, unit in named_units for handle in unit.handles)
     refuse_strangers(root.module, [unit for _, unit in named_units])
     agree(root.everyone, named_units, to_run=True)
     share_memory(unit for _, unit in named_units)
@@ -45,6 +48,23 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
     runtime.checks = TreeChecks(runtime)
     return_freed_memory()
     return runtime
+
+
+def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:
+    """Keep gradients in the `grad_dtype` that a user has set on sharded parameters."""
+    for handle in handles:
+        dtypes = {param.grad_dtype or param.dtype for param in handle.listed_params}
+        if dtypes == {handle.kept_grad_dtype}:
+            continue
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{handle.name}: its parameters were given different values of grad_dtype after sharding "
+                f"({', '.join(sorted(map(str, dtypes)))}). Set grad_dtype before sharding, which puts such parameters "
+                "into different flat parameters; or set the same one for all parameters of a unit."
+            )
+        check_dtype(f"grad_dtype of {handle.name}", *dtypes)
+        handle.precision = handle.precision.with_grads(*dtypes)
+        handle.wake()
 
 
 def share_memory(units: Iterable[Unit]) -> None:

@@ -177,7 +177,8 @@ def group(
         spread = None if part is None else part.kind
         # A parameter without values has no device: it is grouped as on a rank that has its values.
         device = usual if param.is_meta else param.device
-        alike = (param.dtype, param.grad_dtype, device, param.requires_grad, spread, kind(places), own)
+        gradients = param.grad_dtype or param.dtype
+        alike = (param.dtype, gradients, device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own
         groups.setdefault(alike, []).append(param)
     return [(keys[alike], members) for alike, members in groups.items()]

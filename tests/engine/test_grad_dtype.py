@@ -192,6 +192,36 @@ def test_it_stays_when_the_model_is_cast(form: str) -> None:
     assert list(gradients(model)) == [SINGLE]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1, 2)
+def test_it_may_be_set_after_sharding_and_before_the_first_use(form: str) -> None:
+    torch.manual_seed(0)
+    model = sharded(Weights(grad_dtype=None), form)
+    for param in model.parameters():
+        param.grad_dtype = SINGLE
+    backward(model, 1 + TINY)
+    assert list(gradients(model)) == [SINGLE]
+    expected = [torch.full((1, 3), 1 + TINY), torch.full((1, 3), 1.0)]  # the usual product has 16 bits
+    if form == "rows":
+        for param, each in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(full_tensor(param.grad), each)
+    else:
+        with model.summon_full_params(with_grads=True):
+            for param, each in zip(model.parameters(), expected, strict=True):
+                assert torch.equal(param.grad, each)
+
+
+@pytest.mark.parametrize("form", ["orig", "rows"])
+@on_ranks(2)
+def test_different_ones_for_parameters_that_are_sharded_together_are_an_error(form: str) -> None:
+    model = sharded(Weights(grad_dtype=None), form)
+    next(model.parameters()).grad_dtype = SINGLE
+    with pytest.raises(
+        ValueError, match=r"different values of grad_dtype after sharding \(torch.bfloat16, torch.float32"
+    ):
+        backward(model, 1.0)
+
+
 @on_ranks(2)
 def test_optimizers_of_torch_that_cannot_take_them_say_so() -> None:
     model = model_of("flat")
