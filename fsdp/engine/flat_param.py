@@ -338,7 +338,7 @@ def keep_gradients_in(dtype: torch.dtype, params: Iterable[Tensor]) -> None:
 
 def _give_grad_dtype(made: FlatParameter, source: Tensor) -> None:
     """Let gradients have the dtype that a user has set for those of `source`."""
-    if source.grad_dtype not in (None, source.dtype):
+    if source.grad_dtype != source.dtype:
         made.grad_dtype = source.grad_dtype
 
 

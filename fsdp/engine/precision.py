@@ -201,7 +201,9 @@ class Precision:
 
     def for_param(self, param: Tensor) -> Precision:
         """Return the precision for a parameter, with the dtype of gradients that a user has set in its `grad_dtype`."""
-        if param.grad_dtype not in (None, param.dtype):
+        if param.grad_dtype is None:  # any
+            return self.with_grads(self.reduce or self.compute_dtype(param.dtype))
+        if param.grad_dtype != param.dtype:
             return self.with_grads(param.grad_dtype)
         return self if self.grads is None or param.is_floating_point() else replace(self, grads=None)
 

@@ -177,8 +177,7 @@ def group(
         spread = None if part is None else part.kind
         # A parameter without values has no device: it is grouped as on a rank that has its values.
         device = usual if param.is_meta else param.device
-        gradients = param.grad_dtype or param.dtype
-        alike = (param.dtype, gradients, device, param.requires_grad, spread, kind(places), own)
+        alike = (param.dtype, param.grad_dtype, device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own
         groups.setdefault(alike, []).append(param)
     return [(keys[alike], members) for alike, members in groups.items()]

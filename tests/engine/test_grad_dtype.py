@@ -146,12 +146,17 @@ def test_gradients_of_wide_parameters_are_narrow_if_the_grad_dtype_is(form: str)
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("reduce_dtype", [None, SINGLE], ids=str)
 @on_ranks(2)
-def test_any_grad_dtype_is_the_dtype_of_the_parameter(form: str) -> None:
+def test_gradients_of_any_dtype_stay_in_the_dtype_of_their_reduction(
+    form: str, reduce_dtype: torch.dtype | None
+) -> None:
     torch.manual_seed(0)
-    model = sharded(Weights(grad_dtype=None), form)
+    precision: Any = MixedPrecision(reduce_dtype=reduce_dtype)
+    options = {"mp_policy": precision} if form == "rows" else {"mixed_precision": precision}
+    model = sharded(Weights(grad_dtype=None), form, **options)
     backward(model, 1 + TINY)
-    assert list(gradients(model)) == [BRAIN]
+    assert set(gradients(model)) == {reduce_dtype or BRAIN, BRAIN}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -214,7 +219,7 @@ def test_it_may_be_set_after_sharding_and_before_the_first_use(form: str) -> Non
 @pytest.mark.parametrize("form", ["orig", "rows"])
 @on_ranks(2)
 def test_different_ones_for_parameters_that_are_sharded_together_are_an_error(form: str) -> None:
-    model = sharded(Weights(grad_dtype=None), form)
+    model = sharded(Weights(grad_dtype=BRAIN), form)
     next(model.parameters()).grad_dtype = SINGLE
     with pytest.raises(
         ValueError, match=r"different values of grad_dtype after sharding \(torch.bfloat16, torch.float32"
