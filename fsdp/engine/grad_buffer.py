@@ -106,7 +106,7 @@ class GradientBuffer:
         self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
         self.was_scattered = self.sync is GradientSync.SHARDS
         self.sync, self.is_reduced = sync, sync is not GradientSync.NONE
-        self._fills_unused = fills_unused and self.is_reduced
+        self._fills_unused = fills_unused and self.is_reduced and self._expected > 0
         self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
         self.used = bytearray(len(self.used))
         self.times_taken, self.has_arrived, self.awaited = 0, False, ()

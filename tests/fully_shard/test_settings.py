@@ -203,6 +203,23 @@ def _fill_unused(model: Any) -> Found:
     return found | gradients(model)
 
 
+def half_frozen(wrap: Wrap) -> nn.Module:
+    """A frozen parameter beside trained ones, which has a handle of its own."""
+
+    def frozen(module: nn.Module) -> nn.Module:
+        if isinstance(module, OnlyFirst):
+            module[0].bias.requires_grad_(False)
+        return wrap(module)
+
+    return seeded(HalfUsed, frozen)
+
+
+@torchs_has("set_reduce_scatter_unused_params")
+@on_ranks(4)
+def test_frozen_parameters_get_none_over_replicas() -> None:
+    assert_alike(half_frozen, _fill_unused, mesh=(2, 2))
+
+
 @torchs_has("set_reduce_scatter_max_input_buffers")
 def test_more_reductions_in_flight_change_no_gradient(ranks: RankPool) -> None:
     ranks(2).run(assert_alike, uneven, _more_in_flight)
