@@ -424,6 +424,7 @@ class Pair:
     plain: nn.Module
     rng: random.Random
     step: int = 0
+    fills_unused: bool = False  # parameters that no rank has used get zeros
     optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -462,6 +463,11 @@ class Pair:
         if self.is_wrapper:
             return self.sharded.clip_grad_norm_(max_norm)
         return _whole(nn.utils.clip_grad_norm_(self.sharded.parameters(), max_norm))
+
+    def fill_unused(self, fills: bool) -> None:
+        self.fills_unused = fills
+        if not self.is_wrapper:
+            self.sharded.set_reduce_scatter_unused_params(fills)
 
     def state(self) -> dict[str, Tensor]:
         return {name: _whole(value).detach().clone() for name, value in self.sharded.state_dict().items()}
@@ -507,6 +513,9 @@ class Pair:
 
     def end_step(self, clip: float | None = None) -> None:
         _fill_missing(self.sharded, self.plain)
+        for param in self.plain.parameters() if self.fills_unused else ():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(self.plain.parameters(), clip)
             self.same("gradient norm", self.clip(clip).detach(), norm)
@@ -613,6 +622,7 @@ def two_forwards(pair: Pair) -> None:
 
 def toggle(pair: Pair) -> None:
     """Parameters are frozen while a graph exists: for a second forward, or for backward."""
+    pair.fill_unused(False)  # it would depend on when they are frozen
     listed = [each for each in _listed(pair.sharded, pair.plain) if pair.rng.random() < 0.5]
     frozen = {pair.sharded: [one for one, _ in listed], pair.plain: [twin for _, twins in listed for twin in twins]}
     order, reference = pair.rng.choice(("together", "first", "second", "backward")), pair.rng.random() < 0.3
@@ -857,6 +867,23 @@ def local_state(pair: Pair) -> None:
     pair.sharded.load_local_state_dict(saved)
 
 
+def change_settings(pair: Pair) -> None:
+    """Settings of `fully_shard`'s modules, which change when they communicate, and what unused parameters get."""
+    from fsdp import FSDPModule
+
+    if pair.is_wrapper:
+        return
+    units: list[Any] = [module for module in pair.sharded.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(pair.rng.random() < 0.5, recurse=False)
+        unit.set_reshard_after_backward(pair.rng.random() < 0.5, recurse=False)
+    pair.rng.choice(units).set_modules_to_forward_prefetch(pair.rng.sample(units, 1))
+    pair.rng.choice(units).set_modules_to_backward_prefetch(pair.rng.sample(units, 1))
+    pair.sharded.set_keep_unsharded_storage(pair.rng.random() < 0.5)
+    pair.sharded.set_reduce_scatter_max_input_buffers(pair.rng.choice((1, 3)))
+    pair.fill_unused(pair.rng.random() < 0.5)
+
+
 def discard(pair: Pair) -> None:
     """Gradients are accumulated and thrown away."""
     with pair.no_sync():
@@ -889,6 +916,7 @@ OPERATIONS = (
     "save_and_load",
     "local_state",
     "discard",
+    "change_settings",
 )
 
 
