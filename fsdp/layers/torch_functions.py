@@ -179,7 +179,7 @@ def _models_of(
 
 def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
     parts = map(MeshPart.of, params)
-    return math.isinf(float(norm_type)) or len({None if part is None else part.mesh for part in parts}) > 1
+    return not 0 < float(norm_type) < math.inf or len({None if part is None else part.mesh for part in parts}) > 1
 
 
 def _parameters(runtime: Runtime) -> list[nn.Parameter]:

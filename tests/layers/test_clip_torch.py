@@ -122,6 +122,20 @@ def _rows(module: nn.Module) -> nn.Module:
     return fsdp.fully_shard(module)
 
 
+@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf])
+@on_ranks(2)
+def test_orders_that_are_not_positive_are_an_error_on_every_rank(norm_type: float) -> None:
+    models = [nested_mlp(fully_sharded(**options)) for options in FORMS]
+    rows = nn.Linear(5, 1)  # of which the second rank has nothing, and a norm of order -inf is an error there
+    fsdp.fully_shard(rows)
+    for model in (*models, rows):
+        model(torch.randn(2, 5)).sum().backward()
+        with pytest.raises(ValueError, match="norm_type must be positive"):
+            clip_grad_norm_(model.parameters(), 1.0, norm_type)
+        with pytest.raises(ValueError, match="norm_type must be positive"):
+            get_total_norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
+
+
 @on_ranks(2)
 def test_what_is_not_finite_or_not_reduced_is_an_error_on_every_rank() -> None:
     model, _ = twins()
