@@ -1,5 +1,8 @@
 """In-place writes to a part of a sharded `DTensor`, such as ``weight[1].zero_()``, update the ranks' local tensors.
 
+In-place functions of several tensors (``torch._foreach_mul_``) raise the version counters of `DTensor`s, as they do
+for other tensors. torch (2.13) does not count them; an all-gather from before the write would be used.
+
 If a part lies along a sharded dimension, torch gathers it into a new tensor; in-place writes to that tensor are lost
 (seen with torch 2.13). `GatheredPart` keeps a reference to its source. An in-place operation runs on every rank,
 as all operations on `DTensor`s do; afterwards each rank copies the elements that it holds back to its local tensor.
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
@@ -22,7 +26,23 @@ from fsdp.distributed.dtensor import MeshPart, arrived, held_part
 aten = torch.ops.aten
 _VIEWS = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.diagonal.default)
 _EYES = (aten.eye.out, aten.eye.m_out)
+_FOREACH = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
 LEAST_TORCH = "2.13"  # before, subclasses of `DTensor` were not dispatched to (seen with torch 2.11)
+
+
+@cache
+def count_foreach() -> None:
+    """Register the handlers of in-place functions of several tensors. Once a process."""
+    packets = [getattr(aten, name) for name in _FOREACH]
+    operations = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    # private: torch's table of operations with a handler of their own (torch 2.11 to 2.15)
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(operations, _foreach))
+
+
+def _foreach(op: Any, args: Any, kwargs: Any) -> Any:
+    found = _by_torch(op, args, kwargs)
+    increment_version(args[0])
+    return found
 
 
 @cache

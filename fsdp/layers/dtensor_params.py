@@ -35,7 +35,7 @@ from fsdp.distributed.dtensor import (
     set_local_part,
 )
 from fsdp.distributed.gather_extension import around, inner_of, values_of
-from fsdp.distributed.gathered_part import write_parts_through
+from fsdp.distributed.gathered_part import count_foreach, write_parts_through
 from fsdp.engine.counted_data import counted
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.ignored import Ignored
@@ -56,6 +56,7 @@ def teach_dtensor() -> None:
     """
     DTensor.data_ptr = _no_address  # type: ignore[assignment]
     write_parts_through(_lies_in_a_shard)
+    count_foreach()
     torchs = DTensor.__deepcopy__
 
     @wraps(torchs)

@@ -119,15 +119,28 @@ def test_written_parameters_are_computed_with(write: Write, form: str, kept: boo
     assert_close_state(full_state(model), plain.state_dict())
 
 
+def halve_each(params: list[Any]) -> None:
+    for param in params:
+        param.detach().mul_(0.5)
+
+
+def halve_together(params: list[Any]) -> None:
+    torch._foreach_mul_([param.detach() for param in params], 0.5)
+
+
+@pytest.mark.parametrize("halve", [halve_each, halve_together])
 @parametrize_pairs(form=FORMS[1:], grad=[False, True], world_size=[1, 2, 3])
 @on_ranks("world_size")
-def test_a_forward_writes_parameters_of_units_that_it_calls_afterwards(form: str, grad: bool) -> None:
-    # As RWKV does in its first forward in eval(). The all-gather of the first such unit is in flight by then.
+def test_a_forward_writes_parameters_of_units_that_it_calls_afterwards(
+    form: str, halve: Callable[[list[Any]], None], grad: bool
+) -> None:
+    # As RWKV does in its first forward in eval(), and MoCo for the averages of its other encoder. The all-gather of
+    # the first such unit is in flight by then.
     written: dict[nn.Module, list[Any]] = {}
 
     def halve_first(own: nn.Module, x: Tensor) -> Tensor:
-        for param in written.get(own, ()):
-            param.detach().mul_(0.5)
+        if own in written:
+            halve(written[own])
         return own.exit(torch.tanh(own.inner(x)))  # type: ignore[no-any-return, operator]
 
     def made() -> nn.Module:
