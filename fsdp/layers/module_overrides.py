@@ -56,11 +56,17 @@ def move_values(module: nn.Module, device: torch.device) -> None:
 
 
 def refuse_shared_modules(module: nn.Module) -> None:
-    """Raise ValueError if `module` uses a module without the unit that took its parameters."""
+    """Raise ValueError if another unit has taken over parameters of `module`, or of a module in it."""
     for submodule in own_modules(module):
         guarding = submodule.__dict__.get("_apply")
         if isinstance(guarding, Conversions) and not guarding.unit.holds_nothing:
             owner, kind = guarding.unit, type(submodule).__name__
+            around = [clean_name(name) for name, found in _named_modules(owner.module) if found is module]
+            if around and around[0]:
+                raise ValueError(
+                    f"{around[0]} is inside of {owner.name}, a unit that has taken over the parameters of the modules "
+                    "in it already. Wrap or shard inner modules before the modules around them."
+                )
             here = [clean_name(name) or kind for name, found in _named_modules(module) if found is submodule]
             there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
             raise ValueError(

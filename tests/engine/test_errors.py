@@ -93,6 +93,16 @@ def test_a_module_that_is_wrapped_already() -> None:
     step(model)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+def test_a_module_inside_of_one_that_is_wrapped_already(options: dict[str, Any]) -> None:
+    model = nn.Sequential(layers(), nn.Linear(3, 3))
+    inner = model[0]
+    wrapped = wrap_alone(model, **options)
+    with pytest.raises(ValueError, match=r"^0 is inside of Sequential, .*Wrap or shard inner modules before"):
+        wrap_alone(inner, **options)
+    assert wrapped.module.module[0] is inner
+
+
 def test_parameters_that_somebody_else_flattened() -> None:
     with pytest.raises(ValueError, match="flat"):
         wrap_alone(nn.Sequential(FlattenParamsWrapper(nn.Linear(5, 3))))

@@ -223,6 +223,15 @@ def test_a_wrapper_around_what_is_sharded() -> None:
 
 
 @on_ranks(1)
+def test_a_module_inside_of_one_that_is_sharded_already() -> None:
+    model = nn.Sequential(linear(), nn.Sequential(nn.Linear(3, 3)))
+    for module in (fsdp.fully_shard(model)[1], model[1][0]):  # type: ignore[index]
+        with pytest.raises(ValueError, match=r"^1(\.0)? is inside of Sequential, .*Wrap or shard inner modules before"):
+            fsdp.fully_shard(module)
+        assert not isinstance(module, FSDPModule)
+
+
+@on_ranks(1)
 def test_reshard_in_the_middle_of_a_forward() -> None:
     model = fsdp.fully_shard(Resharding(5, 3))
     with pytest.raises(RuntimeError, match=r"cannot reshard .* in the middle of its forward"):
