@@ -191,6 +191,52 @@ def test_a_backward_inside_of_a_checkpointed_unit_leaves_it_whole() -> None:
 # Results that leave a unit by another way than its output
 
 
+class Adjoint(torch.autograd.Function):
+    """An explicit Euler method whose backward calls the module again, and asks for the gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, inputs: Tensor, *params: Tensor) -> Tensor:
+        state = inputs.detach()
+        for _ in range(3):
+            state = state + 0.1 * module(state)
+        ctx.module = module
+        ctx.save_for_backward(state, *params)
+        return state
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (adjoint,), (state, *params) = gradients, ctx.saved_tensors
+        sums = [torch.zeros_like(param) for param in params]
+        for _ in range(3):
+            state = state.detach().requires_grad_()
+            with torch.enable_grad():
+                slope = ctx.module(state)
+            change, *found = torch.autograd.grad(slope, [state, *params], adjoint, allow_unused=True)
+            state, adjoint = state - 0.1 * slope.detach(), adjoint + 0.1 * change
+            sums = [total if new is None else total + 0.1 * new for total, new in zip(sums, found, strict=True)]
+        return None, adjoint, *sums
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Adjoint.apply(self.slope, inputs, *self.slope.parameters())  # type: ignore[no-any-return]
+
+
+def _flow(wrap: Wrap) -> nn.Module:
+    return wrap(seeded(lambda: nn.Sequential(nn.Linear(5, 5), wrap(Flow()), nn.Linear(5, 5))))
+
+
+@on_ranks(2)
+def test_the_adjoint_method_inside_of_a_unit() -> None:
+    for options in EVERY_FORM[::3]:
+        assert_trains_like_plain(_flow, once, backward_twice, options=options)
+    assert_trains_as_plain(_flow, once, backward_twice)
+
+
 class Aside(nn.Module):
     """A unit of which nothing that it returns shows what there is to differentiate."""
 
