@@ -53,8 +53,10 @@ def new_runtime(root: Unit, *, bucket_bytes: int) -> Runtime:
 def follow_grad_dtypes(handles: Iterable[FlatParamHandle]) -> None:
     """Keep gradients in the `grad_dtype` that a user has set on sharded parameters."""
     for handle in handles:
-        dtypes = {param.grad_dtype or param.dtype for param in handle.listed_params}
-        if dtypes == {handle.kept_grad_dtype}:
+        # The all-gather refuses a parameter whose `.data` was replaced by a tensor of another dtype.
+        listed = [param for param in handle.listed_params if param.dtype == handle.flat_param.dtype]
+        dtypes = {param.grad_dtype or param.dtype for param in listed}
+        if dtypes <= {handle.kept_grad_dtype}:
             continue
         if len(dtypes) > 1:
             raise ValueError(
