@@ -1,7 +1,8 @@
 """In-place writes to a part of a sharded `DTensor`, such as ``weight[1].zero_()``, update the ranks' local tensors.
 
-In-place functions of several tensors (``torch._foreach_mul_``) raise the version counters of `DTensor`s, as they do
-for other tensors. torch (2.13) does not count them; an all-gather from before the write would be used.
+During a forward or backward, in-place functions of several tensors (``torch._foreach_mul_``) raise the version counters
+of `DTensor`s, as they do for other tensors. torch (2.13) does not count them, and an all-gather from before the write
+would be used.
 
 If a part lies along a sharded dimension, torch gathers it into a new tensor; in-place writes to that tensor are lost
 (seen with torch 2.13). `GatheredPart` keeps a reference to its source. An in-place operation runs on every rank,
@@ -31,18 +32,22 @@ LEAST_TORCH = "2.13"  # before, subclasses of `DTensor` were not dispatched to (
 
 
 @cache
-def count_foreach() -> None:
-    """Register the handlers of in-place functions of several tensors. Once a process."""
+def count_foreach(is_needed: Callable[[], bool]) -> None:
+    """Register the handlers of in-place functions of several tensors, which count while it `is_needed`. Once a process.
+
+    A version counter takes half a microsecond for each tensor, which would be noticed in the steps of optimizers.
+    """
+
+    def foreach(op: Any, args: Any, kwargs: Any) -> Any:
+        found = _by_torch(op, args, kwargs)
+        if is_needed():
+            increment_version(args[0])
+        return found
+
     packets = [getattr(aten, name) for name in _FOREACH]
     operations = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     # private: torch's table of operations with a handler of their own (torch 2.11 to 2.15)
-    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(operations, _foreach))
-
-
-def _foreach(op: Any, args: Any, kwargs: Any) -> Any:
-    found = _by_torch(op, args, kwargs)
-    increment_version(args[0])
-    return found
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(operations, foreach))
 
 
 @cache
