@@ -67,6 +67,11 @@ class ShardValues:
         Raises:
             ValueError: if it has another shape or `requires_grad`, or no values.
         """
+        self.check(slot, value)
+        self.store(slot, value)
+
+    def check(self, slot: int, value: nn.Parameter) -> None:
+        """Raise ValueError for a value without values, or with another `requires_grad` than the parameter."""
         name, listed = self._layout.slots[slot].name, self._orig_params
         if value.is_meta:
             raise ValueError(f"{name} has no values now: what was assigned is on meta")
@@ -75,7 +80,6 @@ class ShardValues:
                 f"{name} has requires_grad={value.requires_grad} now: set that on the parameters that the sharded "
                 "model lists, not on a new value"
             )
-        self.store(slot, value)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
         """Let `read` write this rank's shard of a parameter, if any; it gets the shard and its first number."""

@@ -381,9 +381,12 @@ class _Summoned:
         kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
 
         def keep(handle: FlatParamHandle, slot: int) -> None:
+            if form.rank0_only and (handle, slot) not in changed:
+                # Not stored: the other ranks would still use parameters that are unsharded, and this rank would not.
+                handle.values.check(slot, handle.presentation.replacement(slot))
+                return
             keep_value(handle, slot)
-            if (handle, slot) in changed:
-                kept[handle, slot] = params[handle][slot]
+            kept[handle, slot] = params[handle][slot]
 
         problems: list[str] = []
         try:

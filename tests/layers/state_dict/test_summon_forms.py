@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, ShardingStrategy, TrainingState, get_fsdp_instances
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
@@ -77,6 +77,20 @@ def test_the_model_trains_on_with_what_the_first_rank_has_changed() -> None:
         one(torch.ones(2, 5)).sin().sum().backward()
         optimizer.step()
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+
+@on_ranks(2)
+def test_units_that_are_unsharded_on_all_ranks_stay_so_if_the_first_rank_changes_others() -> None:
+    """Storing an unchanged parameter on the first rank alone would make this rank wait for an all-gather."""
+    plain, model = pair(sharding_strategy=ShardingStrategy.SHARD_OPTIM_GRADS)
+    with torch.no_grad():
+        plain.entry.weight.fill_(0.5)  # type: ignore[operator, union-attr]
+        with model.summon_full_params(rank0_only=True):
+            if dist.get_rank() == 0:
+                model.module.entry.weight.fill_(0.5)
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    inputs = torch.ones(2, 5)
+    torch.testing.assert_close(model(inputs), plain(inputs))
 
 
 @on_ranks(4)
