@@ -152,6 +152,7 @@ class _Parked(ParkedTensors):
                 self.undo.callback(setattr, unit, "buffers", unit.buffers)
                 unit.buffers = Buffers((), None)  # nothing to cast for a state dict: they have their own precision
             for handle in handles:
+                handle.values.touch()  # a graph from before is refused on all ranks, whichever get other addresses
                 flat_param, vector = handle.flat_param, handle.flat_param.vector
                 self.undo.callback(setattr, flat_param, "_vector", vector)
                 flat_param._vector = host_values(vector)

@@ -208,6 +208,20 @@ def test_parts_are_parked_alone(tmp_path: Path) -> None:
         fsdp.park(nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("kind", ["flat", "orig", "rows", "kept", "replicated"])
+@on_ranks(2)
+def test_the_graph_of_a_forward_before_is_refused_on_all_ranks(kind: str, tmp_path: Path) -> None:
+    """Also where a rank gets memory at the same addresses again, as it does if nothing was freed on the host."""
+    model = talk(KINDS[kind][0])
+    for place in ("host", tmp_path):
+        loss = model(torch.zeros(1, 2, dtype=torch.int64)).sum()
+        with fsdp.parked(model, to=place):
+            pass
+        with pytest.raises(RuntimeError, match=r"between forward and backward|modified by an inplace operation"):
+            loss.backward()
+    backward(model, 0)
+
+
 @on_ranks(2)
 def test_parking_twice_changes_nothing_and_contexts_bring_back_only_their_own(tmp_path: Path) -> None:
     model = talk(flat)
