@@ -241,7 +241,12 @@ class Placements:
         """
         named = ShardingStrategy.of(strategy)
         value = _NAMED[named or ShardingStrategy.FULL_SHARD]
-        if not value.reshard_after_forward or value.keeps_unsharded:
+        if named is not None and (not value.reshard_after_forward or value.keeps_unsharded):
+            if type(reshard_after_forward) is not bool:
+                raise ValueError(
+                    f"sharding_strategy={named.name} keeps parameters unsharded after forward, and "
+                    f"reshard_after_forward={reshard_after_forward!r} does not: leave one of the two out"
+                )
             return value
         if named is not None and named in _KEPT and not reshard_after_forward:
             raise ValueError(

@@ -370,6 +370,11 @@ def precision_of(policy: Any) -> Precision:
         TypeError: for another object.
         ValueError: for a dtype that cannot be used for training.
     """
+    if isinstance(policy, MixedPrecision):
+        raise TypeError(
+            "mp_policy must be a MixedPrecisionPolicy, got a MixedPrecision, which belongs to the wrapper: pass "
+            "fsdp.MixedPrecisionPolicy(param_dtype=...), or use FullyShardedDataParallel for the other fields"
+        )
     if not all(hasattr(policy, name) for name in (*_POLICY_DTYPES, "cast_forward_inputs")):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got a {type(policy).__name__}")
     for name in _POLICY_DTYPES:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, OwnedOptimizer, fully_shard
+from fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, OwnedOptimizer, fully_shard
 from fsdp.distributed.dtensor import full_tensor
 from tests.helpers.dtypes import BRAIN, DOUBLE, SINGLE
 from tests.helpers.forms import FORMS, sharded
@@ -128,7 +128,7 @@ def test_a_reduce_dtype_sends_them_in_another_dtype(form: str) -> None:
     torch.manual_seed(0)
     model: Any = Weights()
     if form == "rows":
-        fully_shard(model, mp_policy=MixedPrecision(reduce_dtype=BRAIN))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=BRAIN))
     else:
         model = sharded(model, form, mixed_precision=MixedPrecision(reduce_dtype=BRAIN))
     backward(model, 1 + TINY)
@@ -152,8 +152,9 @@ def test_gradients_of_any_dtype_stay_in_the_dtype_of_their_reduction(
     form: str, reduce_dtype: torch.dtype | None
 ) -> None:
     torch.manual_seed(0)
-    precision: Any = MixedPrecision(reduce_dtype=reduce_dtype)
-    options = {"mp_policy": precision} if form == "rows" else {"mixed_precision": precision}
+    options: dict[str, Any] = {"mixed_precision": MixedPrecision(reduce_dtype=reduce_dtype)}
+    if form == "rows":
+        options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}
     model = sharded(Weights(grad_dtype=None), form, **options)
     backward(model, 1 + TINY)
     assert set(gradients(model)) == {reduce_dtype or BRAIN, BRAIN}

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchsOffload
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp
-from fsdp import FSDPModule, FullyShardedDataParallel
+from fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision
 from tests.helpers.dtensor_twins import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.parity import fully_sharded
@@ -152,6 +152,7 @@ def test_ignored_parameters_stay_plain_and_apart() -> None:
         ({"mesh": (2, 2)}, TypeError, "mesh must be a DeviceMesh, of init_device_mesh.*got a tuple"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be a MixedPrecisionPolicy, got a dtype"),
         ({"mp_policy": None}, TypeError, "mp_policy must be a MixedPrecisionPolicy"),
+        ({"mp_policy": MixedPrecision()}, TypeError, "got a MixedPrecision, which belongs to"),
         ({"offload_policy": True}, TypeError, r"offload_policy must be CPUOffloadPolicy\(\) or OffloadPolicy\(\)"),
         ({"shard_placement_fn": third}, ValueError, r"Shard\(dim=2\) for weight, of shape \[3, 5\]"),
         ({"shard_placement_fn": replicated}, ValueError, r"must be Shard\(dim\)"),

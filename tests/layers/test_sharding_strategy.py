@@ -276,6 +276,16 @@ def test_a_strategy_that_reshards_after_forward_cannot_keep_parameters(strategy:
         wrapped(process_group=Alone(), sharding_strategy=strategy, reshard_after_forward=False)
 
 
+@pytest.mark.parametrize("strategy", [GRAD, ShardingStrategy.SHARD_OPTIM, ShardingStrategy.SHARD_OPTIM_GRADS])
+@pytest.mark.parametrize("after_forward", ["host", 2])
+def test_a_strategy_that_keeps_parameters_cannot_reshard_them(strategy: ShardingStrategy, after_forward: Any) -> None:
+    message = (
+        f"{strategy.name} keeps parameters unsharded after forward, and reshard_after_forward={after_forward!r} does"
+    )
+    with pytest.raises(ValueError, match=message):
+        wrapped(process_group=Alone(), sharding_strategy=strategy, reshard_after_forward=after_forward)
+
+
 @pytest.mark.parametrize("strategy", [FULL, GRAD, NONE], ids=lambda strategy: strategy.name)
 @on_ranks(2)
 def test_two_groups_are_for_hybrid_sharding(strategy: ShardingStrategy) -> None:
