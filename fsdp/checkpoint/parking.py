@@ -209,8 +209,6 @@ def _park(
         if "parameters" not in before:
             if "parameters" in wanted:
                 undo.enter_context(buffers_in_own_precision([unit for _, unit in units_in(root)]))
-            for handle in runtime.handles:
-                handle.absorb()
             runtime.release()
         ours.extend(_found(wanted, root, optimizers, to))
         for one in ours:

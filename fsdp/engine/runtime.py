@@ -651,7 +651,13 @@ class Runtime:
             unit.runtime = None
 
     def release(self) -> None:
-        """Free the parameters that are kept between passes, except the shards."""
+        """Free the parameters that are kept between passes, except the shards, which get the values that were written.
+
+        Raises:
+            RuntimeError: for written values that cannot be stored.
+        """
+        for handle in self.handles:
+            handle.absorb()
         for unit in self.units:
             unit.release()
         self._settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -323,6 +324,22 @@ def test_what_is_written_between_unshard_and_reshard_is_kept(mesh: tuple[int, ..
     model.reshard()
     assert_close_state(full_state(model), plain.state_dict())
     assert_close(model(_inputs()), plain(_inputs()))
+
+
+@on_ranks(2)
+def test_what_is_written_to_unsharded_parameters_is_in_state_dicts_and_copies() -> None:
+    plain, model = _net(), _net()
+    fully_shard(model)
+    with torch.no_grad():
+        model(_inputs())  # which leaves the outermost module unsharded
+        for each in (model, plain):
+            each.exit.bias.fill_(3.0)
+    assert_close_state(full_state(model), plain.state_dict())
+    with torch.no_grad():
+        for each in (model, plain):
+            each.exit.bias.fill_(4.0)
+    assert_close_state(full_state(copy.deepcopy(model)), plain.state_dict())
+    assert_close_state(full_state(model), plain.state_dict())
 
 
 @needs_dispatch

@@ -144,6 +144,18 @@ def test_what_users_put_in_the_place_of_a_parameter_is_copied(options: dict[str,
 # Other things to copy
 
 
+@every_form
+@on_ranks(2)
+def test_what_users_write_to_unsharded_parameters_is_copied(options: dict[str, Any]) -> None:
+    model: Any = FullyShardedDataParallel(nn.Linear(5, 3), reshard_after_forward=False, **options)
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    with torch.no_grad():
+        model.module.module.weight.fill_(7.0)
+    assert copy.deepcopy(model).state_dict()["weight"].eq(7.0).all()
+    assert model.state_dict()["weight"].eq(7.0).all()
+
+
 @parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
 @on_ranks(2)
 def test_a_parent_is_copied_with_the_wrapped_models_in_it(travel: Travel, options: dict[str, Any]) -> None:
