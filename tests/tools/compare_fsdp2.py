@@ -70,6 +70,10 @@ DIFFERENCES = {
     "FSDPModule.set_manual_backward_finalization": "as `set_is_last_backward(False)`",
     "FSDPModule.set_is_last_backward": "each backward leaves complete gradients; False makes `parameters()` list "
     "unsharded parameters while gradients accumulate",
+    "FSDPModule.set_reshard_after_backward": "an optimizer step frees parameters that stay unsharded; torch's compute "
+    "with the values from before it until they are resharded",
+    "FSDPModule.set_requires_gradient_sync": "`zero_grad()` drops gradients that have accumulated unsharded, which "
+    "torch's keep; a step or clipping that would leave them out is an error",
     "FSDPModule.set_force_sum_reduction_for_comms": "does nothing: all collectives sum",
     "FSDPModule.set_all_reduce_hook": "the gradient is the average in every dtype; modules in one bucket are called in "
     "their order in the model",

@@ -1,0 +1,20 @@
+"""Random sequences of calls find the same as with torch's `fully_shard` (`tests.tools.compare_calls`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.on_ranks import on_ranks
+from tests.tools.compare_calls import CALLS, Calls, difference
+
+
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(2, 4)
+def test_random_sequences_of_calls_find_the_same_as_with_torchs(seed: int, world_size: int) -> None:
+    assert not difference(Calls.of_seed(seed, world_size))
+
+
+def test_a_sequence_follows_from_its_seed_and_all_calls_occur() -> None:
+    sequences = [Calls.of_seed(seed, 4) for seed in range(100)]
+    assert sequences == [Calls.of_seed(seed, 4) for seed in range(100)]
+    assert {name for one in sequences for name, _ in one.calls} == set(CALLS)
