@@ -97,7 +97,7 @@ class Precision:
     full_in_eval: bool = False
     grads: torch.dtype | None = None  # of the shards' gradients, between backward and step
     required: torch.dtype | None = None  # of the parameters that are trained
-    reduces_in_own: bool = False  # without `reduce`, gradients are sent in the dtype of the shards', not in `compute`
+    reduces_in_own: bool = False  # without `reduce`, gradients are sent in `grads` or the parameters' own dtype
     override: Callable[[nn.Parameter], torch.dtype | None] | None = None  # a user's, see `leaves`
 
     def describe(self) -> dict[str, str]:
