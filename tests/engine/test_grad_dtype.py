@@ -114,6 +114,17 @@ def test_they_are_offloaded_in_it(form: str) -> None:
     assert_wide(model, 1 + TINY)
 
 
+@pytest.mark.parametrize("form", ["flat", "orig"])
+@on_ranks(2)
+def test_changes_of_the_first_rank_to_summoned_gradients_are_sent_in_it(form: str) -> None:
+    model = model_of(form)
+    backward(model, 1.0)
+    with model.summon_full_params(with_grads=True, rank0_only=True):
+        for param in model.parameters() if dist.get_rank() == 0 else ():
+            param.grad += TINY
+    assert_wide(model, 1 + TINY)
+
+
 @on_ranks(4)
 def test_they_are_summed_over_replicas_in_it() -> None:
     torch.manual_seed(0)

@@ -433,13 +433,13 @@ class _Summoned:
         return list(problems)
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
-        """Return a tensor of the first rank's on all; of a `DTensor` its local part, on the ranks of that."""
+        """Return a gradient of the first rank's on all; of a `DTensor` its local part, on the ranks of that."""
         shape, device, part = handle.layout.slots[slot].shape, handle.storage.device, handle.flat_param.parts[slot]
         if value is None or not self._is_here:
-            tensor = torch.empty(shape, dtype=handle.flat_param.dtype, device=device)
+            tensor = torch.empty(shape, dtype=handle.kept_grad_dtype, device=device)
         else:
             local = value if part is None else part.gradient(value)
-            tensor = local.detach().to(device, handle.flat_param.dtype).reshape(shape).contiguous()
+            tensor = local.detach().to(device, handle.kept_grad_dtype).reshape(shape).contiguous()
         tensor = sent_by_first(self._unit.everyone, tensor)
         return tensor if part is None else part.dtensor(tensor)
 
