@@ -36,10 +36,10 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.layers import on_demand
 from fsdp.layers.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
-from fsdp.layers.managed_params import ddp_message, group
+from fsdp.layers.managed_params import Found, MakeFlatParam, ddp_message, group
 from fsdp.layers.module_overrides import unswapped
 from fsdp.layers.options import MixedPrecisionPolicy, OffloadPolicy, Options, is_offloaded, precision_of
-from fsdp.layers.shard_module import ALIGNED, Found, MakeFlatParam, refuse_fake_tensors, shard_module
+from fsdp.layers.shard_module import ALIGNED, refuse_fake_tensors, shard_module
 from fsdp.layers.sharding_strategy import Groups, group_apart, mesh_of_all
 from fsdp.layers.shared_params import share, split_off, tie_assigned
 
@@ -236,7 +236,7 @@ class DTensorForm:
         self._placement_of, self._mp_policy = placement_of, mp_policy
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
 
-    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
         for param, places in found.items():
             name = places[0].fqn
             if param.dim() == 0 and self._replicas > 1:
@@ -250,6 +250,7 @@ class DTensorForm:
             self._dims[name] = self._dim_of(name, param)
         for param in tied:
             split_off(param, lender_of(param))
+        return found
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         from fsdp.layers.dtensor_params import DTensorParams  # imports DTensor, which takes a second

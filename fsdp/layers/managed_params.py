@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +15,40 @@ from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
 from fsdp.engine.originals import lender_of, owner_of, taken_by, taken_over
 from fsdp.engine.precision import check_dtype
+from fsdp.engine.shard import Shard
+from fsdp.engine.unit import Unit
 
 Places = list[ParamInfo]
+Found = dict[nn.Parameter, Places]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
+# `FlatParameter.shard_of` of some parameters, with ranks and storage settled; keywords say what is different.
+MakeFlatParam = Callable[..., FlatParameter]
+
+
+class Sharder(Protocol):
+    """Shards the parameters of a unit."""
+
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
+        """Return the parameters to shard; share tied parameters with inner units.
+
+        Raises:
+            NotImplementedError, RuntimeError, ValueError: for parameters that do not support this form.
+        """
+
+    def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
+        """Shard the parameters, and take them out of their modules."""
 
 
 def collect(
     module: nn.Module,
     ignored: Ignored | None = None,
-    tied: dict[nn.Parameter, Places] | None = None,
+    tied: Found | None = None,
     claimed: Collection[tuple[nn.Module, str]] = (),
     *,
     with_values: bool = True,
     takes_all: bool = False,
     takes_bytes: bool = False,
-) -> dict[nn.Parameter, Places]:
+) -> Found:
     """Return the parameters below `module` that belong to no inner unit, each with every place where it is used.
 
     Places of inner units (`claimed`) are excluded. Parameters of another unit that can be shared are added to `tied`,
@@ -41,7 +61,7 @@ def collect(
             by its memory only, because a tie would be lost; if a parameter has hooks, or is a DTensor without a part
             on this rank.
     """
-    found: dict[nn.Parameter, Places] = {}
+    found: Found = {}
     for prefix, submodule in module.named_modules():
         for name, param in submodule._parameters.items():
             fqn = clean_name(f"{prefix}.{name}" if prefix else name)
@@ -98,7 +118,7 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
         )
 
 
-def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
+def _refuse_aliases(found: Found) -> None:
     seen: dict[int, Places] = {}
     for param, places in found.items():
         if is_packed(param) and type(param) is not nn.Parameter:
@@ -161,7 +181,7 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
 
 
 def group(
-    params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
+    params: Found, kind: Callable[[Places], Hashable], key: GroupKey | None
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
     """Group parameters that can share a flat parameter: with equal dtypes, device, `requires_grad`, key and usage.
 
@@ -208,7 +228,7 @@ def text_of_key(key: Hashable) -> str:
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
 
 
-def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
+def names_of(params: Sequence[nn.Parameter], places: Found) -> list[str]:
     """Return the names of parameters at their first places."""
     return [places[param][0].fqn for param in params]
 

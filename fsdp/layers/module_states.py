@@ -18,18 +18,18 @@ from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.unit import own_modules
 from fsdp.layers.deferred_init import Place, Uninitialized
-from fsdp.layers.managed_params import Places
+from fsdp.layers.managed_params import Found
 from fsdp.layers.verify import agree_on_plan
 
 
 @during("FullyShardedDataParallel(sync_module_states=True)")
 def take_states_of_first(
     module: nn.Module,
-    found: dict[nn.Parameter, Places],
+    found: Found,
     ignored: Ignored,
     ranks: Sequence[Communicator],
     device: torch.device,
-) -> dict[nn.Parameter, Places]:
+) -> Found:
     """Collective. Broadcast the values of rank 0 to a module before wrapping, one tensor at a time.
 
     A rank needs no additional memory, or memory for the largest tensor if it is on a different device or not

@@ -1,12 +1,13 @@
 """Frozen parameters that are sharded as bytes: vectors of bytes stand in for them while a unit is made.
 
-`StandIns` create these vectors. `PackedParameters` are the unsharded parameters in their own form, around one buffer.
+`PackedForm` makes these vectors. `PackedParameters` are the unsharded parameters in their own form, around one buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit
 from fsdp.engine.unsharded_params import UnshardedParameters
 from fsdp.engine.user_attributes import attributes_of, give_attributes
-from fsdp.layers.managed_params import Places
+from fsdp.layers.managed_params import Found, MakeFlatParam, Sharder
 from fsdp.layers.packing import ALIGNED, Packing
 
 
@@ -56,76 +57,46 @@ class PackedParameters(UnshardedParameters):
         return []  # the class of a parameter decides what its ``.data`` is
 
 
-class StandIns:
-    """Vectors of bytes in the place of parameters that a unit is about to shard.
+class PackedForm:
+    """The form of a unit with parameters that are sharded as bytes: vectors of bytes stand in for these.
 
     Args:
-        found: the parameters, with the places where they are used.
-        packed: the parameters of `found` that are sharded as bytes.
-
-    Attributes:
-        found: the same, with a stand-in for each parameter that is sharded as bytes.
-        packings: the form of each, by its stand-in.
+        form: the form of the unit.
+        packed: the parameters that are sharded as bytes.
     """
 
-    def __init__(self, found: Mapping[nn.Parameter, Places], packed: Sequence[nn.Parameter]) -> None:
-        self.found: dict[nn.Parameter, Places] = {}
-        self.packings: dict[nn.Parameter, Packing] = {}
+    def __init__(self, form: Sharder, packed: Iterable[nn.Parameter]) -> None:
+        self._form, self._packed = form, list(packed)
+        self._found: Found = {}  # with the stand-ins
+        self._packings: dict[nn.Parameter, Packing] = {}  # by its stand-in
         self._originals: list[tuple[nn.Parameter, nn.Parameter]] = []
-        ids = set(map(id, packed))
+
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
+        """Return the parameters with a stand-in for each that is sharded as bytes."""
+        ids = set(map(id, self._packed))
         for param, places in found.items():
-            self.found[self._stand_in(places[0].fqn, param) if id(param) in ids else param] = places
+            self._found[self._stand_in(places[0].fqn, param) if id(param) in ids else param] = places
+        return self._form.prepare(self._found, tied, module)
 
     def _stand_in(self, name: str, param: nn.Parameter) -> nn.Parameter:
         packing = Packing(name, param)
         made = nn.Parameter(packing.pack_form(param), requires_grad=False)
         own = vars(packing.unpack(made.detach()))  # inner tensors among them
         give_attributes(made, {key: value for key, value in attributes_of(param).items() if key not in own})
-        self.packings[made] = packing
+        self._packings[made] = packing
         self._originals.append((param, made))
         return made
 
-    def follow(self, found: Mapping[nn.Parameter, Places]) -> None:
-        """Use the parameters of the same places and order that have taken the place of `found`."""
-        now = dict(zip(self.found, found, strict=True))
-        self.found = dict(found)
-        self.packings = {now[param]: packing for param, packing in self.packings.items()}
-        self._originals = [(param, now[stand_in]) for param, stand_in in self._originals]
-
-    def check(self, unit: Unit) -> None:
-        """Raise ValueError for parameters that a unit with mixed precision would have to cast."""
-        for stand_in, packing in self.packings.items():
-            packing.check_compute_dtype(unit.precision_at(self.found[stand_in]).compute)
-
-    def block_of(self, params: Sequence[nn.Parameter], how: Mapping[str, Any]) -> int:
-        """Return the number of elements that a flat parameter never divides: the user's, unless these are bytes.
-
-        A range of a flat shard has whole elements of any dtype, so that files contain integers as integers. Rows of
-        bytes are parts of classes, which files contain as bytes.
-
-        Args:
-            params: the parameters.
-            how: arguments of `FlatParameter.shard_of`.
+    def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
+        """Shard the parameters; those of bytes are unsharded in their own form.
 
         Raises:
-            ValueError: for rows of torch.uint8 beside bytes that are no whole blocks.
+            ValueError: for parameters that a unit with mixed precision would have to cast.
         """
-        block: int = how["block"]
-        if not any(param in self.packings for param in params):
-            return block
-        for param, dim in zip(params, how.get("dims", ()), strict=False):
-            if param not in self.packings:
-                named = (self.found[param][0].fqn, param.shape)
-                how["layout_type"].of([named], how["world_size"], dims=[dim], block=block)
-        return 1 if "dims" in how else ALIGNED
-
-    def described(self, flat_param: FlatParameter, params: Sequence[nn.Parameter]) -> FlatParameter:
-        """Return a flat parameter of these parameters, which knows their forms from now on."""
-        flat_param.packings = tuple(map(self.packings.get, params))
-        return flat_param
-
-    def settled(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return shards that unshard parameters of bytes in their own form, and record what became of these."""
+        self._follow(found)
+        for stand_in, packing in self._packings.items():
+            packing.check_compute_dtype(unit.precision_at(found[stand_in]).compute)
+        shards = self._form.shard(found, unit, partial(self._make, unit, make))
         for param, stand_in in self._originals:
             if (taken := taken_over(stand_in)) is not None:
                 note_stale(param, *taken[1:])
@@ -133,3 +104,38 @@ class StandIns:
             replace(shard, new_unsharded=PackedParameters) if any(shard.flat_param.packings) else shard
             for shard in shards
         ]
+
+    def _follow(self, found: Found) -> None:
+        """Use the parameters that have taken the places of those of `prepare`, in the same order."""
+        now = dict(zip(self._found, found, strict=True))
+        self._found = found
+        self._packings = {now[param]: packing for param, packing in self._packings.items()}
+        self._originals = [(param, now[stand_in]) for param, stand_in in self._originals]
+
+    def _make(self, unit: Unit, make: MakeFlatParam, params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
+        made = make(params, block=self._block_of(params, unit, how), **how)
+        made.packings = tuple(map(self._packings.get, params))
+        return made
+
+    def _block_of(self, params: Sequence[nn.Parameter], unit: Unit, how: Mapping[str, Any]) -> int:
+        """Return the number of elements that a flat parameter never divides: the user's, unless these are bytes.
+
+        A range of a flat shard has whole elements of any dtype, so that files contain integers as integers. Rows of
+        bytes are parts of classes, which files contain as bytes.
+
+        Args:
+            params: the parameters.
+            unit: their unit.
+            how: arguments of `FlatParameter.shard_of`.
+
+        Raises:
+            ValueError: for rows of torch.uint8 beside bytes that are no whole blocks.
+        """
+        block = unit.placements.block_numel
+        if not any(param in self._packings for param in params):
+            return block
+        world_size = how.get("world_size", unit.comm.world_size)
+        for param, dim in zip(params, how.get("dims", ()), strict=False):
+            if param not in self._packings:
+                how["layout_type"].of([(self._found[param][0].fqn, param.shape)], world_size, dims=[dim], block=block)
+        return 1 if "dims" in how else ALIGNED

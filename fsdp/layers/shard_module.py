@@ -10,7 +10,7 @@ that optimizers see and that modules list; a `ParamForm` defines them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,18 @@ from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.layers.flatten_params_wrapper import ShardedParamsWrapper
-from fsdp.layers.managed_params import GroupKey, Places, collect, device_of, group, is_packed, key_of, names_of
+from fsdp.layers.managed_params import (
+    Found,
+    GroupKey,
+    MakeFlatParam,
+    Sharder,
+    collect,
+    device_of,
+    group,
+    is_packed,
+    key_of,
+    names_of,
+)
 from fsdp.layers.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.layers.options import Options
 from fsdp.layers.sharding_strategy import Groups, group_to_reduce_over
@@ -43,12 +54,8 @@ if TYPE_CHECKING:
 # Only where no checkpoint of FairScale's flat shards is to be read or written.
 ALIGNED = 8
 
-Found = dict[nn.Parameter, Places]
-# `FlatParameter.shard_of` of some parameters, with ranks and storage settled; keywords say what is different.
-MakeFlatParam = Callable[..., FlatParameter]
 
-
-class ParamForm(Protocol):
+class ParamForm(Sharder, Protocol):
     """The form in which optimizers and modules see the parameters of a unit."""
 
     @property
@@ -70,12 +77,6 @@ class ParamForm(Protocol):
     @property
     def keeps_without_backward(self) -> bool:
         """Return whether units that are not resharded after a forward stay unsharded even without a backward."""
-
-    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
-        """Raise an error for parameters that do not support this form; share tied parameters with inner units."""
-
-    def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        """Shard the parameters, and take them out of their modules."""
 
 
 @torch.inference_mode(False)  # shards that are made in it could not be trained
@@ -137,13 +138,12 @@ def _shard_params(
         takes_bytes=True,
     )
     uncast = _uncast(options.precision, found | tied)
-    stand_ins = None
+    sharder: Sharder = form
     if packed := [param for param in found if is_packed(param, in_rows=form.lists_parts)]:
-        from fsdp.layers.packed_params import StandIns  # for quantised and integer parameters
+        from fsdp.layers.packed_params import PackedForm  # for quantised and integer parameters
 
-        stand_ins = StandIns(found, packed)
-        found = stand_ins.found
-    form.prepare(found, tied, module)
+        sharder = PackedForm(form, packed)
+    found = sharder.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
@@ -151,33 +151,23 @@ def _shard_params(
         from fsdp.layers.module_states import take_states_of_first  # which nothing but this option needs
 
         found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
-        if stand_ins is not None:
-            stand_ins.follow(found)
     unit = _make_unit(module, options, groups, device, ignored, form)
     unit.wanted, unit.uncast = wanted(tied), uncast
-    try:
-        for param, places in found.items():
-            unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
-            # Of `DTensor`s that stay what they are, `prepare` has checked the mesh.
-            for over in () if form.lists_parts else filter(None, (groups.shard, reduce_group, groups.replicate)):
-                check_ranks(places[0].fqn, param, over, device)
-        if stand_ins is not None:
-            stand_ins.check(unit)
+    new_storage = options.storage.storage_on(device)
+
+    def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
         from fsdp.layers.fingerprints import take_fingerprints  # a check, as those of the first use
 
-        new_storage = options.storage.storage_on(device)
+        comm, copies = unit.everyone
+        replicas = how.pop("replicas", copies.world_size)
+        how = {"rank": comm.rank, "world_size": comm.world_size, "block": unit.placements.block_numel, **how}
+        made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
+        take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
+        return made
 
-        def make(params: Sequence[nn.Parameter], **how: Any) -> FlatParameter:
-            comm, copies = unit.everyone
-            replicas, numel = how.pop("replicas", copies.world_size), unit.placements.block_numel
-            how = {"rank": comm.rank, "world_size": comm.world_size, "block": numel, **how}
-            how |= {} if stand_ins is None else {"block": stand_ins.block_of(params, how)}
-            made = FlatParameter.shard_of(params, names_of(params, found), storage=new_storage(), **how)
-            take_fingerprints(made, params, how["rank"], how["world_size"], replicas)
-            return made if stand_ins is None else stand_ins.described(made, params)
-
-        shards = form.shard(found, unit, make)
-        shards = shards if stand_ins is None else stand_ins.settled(shards)
+    try:
+        _check_params(found, unit, () if form.lists_parts else (groups.shard, reduce_group, groups.replicate))
+        shards = sharder.shard(found, unit, make)
     except BaseException:
         unit.withdraw()
         raise
@@ -185,6 +175,17 @@ def _shard_params(
     if device != params_are_on or options.compute_device is not None or lacks_values:
         (_move_buffers if form.lists_parts else move_values)(module, device)
     return unit, reduce_group, shards
+
+
+def _check_params(found: Found, unit: Unit, groups: Iterable[Group | None]) -> None:
+    """Raise an error for parameters that cannot be computed with, or are `DTensor`s over ranks of these groups.
+
+    `DTensor`s that stay what they are need no check: `prepare` has checked their mesh.
+    """
+    for param, places in found.items():
+        unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+        for over in filter(None, groups):
+            check_ranks(places[0].fqn, param, over, unit.device)
 
 
 def _uncast(precision: Precision, found: Found) -> set[tuple[nn.Module, str]]:
@@ -299,8 +300,9 @@ class WrapperForm:
     def names_shards(self) -> bool:
         return not self._flattens
 
-    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> Found:
         refuse_nothing_own(found, tied, type(module).__name__)
+        return found
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         return self._shard_flat(found, unit, make) if self._flattens else self._shard_singly(found, unit, make)
