@@ -178,16 +178,20 @@ class MeshPart:
         return f"{self.spread}, at {[number for dim, number in place if dim not in self.data_dims]}"
 
     def dtensor(self, local: Tensor) -> DTensor:
-        """A `DTensor` around a local part; shares its memory."""
+        """A `DTensor` around a local part; shares its memory, and has no graph."""
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private, see `beside`
 
-        stride = torch.empty(self.shape, device="meta").stride()  # flattened parameters lie in row-major order
-        is_elsewhere = local.device.type != self.mesh.device_type  # offloaded: torch would move it to the mesh's device
-        given = local.to("meta") if is_elsewhere else local
-        made = DTensor.from_local(
-            given, self.mesh, self.placements, run_check=False, shape=self.shape, stride=tuple(stride)
+        meta = TensorMeta(self.shape, self._stride, local.dtype)
+        made: DTensor = DTensor.__new__(
+            DTensor, local.detach(), DTensorSpec(self.mesh, self.placements, tensor_meta=meta), requires_grad=False
         )
-        return cast("DTensor", beside(made, local)) if is_elsewhere else made
+        return made
+
+    @cached_property
+    def _stride(self) -> tuple[int, ...]:
+        """The strides of the unsharded tensor; flattened parameters lie in row-major order."""
+        return torch.empty(self.shape, device="meta").stride()
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it."""
