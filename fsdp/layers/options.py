@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -383,11 +383,17 @@ def precision_of(policy: Any) -> Precision:
     return Precision(
         compute=policy.param_dtype,
         reduce=policy.reduce_dtype,
-        reduces_in_own=torch.__version__ >= "2.15",
+        reduces_in_own=_reduces_in_own(torch.__version__),
         output=policy.output_dtype,
         inputs=InputCast.ALWAYS if is_cast else InputCast.NONE,
         override=getattr(policy, "param_dtype_override_fn", None),  # torch's has it since 2.15
     )
+
+
+@cache  # for each unit, and torch compares versions slowly
+def _reduces_in_own(torchs: str) -> bool:
+    """Return whether this version of torch reduces gradients in the dtype of the parameters, not of computation."""
+    return torchs >= "2.15"
 
 
 def is_offloaded(policy: Any) -> bool:
