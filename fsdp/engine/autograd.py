@@ -1,6 +1,7 @@
 """The functions that use autograd's internals, and the private names that they require.
 
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
+``torch._C._autograd._get_current_graph_task_keep_graph``,
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter``,
 ``torch._dynamo.compiled_autograd.in_compiled_autograd_region`` and ``Variable._execution_engine.queue_callback`` have
 no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on
@@ -34,6 +35,11 @@ def backward_id() -> int:
 def in_backward() -> bool:
     """Return whether autograd runs a backward on this thread now: a forward that starts here recomputes."""
     return backward_id() != -1
+
+
+def retains_graph() -> bool:
+    """Return whether autograd runs a backward on this thread now that can be followed by another of the same graph."""
+    return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def in_transform() -> bool:

@@ -36,7 +36,7 @@ from torch import nn
 
 from fsdp.distributed.communicator import CollectiveError, Communicator, own_rank, uncompiled
 from fsdp.distributed.devices import copy_stream_of
-from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
+from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward, retains_graph
 from fsdp.engine.call_stack import runs_on_another_thread
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
@@ -86,7 +86,7 @@ class Runtime:
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
-        self._builds_graph = False  # it runs with create_graph=True, and the next one needs the unsharded parameters
+        self._leaves_graph = False  # of create_graph=True, and the next backward needs the unsharded parameters
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self.participation: Participation | None = None  # of ranks that do different things, if they may
@@ -351,8 +351,8 @@ class Runtime:
         """Hook: backward has reached an output of a call of `unit`."""
         self.ensure_backward()
         if torch.is_grad_enabled():
-            self._builds_graph = not (self.is_joining or self.is_uneven)
-            if not self._builds_graph and not call.is_transformed:
+            self._leaves_graph = not (self.is_joining or self.is_uneven)
+            if not self._leaves_graph and not call.is_transformed:
                 raise RuntimeError(
                     f"{unit.name}: backward with create_graph=True is not supported inside fsdp.join, nor where only "
                     "some ranks run a module (fsdp.cond): the next backward needs unsharded parameters, and the other "
@@ -417,7 +417,7 @@ class Runtime:
             handle.list_shards()
 
     def _begin_backward(self, *, brings_nothing: bool = False) -> None:
-        self._builds_graph = False
+        self._leaves_graph = self._leaves_graph and retains_graph()
         self._backward_order.begin()
         for unit in self.units:
             unit.begin_backward()
@@ -491,7 +491,7 @@ class Runtime:
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if self._builds_graph or unit.state is TrainingState.FORWARD or not unit.backward.is_through:
+        if self._leaves_graph or unit.state is TrainingState.FORWARD or not unit.backward.is_through:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # frozen parameters may be on the way to the gradients of the units inside
@@ -523,9 +523,9 @@ class Runtime:
                 continue  # this backward was inside of its forward, which goes on
             unit.transition_to(TrainingState.IDLE)
             unit.is_spare |= unit.placements.keeps_unsharded or unit.placements.defers_reduction
-            if unit.is_unsharding or (is_in_use and unit.frees_after_backward and not self._builds_graph):
+            if unit.is_unsharding or (is_in_use and unit.frees_after_backward and not self._leaves_graph):
                 unit.reshard()
-        self._left = self._unsharded() if self._builds_graph else []
+        self._left = self._unsharded() if self._leaves_graph else []
         self._settle()
         self.has_deferred = any(unit.policy.sync is not GradientSync.FULL for unit in self._deferring)
         if any(handle.is_reduced for handle in self.handles):

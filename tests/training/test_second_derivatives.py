@@ -87,6 +87,18 @@ def a_product_with_the_hessian(model: nn.Module, inputs: Tensor) -> None:
     once(model, product)
 
 
+def a_hessian(model: nn.Module, inputs: Tensor) -> None:
+    """A backward for each row, of the same graph."""
+    once(model, torch.autograd.functional.hessian(lambda given: score(model(given)), inputs[0]))
+
+
+def a_penalty_in_parts(model: nn.Module, inputs: Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()
+    gradient = gradient_of(model(inputs), inputs)
+    for part in gradient.unbind(1):
+        part.square().sum().backward(retain_graph=True)
+
+
 def a_jacobian(model: nn.Module, inputs: Tensor) -> None:
     torch.func.jacrev(lambda given: model(given[None])[0])(inputs[0]).square().mean().backward()
 
@@ -107,6 +119,8 @@ STEPS: list[Step] = [
     a_penalty_that_is_given_up,
     a_penalty_that_is_given_up_before_the_step,
     a_product_with_the_hessian,
+    a_hessian,
+    a_penalty_in_parts,
     a_jacobian,
     a_differential_equation,
 ]
