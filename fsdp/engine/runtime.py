@@ -199,6 +199,7 @@ class Runtime:
             overwritten = comm.on_host.all_reduce(flags, "max", what).wait().tolist()
             for handle in (handle for handle, flag in zip(handles, overwritten, strict=True) if flag):
                 handle.free()
+                self._leaves_graph = False  # a graph of the former values has no more backward
 
     def _renew_kept(self) -> None:
         """Forget the parameters that the last forward left for its backward; gather those that last until a step."""

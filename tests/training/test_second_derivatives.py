@@ -203,6 +203,17 @@ def test_parameters_stay_unsharded_between_the_two_backwards_only() -> None:
     assert_at_rest(model)
 
 
+@on_ranks(2)
+def test_after_a_step_a_retained_graph_keeps_no_parameters_unsharded() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = batch(0, dist.get_rank()).float().requires_grad_()
+    gradient_of(model(inputs), inputs).square().sum().backward(retain_graph=True)
+    optimizer.step()
+    score(model(inputs)).backward(retain_graph=True)
+    assert_at_rest(model)
+
+
 @pytest.mark.parametrize("form", ["flat", "original", "rows"])
 @on_ranks(2)
 def test_a_gradient_of_a_parameter_with_a_graph_is_refused(form: str) -> None:
