@@ -87,9 +87,17 @@ def _teach(dtensor: Any) -> None:
         return _noted(self, seen)
 
     def assign(self: Tensor, value: Tensor) -> None:
+        if "__counted__" not in self.__dict__:
+            _torchs.__set__(self, value)
+            return
+        if not is_dtensor(value):
+            raise ValueError(
+                f"a plain tensor of shape {tuple(value.shape)} was assigned to the .data of a sharded parameter of "
+                f"shape {tuple(self.shape)}, a DTensor, which does not take its values. Assign "
+                "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."
+            )
         _torchs.__set__(self, value)
-        if "__counted__" in self.__dict__ and is_dtensor(value):  # torch (2.13) leaves it with the local tensor it had
-            set_local_part(self, held_part(value))
-            increment_version(self)
+        set_local_part(self, held_part(value))  # torch (2.13) leaves it with the local tensor it had
+        increment_version(self)
 
     dtensor.data = property(data, assign)

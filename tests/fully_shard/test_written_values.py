@@ -429,3 +429,15 @@ def test_data_that_does_not_fit_is_an_error(change: Callable[[Tensor], Tensor]) 
     model.weight.data = change(model.weight.data)
     with pytest.raises(RuntimeError, match=r"weight: its \.data was replaced by"):
         model(torch.ones(2, 4, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_a_plain_tensor_as_data_is_an_error() -> None:
+    """torch would drop its values, as those of `vector_to_parameters`."""
+    model, values = fully_shard(nn.Linear(4, 4)), torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"plain tensor of shape \(4, 4\).*distribute_tensor\(value, "):
+        model.weight.data = values
+    with pytest.raises(ValueError, match="plain tensor"):
+        nn.utils.vector_to_parameters(torch.ones(20), model.parameters())
+    model.weight.data = distribute_tensor(values, model.weight.device_mesh, model.weight.placements)
+    assert torch.equal(model.weight.full_tensor(), values)
