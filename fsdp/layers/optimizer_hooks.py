@@ -142,6 +142,11 @@ def _examine(optimizer: torch.optim.Optimizer, params: list[Any], key: list[Any]
             "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
             "that works element by element (Adam, AdamW, SGD, ...)."
         )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer" and any(is_dtensor(p) or _is_spread(p) for p in ours):
+        raise RuntimeError(
+            "ZeroRedundancyOptimizer steps each parameter on one rank and sends it to the others, which have other "
+            "shards. Use the optimizer that it was given as optimizer_class: its state is sharded like the parameters."
+        )
     _refuse_what_dtensors_lack(optimizer, ours)
     _refuse_original_parameters(optimizer, params)
     if ours:

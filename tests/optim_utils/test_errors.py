@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, OtherRankError, optim_utils
+from fsdp import FullyShardedDataParallel, OtherRankError, fully_shard, optim_utils
 from tests.helpers.equality import assert_same
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
@@ -286,6 +286,25 @@ def test_optimizers_of_whole_parameters_warn_once(form: dict[str, Any]) -> None:
             train(model, kind(model.parameters(), lr=0.1), range(1))
         plain = garden()
         train(plain, Adafactor(plain.parameters(), lr=0.1), range(1), alone=True)
+
+
+@pytest.mark.parametrize("form", ["flat", "original", "fully_shard"])
+@on_ranks(2)
+def test_an_optimizer_that_divides_parameters_among_ranks_is_refused(form: str) -> None:
+    """Before its step: ranks would overwrite their shards with those of others, or wait for each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which the module of torch uses
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrap = fully_sharded(use_orig_params=form == "original")
+    model = fully_shard(nested_mlp()) if form == "fully_shard" else nested_mlp(wrap)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    before = [value.clone() for value in model.state_dict().values()]
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer steps each parameter.*optimizer_class"):
+        optimizer.step()
+    for now, then in zip(model.state_dict().values(), before, strict=True):
+        assert_same(now, then)
 
 
 @on_ranks(2, 1)
