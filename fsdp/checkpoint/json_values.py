@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fsdp.checkpoint.safetensors import DTYPES, KINDS
 from fsdp.checkpoint.untrusted import readable, short
 
 _TUPLE, _DICT, _TENSOR, _BYTES, _FLOAT = "~tuple", "~dict", "~tensor", "~bytes", "~float"
+_COUNTER = "~counter"
 MAX_TENSOR_BYTES = 1 << 20
 
 
@@ -25,7 +27,8 @@ def encoded(value: Any, where: str) -> Any:
 
     Args:
         value: None, a bool, number, string, bytes, a list, tuple or dict of such values, or a tensor of at most 1 MiB.
-            Tensors are restored on the CPU. Instances of subclasses are restored as instances of the base class.
+            Tensors are restored on the CPU. Instances of subclasses are restored as instances of the base class, except
+            `collections.Counter`, whose methods torch's `MultiStepLR` uses.
         where: its name in messages.
 
     Raises:
@@ -46,6 +49,8 @@ def encoded(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict):
         pairs = [(key, encoded(each, f"{where}[{key!r}]")) for key, each in value.items()]
+        if isinstance(value, Counter):
+            return {_COUNTER: [[encoded(key, f"a key of {where}"), each] for key, each in pairs]}
         if all(isinstance(key, str) and not key.startswith("~") for key in value):
             return {str(key): each for key, each in pairs}
         return {_DICT: [[encoded(key, f"a key of {where}"), each] for key, each in pairs]}
@@ -87,12 +92,13 @@ def _decoded(value: Any) -> Any:
         return {key: _decoded(each) for key, each in value.items()}
     content = value[kind]
     try:
-        if kind in (_TUPLE, _DICT) and not isinstance(content, list):
+        if kind in (_TUPLE, _DICT, _COUNTER) and not isinstance(content, list):
             raise TypeError("no list")
         if kind == _TUPLE:
             return tuple(map(_decoded, content))
-        if kind == _DICT:
-            return {_decoded(key): _decoded(each) for key, each in content}
+        if kind in (_DICT, _COUNTER):
+            pairs = {_decoded(key): _decoded(each) for key, each in content}
+            return pairs if kind == _DICT else Counter(pairs)
         if kind == _FLOAT:
             return float(content)
         if kind == _BYTES:

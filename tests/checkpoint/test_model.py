@@ -233,6 +233,33 @@ def _save_values(folder: Path) -> None:
     fsdp.save(folder / "run", nested_mlp(fully_sharded()), values=mine)
 
 
+def test_a_scheduler_of_schedulers_goes_on_from_saved_values(tmp_path: Path) -> None:
+    model = nested_mlp()
+
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        # At its first step, torch calls a method of the Counter in its state.
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, steps], [4])
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(6):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, scheduler = made()
+    optimizer.step()
+    scheduler.step()
+    fsdp.save(tmp_path / "run", model, optimizer, values=scheduler.state_dict())
+    resumed, loaded = made()
+    loaded.load_state_dict(fsdp.load(tmp_path / "run", model, resumed).values)
+    assert rates(resumed, loaded) == rates(optimizer, scheduler)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -23,7 +23,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import index
@@ -386,6 +386,7 @@ def _bytearray(*args: Any) -> bytearray:
 
 _BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray, "getattr": _inside}
 _HARMLESS: dict[str, Any] = {
+    "collections.Counter": Counter,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": lambda *_: {},
     "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),  # bytes, which old pickles have as text
@@ -440,10 +441,11 @@ def materialised(value: Any, *, keep_state: bool = False) -> Any:
         return materialised(value.state)
     if isinstance(value, Mapping):
         kept = "state" if keep_state else None
-        return {
+        found = {
             key: each if key == kept or str(key).startswith(f"{kept}.") else materialised(each)
             for key, each in value.items()
         }
+        return Counter(found) if isinstance(value, Counter) else found
     if isinstance(value, (list, tuple)):
         made = [materialised(each) for each in value]
         return made if isinstance(value, list) else tuple(made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +163,13 @@ def _spring() -> None:
 def test_nothing_in_a_file_is_run_and_what_is_not_known_is_left_out_and_told(tmp_path: Path) -> None:
     shutil.copytree(RECORDED / "flat-2", tmp_path / "flat-2")
     path = tmp_path / "flat-2" / "rank0.pt"
-    more = {"trap": [Trap()], "kept": 1, "counts": defaultdict(int, {"a": 2})}
+    more = {"trap": [Trap()], "kept": 1, "counts": defaultdict(int, {"a": 2}), "steps": Counter([3])}
     torch.save({**torch.load(path, weights_only=True), **more}, path)
     with pytest.raises(RanError):
         torch.load(path, weights_only=False)
     source = open_fairscale(tmp_path / "flat-2")
     assert_same(weights_of(source), truth("flat-2"))
-    assert decoded(source.values) == {"kept": 1, "counts": {"a": 2}}
+    assert decoded(source.values) == {"kept": 1, "counts": {"a": 2}, "steps": Counter({3: 1})}
+    assert type(decoded(source.values)["steps"]) is Counter
     assert "left out: trap" in source.notes[0]
     assert "_spring" in source.notes[0]

@@ -6,7 +6,7 @@ import argparse
 import enum
 import os
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ def test_a_range_costs_as_many_bytes_as_it_has(archive: TorchArchive) -> None:
 
 def test_containers_and_numbers_are_as_they_were(tmp_path: Path) -> None:
     saved: dict[str, Any] = {
+        "counts": Counter((2, 2, 3)),
         "ordered": OrderedDict(a=1),
         "default": defaultdict(list, {1: [2]}),
         "nested": [(1, 2.5, None, True, "text"), {3: b"bytes"}],
