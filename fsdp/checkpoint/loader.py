@@ -46,6 +46,7 @@ from fsdp.distributed.consensus import (
     peers_answer,
     size_of,
 )
+from fsdp.distributed.dtensor import local_part
 from fsdp.engine.names import foreign_prefix, prefix_problem
 from fsdp.engine.unit import Unit
 from fsdp.layers.state_dict.full import stored_buffers
@@ -302,6 +303,11 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     if isinstance(target, UnshardedTensor) and target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
         # Other objects may refer to this tensor, and would not see a replacement.
         found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
+    if isinstance(target, UnshardedTensor) and not target.tensor.is_meta:
+        local = local_part(target.tensor)
+        repeats = any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True))
+        if repeats and local.numel():
+            found.append(f"{target.names[0]} is expanded, one value for multiple elements: replace it by a clone()")
     return found
 
 

@@ -165,6 +165,18 @@ def test_buffers_with_strides_are_saved_and_loaded(tmp_path: Path, stride: int) 
     assert torch.equal(other.some, model.some)
 
 
+def test_an_expanded_buffer_is_an_error_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+    fsdp.save(tmp_path / "run", model)
+    before = model.weight.detach().zero_().clone()
+    with pytest.raises(RuntimeError, match="nothing was loaded:\n\tmask is expanded"):
+        fsdp.load(tmp_path / "run", model)
+    with pytest.raises(RuntimeError, match="nothing was loaded:\n\tmask is expanded"):
+        fsdp.load_safetensors(model, tmp_path / "run")
+    assert torch.equal(model.weight, before)
+
+
 def test_batch_norms_that_each_rank_trains_for_itself_are_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
     weights = ranks(2).run(_save_own_norms, tmp_path)
     assert torch.equal(stored_state(tmp_path / "run")["1.weight"], weights[0])
