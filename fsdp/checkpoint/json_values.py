@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,19 +29,21 @@ def encoded(value: Any, where: str) -> Any:
     Args:
         value: None, a bool, number, string, bytes, a list, tuple or dict of such values, or a tensor of at most 1 MiB.
             Tensors are restored on the CPU. Instances of subclasses are restored as instances of the base class, except
-            `collections.Counter`, whose methods torch's `MultiStepLR` uses.
+            `collections.Counter`, whose methods torch's `MultiStepLR` uses. NumPy's numbers are restored as Python's.
         where: its name in messages.
 
     Raises:
         TypeError: for any other object; the message names its position.
     """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
         return int(value)
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, float):
+    if isinstance(value, (float, np.floating)):
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -243,6 +244,18 @@ def _save_values(folder: Path) -> None:
     values = VALUES | {"tensor": torch.arange(6, dtype=torch.int16).view(2, 3)}
     mine = values if torch.distributed.get_rank() == 0 else None
     fsdp.save(folder / "run", nested_mlp(fully_sharded()), values=mine)
+
+
+def test_numbers_of_numpy_come_back_as_pythons(tmp_path: Path) -> None:
+    model = nested_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.5))  # type: ignore[arg-type]
+    fsdp.save(
+        tmp_path / "run", model, optimizer, values=[np.int64(3), np.float32(0.5), np.bool_(True), np.float64("inf")]
+    )
+    loaded = fsdp.load(tmp_path / "run", model, optimizer).values
+    assert list(map(type, loaded)) == [int, float, bool, float]
+    assert loaded == [3, 0.5, True, float("inf")]
+    assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 def test_a_scheduler_of_schedulers_goes_on_from_saved_values(tmp_path: Path) -> None:
