@@ -92,14 +92,19 @@ def _two_machines(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                     )
                 )
         yield machines
+    except BaseException:
+        for number in range(len(machines)):
+            print((folder / f"machine-{number}.txt").read_text(errors="replace"))
+        raise
     finally:
         for machine in machines:
             _kill(machine)
 
 
 def _torchrun(port: int, number: int) -> list[str]:
-    # A machine counts as dead after four seconds of silence, not fifteen, and nobody else is waited for.
-    hurry = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
+    # A machine counts as dead after eight seconds of silence, not fifteen (a busy one is silent for some), and nobody
+    # else is waited for.
+    hurry = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
     places = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={hurry}"]
     numbers = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
     return [sys.executable, "-c", TORCHRUN, *numbers, *places]
