@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,35 @@ class SharedParamInfo(NamedTuple):
     primary: ParamInfo
 
 
-class FlatParameter(CountedParameter):
+def _of_shard(name: str) -> Callable[..., Any]:
+    """Return a method of tensors that warns if it is called on a shard."""
+    torchs = getattr(Tensor, name)
+
+    @wraps(torchs)
+    def method(self: ListedParameter, *args: Any, **kwargs: Any) -> Any:
+        if self._is_sharded:
+            warnings.warn(
+                f"{name}() of a parameter that a FullyShardedDataParallel lists is that of this rank's shard, not of "
+                "the parameter. Call it in the module's forward or inside `with model.summon_full_params():`, where "
+                "parameters are unsharded; or use fully_shard, whose DTensors compute it over all ranks. Optimizers "
+                "that need it step whole parameters with fsdp.OwnedOptimizer.",
+                stacklevel=2,
+            )
+        return torchs(self, *args, **kwargs)
+
+    return method
+
+
+class ListedParameter(CountedParameter):
+    """A parameter that optimizers see, which may be a shard: methods that do not go element by element warn then."""
+
+    _is_sharded: bool
+
+    norm, mean, std, var = map(_of_shard, ("norm", "mean", "std", "var"))
+    max, min, median = map(_of_shard, ("max", "min", "median"))
+
+
+class FlatParameter(ListedParameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
     A single parameter that is not sharded may keep its shape.

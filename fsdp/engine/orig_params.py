@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import memory_of
-from fsdp.engine.counted_data import CountedParameter, bring_seen
-from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.counted_data import bring_seen
+from fsdp.engine.flat_param import FlatParameter, ListedParameter, ParamInfo
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
 
 
-class LocalShard(CountedParameter):
+class LocalShard(ListedParameter):
     """This rank's local shard of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
 
     1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a shard of the local part.
@@ -42,7 +42,7 @@ class LocalShard(CountedParameter):
         return self.owner.group
 
     @property
-    def _is_sharded(self) -> bool:
+    def _is_sharded(self) -> bool:  # type: ignore[override]
         return self.owner._is_sharded
 
     @property

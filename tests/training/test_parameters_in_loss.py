@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp import ShardingStrategy
-from tests.helpers.forms import FORMS, Beside, assert_trains
+from tests.helpers.forms import FORMS, Beside, assert_trains, sharded
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
 
@@ -93,3 +95,25 @@ def test_terms_of_several_backwards_add_up(form: str, order: Any) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step == 0)
     both.assert_equal()
+
+
+@pytest.mark.parametrize("form", ["flat", "orig"])
+@pytest.mark.parametrize("method", ["norm", "mean", "std", "var", "max", "min", "median"])
+@on_ranks(2)
+def test_a_method_that_sees_this_rank_s_shard_only_warns(form: str, method: str) -> None:
+    model = sharded(net(), form)
+    whole = sharded(net(), form, **REPLICATED)
+    for param in model.parameters():
+        if param.numel() > 1:  # `LocalShard`s may be empty
+            with pytest.warns(UserWarning, match=rf"^{method}\(\) of a parameter .* this rank's shard"):
+                found = getattr(param, method)()
+            assert torch.equal(found, getattr(param.detach().as_subclass(Tensor), method)())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for param in whole.parameters():
+            getattr(param, method)()
+        with model.summon_full_params():
+            for param in model.parameters():
+                getattr(param, method)()
+        for param in model.parameters():
+            param.square().sum()
