@@ -50,8 +50,8 @@ def program(name: str, before: str = "", after: str = "") -> Any:
 
 def test_each_has_a_readme_with_its_command_and_is_in_the_list() -> None:
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
-    for folder in sorted((ROOT / "examples").glob("*/")):
-        if folder.name == "__pycache__":
+    for folder in sorted((ROOT / "examples").iterdir()):
+        if folder.name == "__pycache__" or not folder.is_dir():
             continue
         readme = (folder / "README.md").read_text(encoding="utf-8")
         assert f"`examples/{folder.name}`" in page

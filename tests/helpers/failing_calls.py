@@ -60,7 +60,8 @@ class FailingCall:
         is_ours = code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(LEFT_ALONE)
         if event != "call" or not is_ours or _goes_on(frame) or _undoes(frame):
             return
-        place = f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}"
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the latter
+        place = f"{code.co_filename.removeprefix(PACKAGE)}:{name}"
         is_first = place not in self.called
         self.called[place] = None
         if is_first and place == self._place:
@@ -69,6 +70,8 @@ class FailingCall:
 
 def _goes_on(frame: FrameType) -> bool:
     """Return whether a generator goes on behind a yield, or is closed, instead of a function that begins."""
+    if "RESUME" not in opmap:  # Python 3.10
+        return frame.f_lasti >= 0
     operation = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
     return operation != bytes([opmap["RESUME"], 0])
 

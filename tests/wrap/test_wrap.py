@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -237,10 +238,13 @@ def test_recursive_wrap_returns_the_number_of_parameters_in_units():
         ConfigAutoWrap.recursive_wrap(linear(), at_least(20))
 
 
+MODULE = sys.modules["fsdp.wrap"]  # the attribute of `fsdp` is the function
+
+
 def test_move_module_cuda_half_moves_and_casts_before_wrapping():
     with (
         enable_wrap(wrapper_cls=Unit, move_module_cuda_half=True, a=1),
-        mock.patch("fsdp.wrap.accelerator", return_value=torch.device("meta")),
+        mock.patch.object(MODULE, "accelerator", return_value=torch.device("meta")),
     ):
         assert ConfigAutoWrap.move_module_cuda_half
         wrapped = wrap(linear())
@@ -252,7 +256,7 @@ def test_move_module_cuda_half_moves_and_casts_before_wrapping():
 def test_move_module_cuda_half_without_a_device_is_refused():
     with (
         enable_wrap(wrapper_cls=Unit, move_module_cuda_half=True),
-        mock.patch("fsdp.wrap.accelerator", return_value=None),
+        mock.patch.object(MODULE, "accelerator", return_value=None),
         pytest.raises(RuntimeError, match=r"Linear to an accelerator.*Leave the option out"),
     ):
         wrap(linear())
