@@ -316,7 +316,7 @@ def _version(optimizer: torch.optim.Optimizer) -> int:
             if param.grad is not None:
                 version = int(param._version)
                 for value in optimizer.state[param].values() if param in optimizer.state else ():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and not value.is_inference():  # which have no versions
                         version += value._version
                 return version
     return 0

@@ -112,6 +112,21 @@ def test_a_model_can_be_sharded_in_inference_mode(form: str) -> None:
 @every_size
 @every_form
 @on_ranks("world_size")
+def test_an_optimizer_can_step_in_inference_mode(form: str) -> None:
+    model, plain = _twins(form)
+    for each in (model, plain):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        for _ in range(2):  # the state is made by the first step
+            each(torch.ones(3, 5)).sum().backward()
+            with torch.inference_mode():
+                optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(torch.ones(3, 5)), plain(torch.ones(3, 5)))
+
+
+@every_size
+@every_form
+@on_ranks("world_size")
 def test_parameters_are_not_swapped(form: str) -> None:
     """By a cast and by a load, if torch is set to do so."""
     sharded, plain = _twins(form)
