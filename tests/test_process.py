@@ -104,6 +104,21 @@ def _replaced_by_wrapping(is_on: bool) -> list[str]:
     return [name for name, value in before.items() if any(x is not y for x, y in zip(value, after[name], strict=False))]
 
 
+@pytest.mark.parametrize("switch", ["FSDP_TORCH_FUNCTIONS", "FSDP_WATCHDOG", "FSDP_SHARED_MEMORY"])
+def test_a_switch_with_another_value_is_an_error(ranks: RankPool, switch: str) -> None:
+    ranks(1, backend=None).run(_wrap_with, switch)
+
+
+def _wrap_with(switch: str) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    module = nn.Linear(2, 2)
+    os.environ[switch] = "off"
+    with pytest.raises(ValueError, match=f"{switch}=off in the environment: give it the value 0"):
+        FullyShardedDataParallel(module)
+    os.environ[switch] = "1"
+    assert FullyShardedDataParallel(module)(torch.ones(1, 2)).shape == (1, 2)  # nothing was changed before
+
+
 def _functions() -> dict[str, list[Any]]:
     """The functions of torch, each with the values that its closure contains."""
     spaces = {"torch.autograd": torch.autograd, "torch.nn.utils": nn.utils, "torch.nn.Module": nn.Module}

@@ -293,6 +293,7 @@ REPLACED = (
     Replaced("torch.optim.Optimizer.load_state_dict", torch.optim.Optimizer.load_state_dict, load_state_dict),
 )
 SWITCH = "FSDP_TORCH_FUNCTIONS"  # with the value 0 in this environment variable nothing is replaced
+_SWITCHES = (SWITCH, "FSDP_WATCHDOG", "FSDP_SHARED_MEMORY")  # all that there are
 
 
 def _around(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,7 +306,14 @@ def _around(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
 @cache
 def teach_torch() -> None:
-    """Replace the functions of the table, once."""
+    """Replace the functions of the table, once.
+
+    Raises:
+        ValueError: for an environment variable that switches nothing off as it is.
+    """
+    for name in _SWITCHES:
+        if (value := os.environ.get(name, "1")) not in ("0", "1", ""):
+            raise ValueError(f"{name}={value} in the environment: give it the value 0 to turn it off, or leave it out")
     if os.environ.get(SWITCH) == "0":
         return
     for each in REPLACED:
