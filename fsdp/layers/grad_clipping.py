@@ -158,7 +158,11 @@ def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_no
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
     for grad in grads:
-        grad.mul_(scale.to(grad.device, grad.dtype))
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if wide == grad.dtype:
+            grad.mul_(scale.to(grad.device, wide))
+        else:  # a scale in 16 bits would lose digits, and become zero below 3e-8 in float16
+            grad.copy_(grad.to(wide).mul_(scale.to(grad.device, wide)))
 
 
 def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:

@@ -109,6 +109,16 @@ def test_narrow_gradients_are_summed_in_float32() -> None:
     torch.testing.assert_close(model.params[0].grad.float(), torch.full((2048,), 1 / 64, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(2)
+def test_narrow_gradients_are_scaled_by_a_float32_number(dtype: torch.dtype) -> None:
+    model = fully_sharded()(nn.Linear(64, 64, bias=False, dtype=dtype))
+    model(torch.full((1, 64), 200.0, dtype=dtype)).sum().backward()
+    norm = model.clip_grad_norm_(2e-4)
+    expected = torch.full((2048,), 200.0) * (2e-4 / (norm + 1e-6))  # the factor is zero in float16
+    assert torch.equal(model.params[0].grad, expected.to(dtype))
+
+
 def test_every_rank_gets_the_same_norm(ranks: RankPool) -> None:
     for norm_type in (1.0, 2.0, math.inf):
         assert len(set(ranks(4).run(_norm, norm_type))) == 1
