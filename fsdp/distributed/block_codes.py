@@ -6,6 +6,7 @@ absolute value, divided by the largest integer (127 or 7). Everything here is pu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _SCALE_BYTES = 4
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # or values would be divided by zero, or by a number without precision
+# Slightly less than the largest number, or the product of an integer and a scale that was rounded up would overflow.
+_MOST = torch.finfo(torch.float32).max * (1 - torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,10 @@ class BlockCodes:
         num_rows, numel = rows.shape
         padded = self._num_blocks(numel) * self.block
         blocks = F.pad(rows.float(), (0, padded - numel)).view(num_rows, -1, self.block)
-        scales = blocks.abs().amax(dim=2).div_(self._largest).clamp_min_(_LEAST_SCALE)
-        # The scale of a block with NaN or an infinity is not finite, so its integers have no effect.
+        most = blocks.abs().amax(dim=2)
+        # The scale of a block with NaN or an infinity is NaN, so its integers have no effect.
+        most.masked_fill_(most.isinf(), math.nan)
+        scales = most.div_(self._largest).clamp_(_LEAST_SCALE, _MOST / self._largest)
         integers = (blocks / scales.unsqueeze(2)).round_().view(num_rows, padded)
         return torch.cat([scales.view(torch.uint8), self._packed(integers, numel)], dim=1)
 

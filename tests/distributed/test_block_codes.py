@@ -51,7 +51,7 @@ def test_zeros_and_the_largest_value_of_a_block_arrive(codes: BlockCodes, values
 
 
 @given(CODES, rows(), st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
-def test_what_is_not_finite_arrives_so_and_leaves_other_blocks_alone(
+def test_what_is_not_finite_arrives_as_nan_and_leaves_other_blocks_alone(
     codes: BlockCodes, values: Tensor, wrong: float, data: st.DataObject
 ) -> None:
     expected = through(codes, values)
@@ -59,9 +59,16 @@ def test_what_is_not_finite_arrives_so_and_leaves_other_blocks_alone(
     values[row, column] = wrong
     found = through(codes, values)
     begin = column // codes.block * codes.block
-    assert not found[row, begin : begin + codes.block].isfinite().any()
+    assert found[row, begin : begin + codes.block].isnan().all()
     expected[row, begin : begin + codes.block] = found[row, begin : begin + codes.block] = 0
     assert torch.equal(found, expected)
+
+
+@given(CODES, st.integers(1, 20), st.sampled_from([1.0, 1 - 2.0**-24, 1 - 2.0**-23, 0.99]))
+def test_the_largest_finite_numbers_stay_finite(codes: BlockCodes, numel: int, factor: float) -> None:
+    values = torch.full((1, numel), torch.finfo(torch.float32).max * factor)
+    values[0, ::2] *= -1
+    torch.testing.assert_close(through(codes, values), values, rtol=1e-6, atol=0)
 
 
 @given(CODES, st.integers(1, 40), st.data())
