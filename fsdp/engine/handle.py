@@ -202,9 +202,8 @@ class FlatParamHandle:
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """The dtype in which `reduce` sums: `sum_dtype`, or a wider one if replicas are still to be added."""
-        sums = self.sum_dtype
-        return torch.promote_types(sums, self.gradients.dtype) if self.replica_axis.world_size > 1 else sums
+        """The dtype of the sums of `reduce`, at least that in which gradients are sent: they are divided in it."""
+        return torch.promote_types(self.sum_dtype, self.gradients.dtype)
 
     @property
     def kept_grad_dtype(self) -> torch.dtype:

@@ -201,6 +201,18 @@ def _overflow(policy: MixedPrecision, accumulate: int, gradient: float) -> None:
     assert all(torch.equal(value, torch.full((1, 3), gradient)) for value in gradients(model))
 
 
+@pytest.mark.parametrize("reduce_dtype", [SINGLE, BRAIN])
+def test_sums_of_wider_range_are_divided_before_they_are_narrowed(ranks: RankPool, reduce_dtype: torch.dtype) -> None:
+    """The sum, which is divided once more by the square root of the world size, is beyond the float16 of the shard."""
+    ranks(4).run(_wide_sum, reduce_dtype)
+
+
+def _wide_sum(reduce_dtype: torch.dtype) -> None:
+    model = weights(HALF, mixed_precision=MixedPrecision(param_dtype=HALF, reduce_dtype=reduce_dtype))
+    backward(model, 40_960.0)
+    assert all(torch.equal(value, torch.full((1, 3), 40_960.0).half()) for value in gradients(model))
+
+
 @on_ranks(2)
 def test_gradients_of_fewer_bits_are_widened_before_they_are_divided() -> None:
     """The smallest float16 divided by two is nothing in float16."""
