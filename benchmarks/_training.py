@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from benchmarks._ranks import this_device
 from benchmarks._skipping import Skip, skipping
 from examples.gpt.model import GPT, SIZES, GPTConfig, next_byte_loss
 from examples.gpt.report import HeldBytes, measure_held_bytes
-from fsdp.distributed.shared_memory import SWITCH
+from fsdp.distributed.switches import SHARED_MEMORY, is_off
 
 _SGD_STEPS, _ADAMW_STEPS = 3, 3
 
@@ -209,7 +208,7 @@ def train_interleaved(
 
 def _shares_memory(contestant: Contestant, device: torch.device) -> bool:
     """Return whether messages may go through shared memory, where nobody counts them."""
-    return contestant.kind is Kind.OURS and device.type == "cpu" and os.environ.get(SWITCH) != "0"
+    return contestant.kind is Kind.OURS and device.type == "cpu" and not is_off(SHARED_MEMORY)
 
 
 def _held_in_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> HeldBytes:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters, parametrizations, prune  # noqa: F401 - loads weight_norm
 
 from fsdp import FullyShardedDataParallel
+from fsdp.distributed.switches import TORCH_FUNCTIONS
 from fsdp.layers import torch_functions
 from tests.helpers.ranks import RankPool
 from tests.test_public_names import MODULES
@@ -96,7 +97,7 @@ def test_the_first_wrap_replaces_four_functions_or_none(ranks: RankPool, is_on: 
 def _replaced_by_wrapping(is_on: bool) -> list[str]:
     """Wrap a model, and return the functions of torch that are others then."""
     if not is_on:
-        os.environ[torch_functions.SWITCH] = "0"
+        os.environ[TORCH_FUNCTIONS] = "0"
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     before = _functions()
     FullyShardedDataParallel(nn.Linear(2, 2))

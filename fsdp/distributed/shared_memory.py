@@ -31,8 +31,7 @@ from torch import Tensor
 
 from fsdp.distributed.communicator import Messages, own_rank
 from fsdp.distributed.messages import Receiving, as_bytes, as_tensor, blank
-
-SWITCH = "FSDP_SHARED_MEMORY"  # an environment variable; with the value 0 all messages go through gloo
+from fsdp.distributed.switches import SHARED_MEMORY, is_off
 
 _RESERVED = 1 << 36  # addresses, without memory
 _MOST = 5  # slots of the largest size: two gradients on their way and one that fills, and two shards
@@ -160,7 +159,7 @@ class _Slots(_Memory):
                 return None
             raise RuntimeError(
                 f"rank {own_rank()}: no shared memory for a message of {nbytes} bytes: {error}. Leave more memory "
-                f"free, or start all ranks with {SWITCH}=0 in the environment: messages go through sockets then"
+                f"free, or start all ranks with {SHARED_MEMORY}=0 in the environment: messages go through sockets then"
             ) from error
         self._bytes[start : start + self._head] = bytes(self._head)
         self._slots = dict(sorted([*self._slots.items(), (start, _Slot(size, bytearray(self._ranks)))]))
@@ -219,7 +218,7 @@ class SharedMemory:
         """
         own, others = None, {}
         with suppress(OSError, ValueError, AttributeError):  # no Linux, no room, or a limit of addresses
-            if os.environ.get(SWITCH) != "0":
+            if not is_off(SHARED_MEMORY):
                 own = _Slots(group.size())
         told = [json.loads(each) for each in all_gather_bytes(json.dumps(own and own.address).encode())]
         for rank, address in enumerate(told):

@@ -46,6 +46,7 @@ from fsdp.distributed.journal import journals, settings
 from fsdp.distributed.positions import Position, Report, last_place, longest_wait
 from fsdp.distributed.reports import Event, Kind
 from fsdp.distributed.roll_call import RollCall
+from fsdp.distributed.switches import WATCHDOG, is_off
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
 _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
@@ -452,10 +453,7 @@ def _own_ip(world_size: int) -> str:
     return _LOOPBACK
 
 
-SWITCH = (
-    "FSDP_WATCHDOG"  # an environment variable; with the value 0 there is no watchdog unless `set_watchdog` is called
-)
-_patience: float | None = None if os.environ.get(SWITCH) == "0" else 5.0
+_patience: float | None = None if is_off(WATCHDOG) else 5.0
 _folder = os.environ.get("FSDP_REPORTS", "")
 watchdogs: dict[Any, Any] = communicator.made_once_for_groups()  # by the default group
 _started: Counter[int] = Counter()  # watchdogs, by the identity of the default group

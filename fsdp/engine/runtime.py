@@ -86,7 +86,7 @@ class Runtime:
         self._outermost = root  # the unit whose forward was called last by the user
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
-        self._leaves_graph = False  # of create_graph=True, and the next backward needs the unsharded parameters
+        self._leaves_graph = False  # its graph is kept (create_graph=True), and needs the unsharded parameters
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._reads_ahead = not all(handle.storage.is_resident for handle in self.handles)
         self.participation: Participation | None = None  # of ranks that do different things, if they may

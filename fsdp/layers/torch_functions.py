@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
@@ -32,6 +31,7 @@ from torch.nn.utils import clip_grad
 
 from fsdp.distributed.communicator import during, uncompiled
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient
+from fsdp.distributed.switches import TORCH_FUNCTIONS, check_switches, is_off
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.originals import is_ours, owner_of
 from fsdp.engine.placeholder import Placeholder
@@ -292,8 +292,6 @@ REPLACED = (
     # Ranks would go on with the state of another rank's shards.
     Replaced("torch.optim.Optimizer.load_state_dict", torch.optim.Optimizer.load_state_dict, load_state_dict),
 )
-SWITCH = "FSDP_TORCH_FUNCTIONS"  # with the value 0 in this environment variable nothing is replaced
-_SWITCHES = (SWITCH, "FSDP_WATCHDOG", "FSDP_SHARED_MEMORY")  # all that there are
 
 
 def _around(torchs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,12 +307,10 @@ def teach_torch() -> None:
     """Replace the functions of the table, once.
 
     Raises:
-        ValueError: for an environment variable that switches nothing off as it is.
+        ValueError: see `check_switches`.
     """
-    for name in _SWITCHES:
-        if (value := os.environ.get(name, "1")) not in ("0", "1", ""):
-            raise ValueError(f"{name}={value} in the environment: give it the value 0 to turn it off, or leave it out")
-    if os.environ.get(SWITCH) == "0":
+    check_switches()
+    if is_off(TORCH_FUNCTIONS):
         return
     for each in REPLACED:
         torchs = getattr(each.function, "__wrapped__", each.function)

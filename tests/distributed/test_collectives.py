@@ -29,7 +29,7 @@ from fsdp.distributed.collectives import (
 )
 from fsdp.distributed.communicator import CollectiveError, LoneRank, default_group, reduce_group
 from fsdp.distributed.messages import Receiving, wire_tag
-from fsdp.distributed.shared_memory import SWITCH
+from fsdp.distributed.switches import SHARED_MEMORY
 from tests.helpers import last_collective
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -43,7 +43,7 @@ def shared(group: Any) -> Communicator:
     """Return a way that sends each message through shared memory, however small."""
     way = DirectExchange(group)
     way.shares_from = 1
-    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+    with mock.patch.dict(os.environ, {SHARED_MEMORY: "1"}):
         way.share_memory(1)
     assert way._shared is not None
     return way

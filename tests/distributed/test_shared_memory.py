@@ -27,7 +27,8 @@ from fsdp.distributed.collectives import DirectExchange, communicator
 from fsdp.distributed.comm_hooks import reduce_scatter
 from fsdp.distributed.dtensor import full_tensor
 from fsdp.distributed.messages import CheckedGroup
-from fsdp.distributed.shared_memory import SWITCH, _Slots
+from fsdp.distributed.shared_memory import _Slots
+from fsdp.distributed.switches import SHARED_MEMORY
 from tests.helpers.models import nested_mlp
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, RankPool
@@ -44,7 +45,7 @@ linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory
 
 def shared(switch: str = "1") -> Any:
     way = DirectExchange(dist.group.WORLD)
-    with mock.patch.dict(os.environ, {SWITCH: switch}):
+    with mock.patch.dict(os.environ, {SHARED_MEMORY: switch}):
         way.share_memory(1 << 20)
     return way
 
@@ -54,7 +55,7 @@ def sharing(*, is_on: bool) -> Iterator[Any]:
     """Let new models send each message through shared memory, however small, or none of them."""
     way: Any = communicator(dist.group.WORLD, CPU)
     way._shared, way._was_asked = None, False
-    switch = mock.patch.dict(os.environ, {SWITCH: str(int(is_on))})
+    switch = mock.patch.dict(os.environ, {SHARED_MEMORY: str(int(is_on))})
     with switch, mock.patch.object(DirectExchange, "shares_from", 1):
         yield way
     way._shared, way._was_asked = None, False
@@ -189,7 +190,7 @@ def test_one_rank_that_cannot_share_leaves_all_on_sockets(lack: str) -> None:
 @on_ranks(2)
 def test_messages_with_checksums_go_through_sockets() -> None:
     way: Any = DirectExchange(CheckedGroup(dist.group.WORLD))  # type: ignore[arg-type]
-    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+    with mock.patch.dict(os.environ, {SHARED_MEMORY: "1"}):
         way.share_memory(1 << 20)
     assert way._shared is None
 
