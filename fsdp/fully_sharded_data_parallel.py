@@ -42,8 +42,6 @@ from fsdp.layers.state_requests import LocalState, Progress, Saving, Summoning, 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# These dictionaries may be the wrapped module's; they do not exist before the constructor of `nn.Module`.
-_ENTRIES = ("_parameters", "_buffers")
 _GROUPS = ("process_group", "process_group_reduce_scatter")  # the process groups that users may assign
 
 
@@ -171,7 +169,7 @@ class FullyShardedDataParallel(nn.Module):
         form, over = WrapperForm(self._fsdp_wrapped_module, options, group_by), process_group_reduce_scatter
         unit, self.process_group_reduce_scatter = shard_module(module, options, groups, over, ignored, form)
         self._unit = unit
-        self._forward_entries()
+        on_demand.forward_entries(self, self._unit)
         self._loading = on_demand.Loading(self, unit)
         if param_init_fn is not None:
             on_demand.materialize_unit(unit, param_init_fn)
@@ -291,9 +289,7 @@ class FullyShardedDataParallel(nn.Module):
             self.__dict__.update(on_demand.copying.assign_group(self.__dict__, self._unit, name, value))
         elif name == "_is_root" and value is None:
             self._reset_lazy_init()
-        elif "_unit" in self.__dict__ and any(
-            isinstance(one, on_demand.Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)
-        ):
+        elif "_unit" in self.__dict__ and on_demand.is_forwarded(self, name):
             setattr(self._unit.module, name, value)
         elif isinstance(value, nn.Module) and holder is not None and name in holder.module._modules:
             setattr(holder.module, name, value)  # where it is read from
@@ -303,10 +299,9 @@ class FullyShardedDataParallel(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)
 
-    def _forward_entries(self) -> None:
-        """Make assignments to parameters and buffers through this wrapper change the wrapped module."""
-        for kind in _ENTRIES:
-            self.__dict__[kind] = on_demand.Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._loading.begin(self, state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -727,7 +722,7 @@ class FullyShardedDataParallel(nn.Module):
                 "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
             )
         super().__setstate__(state)
-        self._forward_entries()
+        on_demand.forward_entries(self, self._unit)
         self._unit.wake()
 
     def __copy__(self) -> Self:
@@ -742,7 +737,7 @@ class FullyShardedDataParallel(nn.Module):
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._forward_entries()
+        on_demand.forward_entries(copied, copied._unit)
         copied._unit.wake()
         return copied
 

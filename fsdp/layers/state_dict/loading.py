@@ -44,15 +44,30 @@ class Loading:
         self._unit = unit
         self._entered: nn.Module | None = None
         self._exit: ExitStack | None = None  # ends what began when that was entered
-        wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
-        wrapper.register_load_state_dict_post_hook(self._clean)
-        for module in (wrapper, *own_modules(unit.module)):
+        wrapper.register_load_state_dict_post_hook(self._end)
+        for module in filter(self._may_list, own_modules(unit.module)):
             unit.hooks += [
                 module.register_load_state_dict_pre_hook(self._enter),
                 module.register_load_state_dict_post_hook(self._leave),
             ]
 
-    def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _may_list(self, module: nn.Module) -> bool:
+        """Return whether a module may list parameters of the unit. Wrappers of inner units rarely do."""
+        if not {FSDP_PART, FLATTEN_PART}.isdisjoint(module._modules):
+            places = (place for handle in self._unit.handles for used in handle.places for place in used)
+            return any(place.module is module for place in places)
+        return True
+
+    def begin(self, wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """The wrapper takes its part of a state dict, as the first module of the unit."""
+        self._add_path_parts(state_dict, prefix, *rest)
+        self._enter(wrapper, state_dict, prefix, *rest)
+
+    def _end(self, wrapper: nn.Module, incompatible: object) -> None:
+        self._clean(incompatible)
+        self._leave(wrapper, incompatible)
+
+    def _add_path_parts(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         *_, missing, unexpected, self._error_msgs = rest
         # What modules outside of this one have reported: theirs are to clean, and they may be many.
         self._known = len(missing), len(unexpected), len(self._error_msgs)
@@ -61,7 +76,7 @@ class Loading:
             if not key.startswith(prefix + FSDP_PART):
                 state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
 
-    def _clean(self, module: nn.Module, incompatible: object) -> None:
+    def _clean(self, incompatible: object) -> None:
         if not _adds_path_parts.get():
             return  # or a key without its path parts would be called missing and unexpected by the same name
         lists = incompatible.missing_keys, incompatible.unexpected_keys  # type: ignore[attr-defined]
