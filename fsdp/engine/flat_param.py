@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
 from fsdp.distributed.gather_extension import inner_of, values_of
 from fsdp.engine.counted_data import CountedParameter
-from fsdp.engine.layout import ContiguousLayout, Layout
+from fsdp.engine.layout import NO_SLOTS, ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
 from fsdp.engine.user_attributes import Attributes, attributes_of, give_attributes
 
@@ -85,7 +85,7 @@ class FlatParameter(ListedParameter):
     packings: tuple[Any, ...]  # the forms of those that are sharded as bytes (`fsdp.layers.packing`)
     examples: tuple[Tensor | None, ...]  # an empty tensor of the class of each that is trained in a subclass
     attributes: tuple[Attributes, ...]  # set by users on its parameters
-    valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
+    valueless: frozenset[int]  # the numbers of those that have no values yet: they came from the meta device
     shard_storage: Any = None  # where a shard and its gradient live
     _layout_type: type[Layout] = ContiguousLayout  # how it is divided into shards
     _dims: tuple[int, ...] | None = None  # along which each is sharded; None: the first
@@ -123,7 +123,7 @@ class FlatParameter(ListedParameter):
         """Return one around `data`, with the given attributes."""
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
-        self.attributes, self.valueless = tuple({} for _ in shapes), set()
+        self.attributes, self.valueless = tuple({} for _ in shapes), NO_SLOTS
         self.packings = self.examples = self.parts
         self.__dict__.update(known)
         return self
@@ -174,7 +174,7 @@ class FlatParameter(ListedParameter):
             parts=tuple(map(MeshPart.of, params)),
             attributes=tuple(map(attributes_of, params)),
             examples=tuple(kind.new_zeros([0] * kind.dim()) if inner_of(kind) else None for kind in kinds),
-            valueless={slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()},
+            valueless=frozenset(slot for slot, one in enumerate(locals_) if one.is_meta and one.numel()) or NO_SLOTS,
             shard_storage=storage,
             _layout_type=layout_type,
             _dims=dims,
@@ -217,7 +217,7 @@ class FlatParameter(ListedParameter):
             packings=some(self.packings),
             examples=some(self.examples),
             attributes=some(self.attributes),
-            valueless={number for number, slot in enumerate(slots) if slot in self.valueless},
+            valueless=frozenset(number for number, slot in enumerate(slots) if slot in self.valueless),
             shard_storage=storage,
             group=self.group,
             _layout_type=self._layout_type,
@@ -392,7 +392,12 @@ def _rebuild_flat_parameter(
     block: int = 1,
     packings: tuple[Any, ...] | None = None,
 ) -> FlatParameter:
-    known = {"valueless": set(valueless), "group": group, "_layout_type": layout_type, "_align": align}
+    known = {
+        "valueless": frozenset(valueless) or NO_SLOTS,
+        "group": group,
+        "_layout_type": layout_type,
+        "_align": align,
+    }
     known |= {"_block": block, "packings": packings or (None,) * len(shapes)}
     if attributes is not None:
         known["attributes"] = attributes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator
-from fsdp.engine.layout import Layout
+from fsdp.engine.layout import NO_SLOTS, Layout
 
 _SMALL_NUMEL = 1 << 18  # of more elements than this, a copy takes longer than its call
 
@@ -66,7 +66,7 @@ class GradientBuffer:
     ) -> None:
         self.comm = comm
         self._whole = self.layout = layout
-        self._left_out: set[int] = set()  # parameters without room in `layout`
+        self._left_out = NO_SLOTS  # parameters without room in `layout`
         self.dtype = dtype
         self._sum_dtype = torch.promote_types(dtype, sum_dtype)
         self._device = device
@@ -188,10 +188,10 @@ class GradientBuffer:
         """Set which parameters require gradients from now on; accumulated gradients stay."""
         self._expects, self._expected = expected, sum(expected)
         self.missing = self._expected
-        self._frozen = {slot for slot, expects in enumerate(expected) if not expects}
+        self._frozen = frozenset(slot for slot, expects in enumerate(expected) if not expects) or NO_SLOTS
         self._leave_out(self._left_out & self._frozen)
 
-    def _leave_out(self, slots: set[int]) -> None:
+    def _leave_out(self, slots: frozenset[int]) -> None:
         """Leave these parameters out of the buffer; gradients that are accumulated for the rest stay."""
         if slots == self._left_out:
             return

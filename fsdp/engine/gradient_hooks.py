@@ -33,14 +33,15 @@ class GradientHooks:
         """Keep a reduced gradient ``[shard_numel]`` until backward has ended, or add it to the kept gradient."""
         self.waiting = reduced if self.waiting is None else self.waiting + reduced
 
-    def run(self, reduced: Tensor, used: Sequence[int]) -> None:
+    def run(self, used: Sequence[int]) -> None:
         """Call the hooks of `Tensor.register_hook` with the waiting gradient, and add their results to the gradient.
 
         Args:
-            reduced: the gradient that was waiting.
             used: for each original parameter, whether any rank has used it.
         """
-        self.waiting = None
+        reduced, self.waiting = self.waiting, None
+        if reduced is None:
+            return
         params, orig_params = self._params, self._orig_params
         slots = [slot for slot in range(len(params)) if orig_params is None or used[slot]]
         for slot in slots:

@@ -41,7 +41,7 @@ from fsdp.engine.flat_param import ParamInfo, SharedParamInfo, keep_gradients_in
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, check_gradient, divided
 from fsdp.engine.gradient_hooks import GradientHooks
 from fsdp.engine.orig_params import OrigParams
-from fsdp.engine.passes import Passes
+from fsdp.engine.passes import Passes, Tags
 from fsdp.engine.phase import Phase
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 from fsdp.engine.placements import Collective
@@ -58,9 +58,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Of a shard: its version, the versions of local shards with counters of their own, and the facts that its buffers
-# depend on: dtype, the device of the computation, size, and last the address. `requires_grad` is no part: it concerns
-# the next forward.
+# Of a shard: its version, the versions of local shards with counters of their own, and what its buffers depend on:
+# dtype, the device of the computation, size, and last the address. (`requires_grad` concerns the next forward only.)
 ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
@@ -79,8 +78,7 @@ class FlatParamHandle:
         replicas: the ranks that hold the same shard.
         replica_axis, sums_replicas_by: the ranks along the replica axis, which hold the same shard or divide it again,
             and the collective that reduces gradients over them.
-        number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
-            of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
+        tags: its number in the root, and its tags; 0 until the ranks have agreed on their units.
         unit_name, name: the names of its unit and of itself in messages.
         policy, passes: the settings of its unit, and the passes of its root.
         in_full_precision: it computes in the shard's own dtype, as in `eval()` if that was asked for.
@@ -95,12 +93,17 @@ class FlatParamHandle:
         forms: the unsharded parameters for each dtype of computation, made when first needed, by `new_unsharded`.
         unsharded: the unsharded parameters of the present `dtype`.
         kept_shard: the parameters that are kept over fewer ranks until their next use; None if all or none are.
-        gradient_hooks: the hooks of users on `listed_params`.
         has_frozen: some of its parameters are not trained.
+        gradient_hooks: calls the hooks of users on `listed_params`; None as long as there were none.
     """
 
+    # On the class where most handles have the same: Python stores up to 30 attributes of instances compactly.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     in_full_precision = False
+    sums_replicas_by = Collective.ALL_REDUCE
+    kept_shard: KeptShard | None = None
+    new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
+    gradient_hooks: GradientHooks | None = None
 
     def __init__(
         self,
@@ -116,12 +119,13 @@ class FlatParamHandle:
     ) -> None:
         self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
-        self.sums_replicas_by = sums_replicas_by
+        if sums_replicas_by is not Collective.ALL_REDUCE:
+            self.sums_replicas_by = sums_replicas_by
         self.connect(comm, reduce_comm, replicas, replica_axis)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.unit_name = self.name = ""
         self.policy, self.passes = policy, Passes()
-        self.number = self.tag = self.reduce_tag = self.replica_tag = 0
+        self.tags = Tags(0, 0, 0, 0)
         self.places = [list(places) for places in shard.places]
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
         self.orig_params: OrigParams | None = None
@@ -132,10 +136,11 @@ class FlatParamHandle:
         self.values = ShardValues(flat_param, self.layout, self.comm.rank, self.orig_params, self.presentation)
         self.precision = precision.for_param(flat_param)
         self.phase = Phase.SHARDED
-        self.kept_shard = kept_shard
+        if kept_shard is not None:
+            self.kept_shard = kept_shard
         self.listed_params = [flat_param] if self.orig_params is None else self.orig_params.params
-        self.gradient_hooks = GradientHooks(flat_param, self.listed_params, self.orig_params)
-        self.new_unsharded = shard.new_unsharded
+        if shard.new_unsharded is not UnshardedParameters:
+            self.new_unsharded = shard.new_unsharded
         self._looked_at: Any = None  # the versions of the shard, and of local shards, that `_absorb_shards` has seen
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
@@ -185,15 +190,14 @@ class FlatParamHandle:
         return [self.flat_param.requires_grad] * len(self.layout.slots)
 
     @property
-    def valueless(self) -> set[int]:
+    def valueless(self) -> frozenset[int]:
         """The numbers of the parameters that have no values yet; the shard holds zeros for them."""
         return self.flat_param.valueless
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation."""
-        own = self.flat_param.dtype
-        return own if self.in_full_precision else self.precision.compute_dtype(own)
+        return self.flat_param.dtype if self.in_full_precision else self.precision.compute_dtype(self.flat_param.dtype)
 
     @property
     def is_cast(self) -> bool:
@@ -255,8 +259,9 @@ class FlatParamHandle:
 
     def number_as(self, number: int) -> None:
         """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
-        self.number, self.tag, self.replica_tag = number, self.comm.new_tag(), self.replica_axis.new_tag()
-        self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
+        gather, replica = self.comm.new_tag(), self.replica_axis.new_tag()
+        reduce = gather if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
+        self.tags = Tags(number, gather, reduce, replica)
         if self.kept_shard is not None:
             self.kept_shard.tag = self.kept_shard.comm.new_tag()
 
@@ -267,9 +272,8 @@ class FlatParamHandle:
         self.presentation.add(places, self.listed_params[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"gradients", "unsharded", "forms", "_pending", "_built_for"}
-        given = {"on_gradient", "policy"}  # by a unit
-        kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt | given}
+        made_again = {"gradients", "unsharded", "forms", "_pending", "_built_for", "on_gradient", "policy"}
+        kept = {name: value for name, value in self.__dict__.items() if name not in made_again}
         return kept | {"phase": Phase.SHARDED, "_gathered": None, "_looked_at": None, "passes": Passes()}
 
     def wake(self) -> None:
@@ -404,13 +408,13 @@ class FlatParamHandle:
         if not self.kept_shard.has(state):
             numel = self.kept_shard.padded(self.layout.unsharded_numel) // self.kept_shard.comm.world_size
             shard = torch.empty(numel, dtype=self.dtype, device=self.storage.device)
-            self.kept_shard.fill(shard, state, partial(self._gather_into, over=(self.replica_axis, self.replica_tag)))
+            self.kept_shard.fill(shard, state, partial(self._gather_into, over=(self.replica_axis, self.tags.replica)))
 
     def _gather_into(
         self, full: Tensor, outgoing: Tensor | None = None, over: tuple[Communicator, int] | None = None
     ) -> Pending:
         """Start to all-gather the shard, or `outgoing` in its place, over all ranks or over others with their tag."""
-        over = over or (self.comm, self.tag)
+        over = over or (self.comm, self.tags.gather)
         if outgoing is not None or not self.storage.is_elsewhere:
             return self._exchange(full, outgoing, *over)
         copy_stream = self.storage.copy_stream
@@ -472,8 +476,7 @@ class FlatParamHandle:
     def free(self, *, is_needed: bool = False) -> None:
         """Free the unsharded parameters, and drop values that were written to them and not stored yet.
 
-        Args:
-            is_needed: backward needs them again: they are kept over fewer ranks, if there are such ranks.
+        If backward needs them again (`is_needed`), they are kept over fewer ranks, if there are such ranks.
         """
         if self.kept_shard is not None and not self.kept_shard.lasts:
             if is_needed and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
@@ -585,9 +588,9 @@ class FlatParamHandle:
         hook = self.policy.comm_hook
         if hook is None or not self.layout.numel:
             reduce_scatter = self.reduce_comm.reduce_scatter
-            return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
-        call = (self.name, self.reduce_comm, self.reduce_tag)
-        shard = labelled("reduce_scatter", self.unit_name, hook.reduce, gradient, call, dtype)
+            return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.tags.reduce, dtype)
+        where = self.name, self.reduce_comm, self.tags.reduce
+        shard = labelled("reduce_scatter", self.unit_name, hook.reduce, gradient, where, dtype)
         return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
@@ -599,6 +602,8 @@ class FlatParamHandle:
             self.storage.check(self.name)
         reduced = self.gradients.of_shard(reduced, self.comm.rank).to(self.kept_grad_dtype)
         if any(map(any, map(_hooks_of, self.listed_params))):
+            if self.gradient_hooks is None:
+                self.gradient_hooks = GradientHooks(self.flat_param, self.listed_params, self.orig_params)
             self.gradient_hooks.keep(reduced)
         elif self.storage.is_resident:
             self.flat_param.hold_gradient(reduced)
@@ -606,19 +611,15 @@ class FlatParamHandle:
             self.storage.accept(self.flat_param, reduced)
 
     def show_gradient(self, used: Sequence[int]) -> None:
-        """Show the gradient to optimizers, after all gradients of this backward are reduced.
-
-        Args:
-            used: for each original parameter, whether any rank has used it.
-        """
-        if self.gradient_hooks.waiting is not None:
-            self.gradient_hooks.run(self.gradient_hooks.waiting, used)
+        """After all gradients of a backward are reduced, show those of the `used` parameters to optimizers."""
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.run(used)
         if self.orig_params is not None:
             self.orig_params.show_reduced(used, self.gradients.missed)
 
     def end_backward(self) -> None:
         """Call the users' hooks on accumulated gradients, if this backward has delivered any to them."""
-        if self.gradient_hooks.delivered:
+        if self.gradient_hooks is not None:
             self.gradient_hooks.end_backward()
 
     def forget_zeroed(self) -> None:
@@ -645,7 +646,8 @@ class FlatParamHandle:
     def drop_unreduced(self) -> None:
         """Drop accumulated gradients that were not reduced, or not delivered."""
         self.gradients.drop()
-        self.gradient_hooks.abandon()
+        if self.gradient_hooks is not None:
+            self.gradient_hooks.abandon()
         shard = self.flat_param
         shard._has_unreduced = False
         if isinstance(shard.grad, Placeholder) and shard.held_gradient is None:
@@ -717,8 +719,8 @@ class FlatParamHandle:
 
     def follow_frozen(self) -> None:
         """Follow `requires_grad` of the parameters that modules list, before a forward or backward."""
-        # Users may set the flag on shards between passes, and on leaves in them: one comparison for both.
-        if list(map(_needs_grad, (*self.unsharded.leaves, *self.listed_params))) == self._flags:
+        # Users may set the flag on shards between passes, and on leaves in them.
+        if list(map(_needs_grad, self.unsharded.leaves)) == self._trained == self.requires_grad_each:
             return
         for slot, leaf in enumerate(self.unsharded.leaves):
             if leaf.requires_grad is not self._trained[slot]:
@@ -734,7 +736,6 @@ class FlatParamHandle:
         """Note which parameters are trained now."""
         self._trained = self.requires_grad_each
         self.has_frozen = not all(self._trained)
-        self._flags = [*self._trained, *map(_needs_grad, self.listed_params)]  # of the leaves, and of listed parameters
 
     def _freeze(self, slot: int, needs: bool) -> None:
         """Follow a leaf whose `requires_grad` was set by a user, for instance inside of a forward."""
@@ -776,8 +777,8 @@ class FlatParamHandle:
         self.storage.adopt(shard)
         device = self.storage.device
         if device != before[1]:
-            self.comm, self.reduce_comm = self.comm.for_device(device), self.reduce_comm.for_device(device)
-            self.replicas, self.replica_axis = self.replicas.for_device(device), self.replica_axis.for_device(device)
+            comms = self.comm, self.reduce_comm, self.replicas, self.replica_axis
+            self.connect(*(comm.for_device(device) for comm in comms))
             if self.kept_shard is not None:
                 self.kept_shard.comm = self.kept_shard.comm.for_device(device)
         *_, now = self.shard_state

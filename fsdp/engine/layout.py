@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _Layout = TypeVar("_Layout", bound="Layout")
 
+NO_SLOTS: frozenset[int] = frozenset()  # one for all handles: each empty set is an object of 216 bytes
+
 
 @dataclass(frozen=True)
 class Slot:

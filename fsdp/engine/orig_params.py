@@ -204,7 +204,7 @@ class OrigParams:
         for slot, param in enumerate(self.params):
             if slot in given:
                 self._of(shard, slot).copy_(given[slot])
-                flat.valueless.discard(slot)
+                flat.valueless -= {slot}
             self._have(slot, self._of(shard, slot))
             if slot not in given:
                 bring_seen(param, memory_of(before))

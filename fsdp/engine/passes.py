@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from fsdp.distributed import paths
+
+
+class Tags(NamedTuple):
+    """The number of a handle among all handles of its root, and its tags, which no other handle has.
+
+    Tags tell the messages of collectives apart. They are alike on all ranks.
+    """
+
+    number: int
+    gather: int  # on its communicator to all-gather from
+    reduce: int  # on the one to reduce over
+    replica: int  # on that along the replica axis
 
 
 class Passes:

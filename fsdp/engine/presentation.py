@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
 from fsdp.engine.assigned_attributes import attributes_seen_by
 from fsdp.engine.flat_param import ParamInfo
+from fsdp.engine.layout import NO_SLOTS
 from fsdp.engine.originals import is_ours, note_stale
 from fsdp.engine.placeholder import ValuelessParameter
 from fsdp.engine.unsharded_params import UnshardedParameters
@@ -54,6 +55,8 @@ class Listing(dict[str, Any]):
     goes through `nn.Module.__setattr__`, which removes the module's attribute first. Otherwise this is an ordinary
     dictionary, also for compilers, and is copied and pickled as a dictionary.
     """
+
+    __slots__ = ("_module", "_presentations")
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
@@ -135,7 +138,7 @@ class Presentation:
         self.lent: dict[tuple[nn.Module, str], bool] = {}
         self.look = Look.SHARDED
         self.is_exposed = False
-        self.touched: set[int] = set()
+        self.touched = NO_SLOTS
         self._exposed: Sequence[nn.Parameter] = ()
         self._forms: Sequence[UnshardedParameters] = ()  # all whose tensors modules may have seen
         self._leaves: Sequence[nn.Parameter] = ()
@@ -298,7 +301,7 @@ class Presentation:
             self.leave()
             self._exposed = ()
         self.is_exposed = False
-        self.touched.clear()
+        self.touched = NO_SLOTS
 
     @property
     def is_lent(self) -> bool:
@@ -325,7 +328,7 @@ class Presentation:
                     "`with model.summon_full_params():`."
                 )
             return value
-        self.touched.add(slot)
+        self.touched |= {slot}
         if self._exposed:
             return value
         entry = next(entry for _, own, known_as, _, entry in self._at if own is module and known_as == name)
@@ -355,7 +358,7 @@ class Presentation:
             )
         module.__dict__.pop(name, None)
         if slot is not None:
-            self.touched.add(slot)
+            self.touched |= {slot}
 
     def _is_own(self, slot: int, value: Any) -> bool:
         return any(value is form.leaves[slot] or value is form.absent[slot] for form in self._forms)
@@ -415,7 +418,7 @@ class Presentation:
                 is_shown = shown is leaves[slot] or shown is absent[slot]
                 if not is_shown or listed is not (leaves[slot] if self.look is Look.COMPUTING else entry):
                     changed.add(slot)
-        self.touched = changed
+        self.touched = frozenset(changed) or NO_SLOTS
         return sorted(changed)
 
     def replacement(self, slot: int) -> nn.Parameter:
@@ -460,7 +463,7 @@ class Presentation:
         for _, module, name, slot, entry in self._at:
             if slot in slots and entry is None:
                 dict.pop(module._parameters, name, None)
-        self.touched.difference_update(slots)
+        self.touched = self.touched.difference(slots)
         self.enter()
 
 

@@ -47,7 +47,7 @@ class Bucket:
 
     def reduce(self) -> Stages:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
-        handles = sorted(self.divisors, key=lambda handle: handle.number)  # alike on all ranks, however they arrived
+        handles = sorted(self.divisors, key=lambda handle: handle.tags)  # alike on all ranks, however they arrived
         first, *_, last = [handles[0], *handles]
         name = first.unit_name if last is first else f"{first.name} to {last.name}"
         if is_logged := _log.isEnabledFor(logging.DEBUG):
@@ -64,7 +64,7 @@ class Bucket:
         shards = [labelled("reduce_scatter_wait", name, each.pop(0).wait) for _ in list(each)]
         if first.replica_axis.world_size > 1:  # and there is no hook, so that there is one
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
-            tag = tuple(handle.replica_tag for handle in handles)
+            tag = tuple(handle.tags.replica for handle in handles)
             scattered = shards.pop()
             if not self.is_abandoned and _hold(handles, scattered):
                 return
@@ -135,7 +135,7 @@ def _reduce_together(handles: Sequence[FlatParamHandle], name: str) -> Pending:
     for handle, one in zip(handles, taken, strict=True):
         handle.gradients.reuse(one)
     what = f"reduce-scatter of {name}"
-    tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
+    tag = tuple(handle.tags.reduce for handle in handles)  # of ranks that reduce others together it is another one
     reduce_scatter = first.reduce_comm.reduce_scatter
     return labelled("reduce_scatter", name, reduce_scatter, together, what, tag, dtype)
 
@@ -196,7 +196,7 @@ class Reductions:
         if companions is None:
             self._start(Bucket({handle: divisor}, self._brings_nothing), keep)
             return
-        first = companions[0].number
+        first = companions[0].tags.number
         bucket = self._waiting.setdefault(first, Bucket(brings_nothing=self._brings_nothing))
         bucket.divisors[handle] = divisor
         if len(bucket.divisors) == len(companions):

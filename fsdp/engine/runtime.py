@@ -45,7 +45,7 @@ from fsdp.engine.passes import Passes
 from fsdp.engine.phase import Phase
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, changed_before_backward, units_in
+from fsdp.engine.unit import NO_MODULES, ModuleGroup, TrainingState, Unit, changed_before_backward, units_in
 from fsdp.engine.usage import Usage
 
 if TYPE_CHECKING:
@@ -267,7 +267,8 @@ class Runtime:
         # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
         may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
-        unit.yet_to_run.discard(module)
+        if unit.yet_to_run:
+            unit.yet_to_run -= {module}
         is_resident = unit.policy.keeps_for_inference and not torch.is_grad_enabled()
         is_done = unit.frees_after_forward and not unit.yet_to_run and not is_resident
         if call.order is None or (is_done and not needed_at_once and not may_leave):
@@ -312,7 +313,7 @@ class Runtime:
             if not stays or unit.is_unsharding or is_left:
                 unit.reshard()
         for unit in self._groups:
-            unit.yet_to_run.clear()
+            unit.yet_to_run = NO_MODULES
         self._left = self._unsharded()
         self._settle()
 
@@ -321,7 +322,7 @@ class Runtime:
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.transition_to(TrainingState.IDLE)
-        unit.yet_to_run.clear()
+        unit.yet_to_run = NO_MODULES
         self._let_go(unit)
         if self.participation is not None:
             self.participation.fail(unit)
@@ -674,7 +675,7 @@ class Runtime:
         self._running.clear()
         for unit in self.units:
             unit.transition_to(TrainingState.IDLE)
-            unit.yet_to_run.clear()
+            unit.yet_to_run = NO_MODULES
         self._abandon_backward()
 
     def _abandon_backward(self) -> None:

@@ -111,7 +111,7 @@ class ShardValues:
     def _end_lack(self, slot: int) -> None:
         """The shard has this parameter's values now, if it had none."""
         if slot in self._flat_param.valueless:
-            self._flat_param.valueless.discard(slot)
+            self._flat_param.valueless -= {slot}
             if self._orig_params is not None:
                 self._orig_params.give_memory([slot])
             self._presentation.reveal(slot)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
 
+NO_MODULES: frozenset[nn.Module] = frozenset()  # one for all units: each empty set is an object of 216 bytes
+
 _Request = TypeVar("_Request")
 
 _log = logging.getLogger(__name__)
@@ -169,7 +171,7 @@ class Unit:
         self.ignored = ignored
         ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
         kept = kept_modules(ours, precision)
-        self._kept = {inner for group in kept.values() for inner in group}
+        self._kept = frozenset(inner for group in kept.values() for inner in group) or NO_MODULES
         # Before our own hooks, which then run around those that keep a module's precision.
         casting = kept if precision.is_mixed else {}
         self.hooks: list[Any] = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
@@ -191,7 +193,7 @@ class Unit:
         self._new_runtime = new_runtime
         for each in (module, *self.modules):
             each.__dict__[_ATTRIBUTE] = self
-        self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
+        self.yet_to_run = NO_MODULES  # the modules of a group that this forward has not come to
 
     def transition_to(self, state: TrainingState) -> None:
         """Set the state. Profilers show forward and backward as ranges, and the debug log shows each transition."""
@@ -233,7 +235,7 @@ class Unit:
         forgotten: dict[str, Any] = {
             "runtime": None,
             "backward": UnitBackward(),
-            "yet_to_run": set(),
+            "yet_to_run": NO_MODULES,
             "policy": self.policy.of_copy(),
             "requests": {},
             "unfinished_load": None,
@@ -330,7 +332,8 @@ class Unit:
         """Give a handle the settings and the callback of the unit that runs it."""
         handle.unit_name = self.name
         handle.policy, handle.on_gradient = self.policy, self.on_gradient
-        handle.in_full_precision = self.in_full_precision
+        if self.in_full_precision:
+            handle.in_full_precision = True
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
@@ -452,7 +455,7 @@ class Unit:
     def enter(self) -> None:
         """Note that one of its modules is about to compute; it is resharded when all of a group have."""
         if isinstance(self.module, ModuleGroup) and not self.yet_to_run:
-            self.yet_to_run.update(self.module)
+            self.yet_to_run = frozenset(self.module)
 
     @property
     def frees_after_forward(self) -> bool:

@@ -288,7 +288,7 @@ class Compression:
         errors = torch.stack([each.settle() for each in self._feedback[handle]]).sum(0)
         axis = _plain(handle.replica_axis)
         if axis.world_size > 1:
-            what, tag = f"feedback of {handle.name}", ("feedback", handle.replica_tag)
+            what, tag = f"feedback of {handle.name}", ("feedback", handle.tags.replica)
             errors = completed(summed(axis, errors, errors.dtype, what, tag))
         self._begin_with(handle, errors)
         return errors

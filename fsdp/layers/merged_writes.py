@@ -31,8 +31,8 @@ def merge_written(handle: FlatParamHandle) -> None:
     clashing = torch.zeros(len(values), dtype=torch.uint8, device=values[0].device)
     what = f"values that the forward of {handle.unit_name} wrote to its parameters"
     for ranks, sent, tag in (
-        (comm, dealt, handle.tag),
-        (replicas, [values] * replicas.world_size, handle.replica_tag),  # as merged among the shards
+        (comm, dealt, handle.tags.gather),
+        (replicas, [values] * replicas.world_size, handle.tags.replica),  # as merged among the shards
     ):
         for made_there in _exchanged(ranks, sent, what, tag):
             for number, theirs in enumerate(made_there):

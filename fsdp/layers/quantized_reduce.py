@@ -73,7 +73,7 @@ class Feedback:
     def settle(self) -> Tensor:
         """Collective. Return the errors ``[shard_numel]`` of all ranks for this rank's shard, and forget them."""
         whole = self._whole(self.handle.storage.device)
-        what, tag = f"feedback of {self.handle.name}", ("feedback", self.handle.reduce_tag)
+        what, tag = f"feedback of {self.handle.name}", ("feedback", self.handle.tags.reduce)
         self.sent = self.received = None
         return self._comm.reduce_scatter(whole.view(-1), what, tag).wait().clone()
 
@@ -106,7 +106,7 @@ class QuantizedSums:
         """Return the handles whose gradients are reduced together under a tag."""
         tags = tag if isinstance(tag, tuple) else (tag,)
         if not all(each in self._by_tag for each in tags):  # ranks have agreed anew
-            self._by_tag = {handle.reduce_tag: handle for handle in self._handles}
+            self._by_tag = {handle.tags.reduce: handle for handle in self._handles}
         return [self._by_tag[each] for each in tags]
 
     def prepared(self, rows: Tensor, handle: FlatParamHandle, comm: Communicator) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ class ReplicaSums:
     def begin(self, pieces: Tensor, tag: Tag) -> None:
         """Add the errors of earlier sums to a gradient ``[replicas, n]`` in float32."""
         if self.feedback:
-            by_tag: dict[int | str, ReplicaFeedback] = {each.handle.replica_tag: each for each in self.feedback}
+            by_tag: dict[int | str, ReplicaFeedback] = {each.handle.tags.replica: each for each in self.feedback}
             tags = tag if isinstance(tag, tuple) else (tag,)
             members = [(each, each.handle.gradients.layout) for each in map(by_tag.__getitem__, tags)]
             self._sums[tag] = _Sum(members, torch.zeros_like(pieces))

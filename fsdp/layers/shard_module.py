@@ -10,7 +10,7 @@ that optimizers see and that modules list; a `ParamForm` defines them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -188,10 +188,10 @@ def _check_params(found: Found, unit: Unit, groups: Iterable[Group | None]) -> N
             check_ranks(places[0].fqn, param, over, unit.device)
 
 
-def _uncast(precision: Precision, found: Found) -> set[tuple[nn.Module, str]]:
+def _uncast(precision: Precision, found: Found) -> Collection[tuple[nn.Module, str]]:
     """Return the places of the parameters that a policy leaves in their own dtype."""
     if precision.override is None:
-        return set()
+        return ()
     left = (places for param, places in found.items() if precision.leaves(places[0].fqn, param))
     return {place[:2] for places in left for place in places}
 

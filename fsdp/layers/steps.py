@@ -115,7 +115,7 @@ class Steps:
         self._looked_at: int | None = None  # the number of backwards before the last look at all of these
         self._of_replicas: dict[Any, Journal] = {}  # by the group of ranks
         for handle in self.handles if peers_answer(self.root.everyone) else ():
-            ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
+            ways = ((handle.comm, handle.tags.gather), (handle.replicas, handle.tags.replica))
             # Tags are of a group, and a model before this one may have had a group of the same ranks.
             tags = [f"{getattr(comm.group, 'group_name', '')}:{tag}" for comm, tag in ways if comm.world_size > 1]
             name = " ".join(tags)
@@ -278,7 +278,7 @@ def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHand
     original parameters are often empty, and may not be listed.
     """
     kind, lines, order = type(optimizer).__name__, [], array("q")
-    listed = ((handle.number << _SLOT_BITS, handle.listed_params) for handle in handles)
+    listed = ((handle.tags.number << _SLOT_BITS, handle.listed_params) for handle in handles)
     numbers = {id(param): number for first, params in listed for number, param in enumerate(params, first)}
     for number, group in enumerate(optimizer.param_groups):
         options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]

@@ -175,7 +175,7 @@ class OptimStream:
         pending = None
         if one.handle is not None and (incoming or outgoing):
             what = f"gather of the optimizer state of {one.name}"
-            pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tag))
+            pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tags.gather))
         if self.is_wanted and mine is not None:  # while the others are on their way
             made.view(-1)[mine.start : mine.stop].copy_(part)
 

@@ -559,7 +559,7 @@ class _Training:
 
 def _tag(handle: FlatParamHandle) -> int:
     """Return the tag of a handle's all-gathers along the shard axis."""
-    return handle.kept_shard.tag if handle.kept_shard is not None and handle.kept_shard.lasts else handle.tag
+    return handle.kept_shard.tag if handle.kept_shard is not None and handle.kept_shard.lasts else handle.tags.gather
 
 
 def _number(message: Message) -> Any:

@@ -136,4 +136,4 @@ def test_messages_of_a_copy_have_tags_of_their_own(travel: Travel) -> None:
     handles = [handle for each in models for handle in handles_of(each)]
     assert len({handle.comm for handle in handles}) == 1
     assert isinstance(handles[0].comm, DirectExchange)
-    assert len({handle.tag for handle in handles}) == len(handles)
+    assert len({handle.tags.gather for handle in handles}) == len(handles)

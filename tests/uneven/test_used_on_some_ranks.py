@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.distributed.collectives import use_torch_collectives
+from fsdp.engine.passes import Tags
 from fsdp.engine.reduction import Bucket
 from tests.helpers.comm_hooks import average, with_hook
 from tests.helpers.dtensor_twins import ours
@@ -204,19 +205,21 @@ def _train_with_hook(bucket_cap_mb: float) -> None:
 def test_a_bucket_is_reduced_in_one_order_whichever_of_it_was_complete_first() -> None:
     order: list[int] = []
     ranks = {"reduce_comm.world_size": 2, "replica_axis.world_size": 1}
-    handles: list[Any] = [mock.MagicMock(number=number, is_replicated=False, **ranks) for number in (2, 0, 1)]
+    handles: list[Any] = [
+        mock.MagicMock(tags=Tags(number, 0, 0, 0), is_replicated=False, **ranks) for number in (2, 0, 1)
+    ]
     for handle in handles:
         handle.policy.all_reduce_hook = None
         handle.reduce.side_effect = partial(_reduced, handle, order)
     for _ in Bucket(dict.fromkeys(handles, 1.0)).reduce():
         pass
     assert order == [0, 1, 2]
-    assert all(handle.accept.call_args.args == (handle.number,) for handle in handles)
+    assert all(handle.accept.call_args.args == (handle.tags.number,) for handle in handles)
 
 
 def _reduced(handle: Any, order: list[int]) -> Any:
-    order.append(handle.number)
-    return mock.MagicMock(wait=lambda: handle.number)
+    order.append(handle.tags.number)
+    return mock.MagicMock(wait=lambda: handle.tags.number)
 
 
 class Straight(torch.autograd.Function):

@@ -72,7 +72,7 @@ def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers
     incoming = {peer: places_of(peer) for peer in peers} if copies else {}
     comm.settle()  # of what was sent before: a rank is at most one flat parameter ahead of those that it sends to
     outgoing = {peer: own for peer in peers if peer in receivers}
-    pending = comm.exchange(incoming, outgoing, f"gather of {handle.name}", ("whole", handle.tag))
+    pending = comm.exchange(incoming, outgoing, f"gather of {handle.name}", ("whole", handle.tags.gather))
     if copies:
         for place, values in zip(places_of(comm.rank), own, strict=True):
             place.copy_(values)
@@ -100,7 +100,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tens
             outgoing[peer] = [values.to(device, shard.dtype) for values in ranges]
     elif handle.replicas.rank == 0:
         incoming[0] = list(own.values())
-    comm.exchange(incoming, outgoing, f"values of {handle.name}", ("values", handle.tag)).wait()
+    comm.exchange(incoming, outgoing, f"values of {handle.name}", ("values", handle.tags.gather)).wait()
     for each in own.values():
         if handle.is_replicated:
             handle.replicas.broadcast(each.view(torch.uint8)).wait()

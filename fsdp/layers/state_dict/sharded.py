@@ -392,7 +392,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     ):
         result = done_by_all([everyone], "load its part of a sharded state", load)
         values = {key: value for each in recordings for key, value in recorded(each).items()}
-        numbers = sorted((handle.number, slot) for handle, slot in values)  # which are alike on all ranks
+        numbers = sorted((handle.tags.number, slot) for handle, slot in values)  # which are alike on all ranks
         digest = hashlib.sha256(repr(numbers).encode()).hexdigest()
         shown_as = f"those of {len(numbers)} parameters ({digest[:8]})"
         agree_on(everyone, "keys in the sharded state that they load", digest, shown_as)

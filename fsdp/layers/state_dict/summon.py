@@ -480,7 +480,8 @@ def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
         return [None] * len(handle.places)
     shard = grad.detach().view(-1).to(handle.storage.device)
     full = shard.new_empty(handle.layout.padded_numel)
-    handle.comm.all_gather(full, shard, f"all-gather of the gradient of {handle.name}", ("gradient", handle.tag)).wait()
+    what, tag = f"all-gather of the gradient of {handle.name}", ("gradient", handle.tags.gather)
+    handle.comm.all_gather(full, shard, what, tag).wait()
     shown: list[Tensor | None] = []
     for slot, (view, part) in enumerate(zip(handle.layout.unpack(full), handle.flat_param.parts, strict=True)):
         has_none = handle.orig_params is not None and handle.orig_params.params[slot].grad is None
