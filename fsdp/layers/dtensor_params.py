@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def teach_dtensor() -> None:
 
     A `DTensor` has no memory of its own, which torch recognizes by an address of 0. torch (seen in 2.13) adds the
     offset of the local tensor, and then looks for memory. Copies and pickles hold the elements of each, and not all of
-    the shard. In addition, writes to a part of a parameter reach the parameter.
+    the shard. Parameters are copied within their shards, and not pickled. In addition, writes to a part of a parameter
+    reach the parameter.
     """
     DTensor.data_ptr = _no_address  # type: ignore[assignment]
     write_parts_through(_lies_in_a_shard)
@@ -62,6 +63,8 @@ def teach_dtensor() -> None:
 
     @wraps(torchs)
     def copied(self: Any, memo: dict[int, Any]) -> Any:
+        if "owner" in self.__dict__:
+            return _copied(self, memo)
         if id(self) in memo or not self.storage_offset():
             return torchs(self, memo)
         found = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
@@ -70,6 +73,12 @@ def teach_dtensor() -> None:
         return found
 
     def reduced(self: Any, protocol: Any) -> Any:
+        if "owner" in self.__dict__:
+            raise NotImplementedError(
+                f"{self.fqn} is a DTensor, whose mesh is of these processes: a module under fully_shard cannot be "
+                "pickled. Save it with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with "
+                "copy.deepcopy."
+            )
         is_inside = self.storage_offset() or _lies_in_a_shard(self)
         apart = self.detach().clone().requires_grad_(self.requires_grad) if is_inside else self
         return Tensor.__reduce_ex__(apart, protocol)
@@ -341,15 +350,12 @@ def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_g
     """
     param = counted(part.dtensor(rows), requires_grad)
     param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
-    itself = weakref.ref(param)
-    param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
-    param.__dict__["__reduce_ex__"] = partial(_refuse_pickling, fqn)
     return param
 
 
-def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn.Parameter:
-    found: Any = param()
-    local = held_part(found)
+def _copied(found: Any, memo: dict[int, Any]) -> nn.Parameter:
+    """Return the parameter of copied rows, in the copy of their shard."""
+    local, part = held_part(found), MeshPart(found.device_mesh, tuple(found.placements), found.shape)
     owner = copy.deepcopy(found.owner, memo)
     mine, moved = owner.detach().as_subclass(Tensor), int(owner.storage_offset() - found.owner.storage_offset())
     held = inner_of(local) or [local]
@@ -358,10 +364,3 @@ def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn
     copied = memo[id(found)] = row_parameter(owner, rows, part, found.requires_grad, found.fqn)
     give_attributes(copied, attributes_of(found))
     return copied
-
-
-def _refuse_pickling(fqn: str, protocol: Any) -> Any:
-    raise NotImplementedError(
-        f"{fqn} is a DTensor, whose mesh is of these processes: a module under fully_shard cannot be pickled. Save it "
-        "with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with copy.deepcopy."
-    )
