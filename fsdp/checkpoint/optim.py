@@ -108,8 +108,9 @@ class Optimizers:
             optimizer.load_state_dict({"state": own, "param_groups": groups})
             for param in () if isinstance(optimizer, OwnedOptimizer) else numbers.keys() & states.keys():
                 for key, value in states[param].items():
-                    if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
-                        optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
+                    if isinstance(value, Tensor) and key != "step":  # torch casts all others to the parameter's dtype
+                        device = value.device if value.dim() else optimizer.state[param].get(key, value).device
+                        optimizer.state[param][key] = value.to(device)
 
 
 def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:

@@ -250,7 +250,23 @@ def test_state_of_another_dtype_stays_as_it_is(tmp_path: Path) -> None:
         held = sum(interval.numel for interval in param.make_layout(2).intervals(dist.get_rank()))
         assert found["sum"].dtype is torch.float64
         assert torch.equal(found["sum"][:held], state["sum"][:held])
-        assert (int(found["count"]), found["list"]) == (3, [1, (2, None)])
+        assert (found["count"].dtype, found["count"], found["list"]) == (torch.int32, 3, [1, (2, None)])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+@on_ranks(2)
+def test_numbers_beside_16_bit_parameters_keep_all_of_their_digits(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    model = nested_mlp(fully_sharded()).bfloat16()
+    optimizer = kind(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    fsdp.save(tmp_path / "run", model, optimizer)
+    loaded = kind(model.parameters(), lr=0.01)
+    fsdp.load(tmp_path / "run", model, loaded)
+    assert_same(loaded.state_dict(), optimizer.state_dict())
 
 
 # What cannot be
