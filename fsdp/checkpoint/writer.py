@@ -517,6 +517,7 @@ class Saver(AbstractContextManager["Saver"]):
         found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)
+        place = replace(place, path=os.path.abspath(place.path))  # the thread may run in another current folder
         job: Future[Saved] = Future()
         work = job, place, found, tuple(comm.apart() for comm in ranks)
         # The interpreter waits for this thread at its end.

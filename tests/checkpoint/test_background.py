@@ -69,6 +69,30 @@ def test_what_is_saved_is_as_it_was_when_save_was_called(tmp_path: Path, options
     assert_same_state(loaded.state_dict(), before)
 
 
+@on_ranks(2)
+def test_a_relative_path_is_of_the_folder_in_which_save_was_called(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    gate = threading.Event()
+    write = fsdp.checkpoint.writer.write
+
+    def late(*args: Any) -> Any:
+        gate.wait()
+        return write(*args)
+
+    (tmp_path / "elsewhere").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, Saver() as saver:
+        patch.setattr(fsdp.checkpoint.writer, "write", late)
+        for step in range(2):
+            patch.chdir(tmp_path)
+            saver.save("run", model, step=step, keep=1)
+            patch.chdir(tmp_path / "elsewhere")
+            gate.set()
+            saver.wait()
+            gate.clear()
+    assert list(fsdp.checkpoint.steps(tmp_path / "run")) == [1]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 @pytest.mark.parametrize("by_members", [True, False])
 @on_ranks(3)
 def test_ranks_in_different_numbers_of_groups_save(tmp_path: Path, by_members: bool) -> None:
