@@ -59,6 +59,18 @@ def prefix_problem(prefix: str, remedy: str) -> str:
     )
 
 
+def wrapped_problem(names: Iterable[str]) -> str:
+    """Return the error message for a state with path parts of wrappers in its names; empty if there are none."""
+    wrapped = next((name for name in names if clean_name(name) != name), None)
+    if wrapped is None:
+        return ""
+    removed = "".join(f".replace('{part}.', '')" for part in (FSDP_PART, FLATTEN_PART) if f"{part}." in wrapped)
+    return (
+        f"keys such as {wrapped!r} have path parts that wrappers add, as in torch's named_parameters(): "
+        f"load {{key{removed}: value for key, value in state_dict.items()}}"
+    )
+
+
 def join(path: str, name: str) -> str:
     """Return the full name of `name` in the module at `path`, which is empty for the root."""
     return f"{path}.{name}" if path else name

@@ -33,7 +33,7 @@ from fsdp.distributed.consensus import (
 )
 from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.names import clean_name, foreign_prefix, join, prefix_problem
+from fsdp.engine.names import clean_name, foreign_prefix, join, prefix_problem, wrapped_problem
 from fsdp.engine.originals import is_ours
 from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, units_in
 from fsdp.layers.deferred_init import memory_to_load_into, require_values_everywhere
@@ -516,8 +516,13 @@ def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
 
 
 def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
-    """Add a remedy to an error of loading into a module (`plain`) if every key has the same extra prefix."""
-    front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
-    if front:
+    """Add a remedy to an error of loading into a module (`plain`) if wrappers have changed the keys of the state."""
+    if not isinstance(error, RuntimeError):
+        return
+    problem = wrapped_problem(state_dict)
+    front = foreign_prefix(state_dict, partial(hasattr, plain))
+    if not problem and front:
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
-        error.args = (f"{error}\n\t{prefix_problem(front, remedy)}",)
+        problem = prefix_problem(front, remedy)
+    if problem:
+        error.args = (f"{error}\n\t{problem}",)

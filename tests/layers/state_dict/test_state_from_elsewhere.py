@@ -77,6 +77,23 @@ def test_a_state_dict_of_a_wrapped_model_says_how_it_is_loaded(form: str) -> Non
     assert "every key" not in str(caught.value)
 
 
+@every_form
+@on_ranks(2)
+def test_a_state_dict_with_path_parts_of_wrappers_says_how_it_is_loaded(form: str) -> None:
+    model, other = sharded(form), plain()
+    with torch.no_grad():
+        other[0].weight.fill_(0.5)
+    state = {
+        f"_fsdp_wrapped_module.{name}".replace("2.", "2._fsdp_wrapped_module."): value
+        for name, value in other.state_dict().items()
+    }
+    said = r"keys such as '_fsdp_wrapped_module.0.weight'.*key\.replace\('_fsdp_wrapped_module.', ''\): value"
+    with pytest.raises(RuntimeError, match=said):
+        model.load_state_dict(state)
+    model.load_state_dict({key.replace("_fsdp_wrapped_module.", ""): value for key, value in state.items()})
+    assert_same_function(model, other)
+
+
 @on_ranks(2)
 def test_files_of_a_wrapped_model_say_how_they_are_loaded(tmp_path: Path) -> None:
     model, other = sharded("flat"), nn.ModuleDict({"module": plain()})
