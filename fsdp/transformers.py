@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -131,8 +133,8 @@ class Trainer(_PlainTrainer):
             fsdp.save(folder, self.model_wrapped, optimizer, generators=False)
             together(f"save the configuration to {folder}", partial(self._save_beside, folder))
             return
-        state = self.accelerator.get_state_dict(self.model_wrapped)
-        together(f"save the model to {folder}", partial(self._save, folder, state_dict=state))
+        with _saved_state(self.model_wrapped, self.model, self.accelerator) as state:
+            together(f"save the model to {folder}", partial(self._save, folder, state_dict=state))
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -172,6 +174,28 @@ class Trainer(_PlainTrainer):
 
     def _load_best_model(self) -> None:
         fsdp.load(self.state.best_model_checkpoint, self.model_wrapped, generators=False)
+
+
+@contextmanager
+def _saved_state(model: Any, plain: nn.Module, accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+    """Collective. Provide the state that the first rank saves, from its host memory.
+
+    `peft` also asks modules that are saved whole for their state, and computes prompts: parameters are unsharded.
+    """
+    if _is_of_peft(plain) and isinstance(model, fsdp.FullyShardedDataParallel):
+        with model.summon_full_params(rank0_only=True, volatile=True, offload_to_cpu=True):
+            named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+            yield dict(chain(*named))
+        return
+    state = accelerator.get_state_dict(model)
+    if not _is_of_peft(plain):
+        yield state
+        return
+    model.unshard()
+    try:
+        yield state
+    finally:
+        model.reshard()
 
 
 def _class_name(model: Any) -> str:

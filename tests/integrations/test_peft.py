@@ -5,6 +5,7 @@ By recipes of docs/hugging_face.md.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.helpers.hugging_face import (
     rows,
     trainer_of,
     whole_state,
+    wrapped,
 )
 from tests.helpers.models import Net
 from tests.helpers.needs import needs
@@ -127,6 +129,44 @@ def whole_state_of(state: dict[str, Any]) -> dict[str, Tensor]:
 def test_the_trainer_saves_the_adapters(ranks: RankPool, tmp_path: Path, form: str) -> None:
     pytest.importorskip("accelerate")
     ranks(2, timeout=PATIENCE).run(_save_by_trainer, tmp_path, form)
+
+
+@every_form
+@pytest.mark.parametrize("kind", ["modules_to_save", "prompts"])
+def test_the_trainer_saves_modules_and_prompts(ranks: RankPool, tmp_path: Path, kind: str, form: str) -> None:
+    pytest.importorskip("accelerate")
+    ranks(2, timeout=PATIENCE).run(_save_modules_or_prompts, tmp_path, kind, form)
+
+
+def _save_modules_or_prompts(folder: Path, kind: str, form: str) -> None:
+    from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+
+    base, layer = made("llama")
+    plain: Any = get_peft_model(
+        base,
+        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+        if kind == "modules_to_save"
+        else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    )
+    with torch.no_grad():
+        for param in plain.parameters():
+            if param.requires_grad:
+                param.add_(1)
+    model: Any = copy.deepcopy(plain)
+    if form == "fully_shard":
+        fully_shard(next(module for module in model.modules() if isinstance(module, layer)))
+        fully_shard(model)
+    else:
+        model = wrapped(model, layer, **FORMS[form])
+    with as_launched():
+        trainer = trainer_of(model, folder)
+        trainer.save_model(str(folder / "trainer"))
+        trainer.accelerator.wait_for_everyone()
+    if form != "fully_shard":
+        recipe("adapters").save_adapters(model, folder / "recipe")
+    for place in (path for path in (folder / "trainer", folder / "recipe") if path.exists()):
+        assert torch.equal(logits(PeftModel.from_pretrained(made("llama")[0], place)), logits(plain))
+    assert torch.equal(logits(model), logits(plain))  # it goes on, sharded
 
 
 def _save_by_trainer(folder: Path, form: str) -> None:

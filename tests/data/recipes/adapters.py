@@ -16,9 +16,9 @@ def shard(base, adapters, layer, **options):
 
 def save_adapters(model, folder):
     """A folder that `PeftModel.from_pretrained` reads."""
-    state = model.state_dict(rank0_only=True)
-    if dist.get_rank() == 0:
-        model.module.module.save_pretrained(folder, state_dict=state)
+    with model.summon_full_params(rank0_only=True, volatile=True, offload_to_cpu=True):  # peft reads modules, too
+        if dist.get_rank() == 0:
+            model.module.module.save_pretrained(folder, state_dict=dict(model.named_parameters()))
     dist.barrier()
 
 
