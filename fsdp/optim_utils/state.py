@@ -366,8 +366,9 @@ Kinds = dict[str, Kind]  # by key of the state
 
 
 ELEMENTWISE = (
-    "Use fsdp.OwnedOptimizer, or an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these "
-    "parameters unsharded with ignored_parameters."
+    "Use fsdp.OwnedOptimizer, or an optimizer that works element by element (Adam, AdamW, SGD, ...). Or leave these "
+    "parameters unsharded with ignored_parameters, step them with a separate optimizer, and save its state_dict() with "
+    "torch.save."
 )
 
 

@@ -290,6 +290,22 @@ def test_state_of_another_shape_is_refused_and_named(
     assert not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
+def test_other_state_of_unsharded_parameters_is_saved_by_itself(tmp_path: Path) -> None:
+    plain: Any = nested_mlp()
+    free = list(plain.exit.parameters())
+    model = FullyShardedDataParallel(plain, ignored_parameters=free)
+    lbfgs, others = torch.optim.LBFGS(free), adam(set(model.parameters()).difference(free))
+    loss = model(torch.ones(2, 5)).sum()
+    loss.backward()
+    lbfgs.step(lambda: loss)
+    others.step()
+    with pytest.raises(ValueError, match="step them with a separate optimizer, and save its state_dict"):
+        fsdp.save(tmp_path / "run", model, [lbfgs, others])
+    fsdp.save(tmp_path / "run", model, others)
+    fsdp.load(tmp_path / "run", model, others)
+
+
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = nested_mlp(fully_sharded(process_group=Alone()))
     other = adam(nested_mlp().parameters())
