@@ -169,18 +169,21 @@ class Runtime:
         if self._running or self._backward is not None:
             self._recover()
         self._outermost = unit
-        for other in self.units:
-            if other.runtime is not self:
-                raise RuntimeError(
-                    f"a second root: unit '{other.name}' now belongs to another root, since it was sharded and called "
-                    "there. Use only one of the two. (FullyShardedDataParallel has `_reset_lazy_init()`, to be called "
-                    "on this one first.)"
-                )
+        self._require_own_units()
         # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
         for handle in self.handles:
             handle.forget_zeroed()
         self.checks.before_forward(unit)
         self._forward_order.begin()
+
+    def _require_own_units(self) -> None:
+        for other in self.units:
+            if other.runtime is not self:
+                raise RuntimeError(
+                    f"a second root: unit '{other.name}' now belongs to another root, since it was sharded and called "
+                    "there. Use only one of the two, or call both in the forward of one sharded module. "
+                    "(FullyShardedDataParallel has `_reset_lazy_init()`, to be called on this one first.)"
+                )
 
     def _reshard_overwritten(self) -> None:
         """Collective. Reshard the handles that the last forward left unsharded, if any rank wrote to its shard since.
@@ -406,6 +409,7 @@ class Runtime:
             if self._backward.is_alive:
                 return
             self._abandon_backward()  # the last one raised
+        self._require_own_units()
         self._backward = BackwardPass(self._end_backward, self._list_all_shards)
         self._begin_backward()
 

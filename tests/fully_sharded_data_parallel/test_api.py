@@ -26,6 +26,7 @@ from fsdp import (
 )
 from fsdp.layers.options import Options
 from tests.helpers.calls import users
+from tests.helpers.forms import FORMS, sharded
 from tests.helpers.models import Net, Wrap, keep
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import parametrize_pairs
@@ -536,6 +537,18 @@ def test_a_child_of_two_roots() -> None:
     step(second)
     first._reset_lazy_init()
     step(first)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_a_root_that_lost_a_unit_between_its_forward_and_its_backward(form: str) -> None:
+    child = sharded(nn.Linear(5, 4), form)
+    first, second = (sharded(nn.Sequential(child, nn.Linear(4, 2)), form) for _ in range(2))
+    losses = [model(inputs()).sum() for model in (first, second)]
+    with pytest.raises(RuntimeError, match=r"a second root: unit '0' now belongs to another root"):
+        losses[0].backward()
+    losses[1].backward()
+    step(second)
 
 
 # Moving and casting
