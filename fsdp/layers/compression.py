@@ -234,8 +234,9 @@ class Compression:
         try:
             yield
         finally:
-            for param in stored:
-                optimizer.state[param].pop(_KEY, None)
+            for param in stored:  # a state_dict() that was taken inside keeps the former dictionary
+                state = optimizer.state[param]
+                optimizer.state[param] = {key: value for key, value in state.items() if key != _KEY}
 
     def _require_present(self) -> None:
         present = _present.get(self._root)

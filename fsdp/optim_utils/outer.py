@@ -20,7 +20,8 @@ from fsdp.engine.runtime import Runtime, runtimes
 from fsdp.layers.fingerprints import fingerprint
 from fsdp.optim_utils.owned import OwnedOptimizer
 
-_ANCHOR, _MOMENTUM, _STEP = "outer_anchor", "outer_momentum", "outer_step"  # of an optimizer's state
+_ANCHOR, _MOMENTUM, _STEP = "outer_anchor", "outer_momentum", "outer_step"
+_KEYS = _ANCHOR, _MOMENTUM, _STEP  # of an optimizer's state
 
 
 class OuterOptimizer:
@@ -109,6 +110,9 @@ class OuterOptimizer:
         wide = {param.dtype: torch.promote_types(param.dtype, torch.float32) for param in params}
         self._anchors = {id(param): _values(param).to(wide[param.dtype], copy=True) for param in params}
         self._momenta = {id(param): torch.zeros_like(self._anchors[id(param)]) for param in params}
+        self._loading: list[tuple[Any, dict[str, Any]]] = []
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -197,15 +201,32 @@ class OuterOptimizer:
                 local = local_part(state)
                 local.copy_(held[id(param)].view(local.shape))
                 optimizer.state[param][key] = state
-            optimizer.state[param][_STEP] = torch.tensor(float(self.steps))
+            optimizer.state[param][_STEP] = torch.tensor(self.steps, dtype=torch.float32)
         try:
             yield
         finally:
-            for param in stored:
-                for key in (_ANCHOR, _MOMENTUM, _STEP):
-                    optimizer.state[param].pop(key, None)
-                if not optimizer.state[param]:
+            for param in stored:  # a state_dict() that was taken inside keeps the former dictionary
+                rest = {key: value for key, value in optimizer.state[param].items() if key not in _KEYS}
+                optimizer.state[param] = rest
+                if not rest:
                     del optimizer.state[param]
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Hook of `load_state_dict()`, which casts all state but "step" to the dtype of the parameter."""
+        params, numbers = (
+            [param for group in groups for param in group["params"]]
+            for groups in (optimizer.param_groups, state["param_groups"])
+        )
+        self._loading = [
+            (param, {key: value for key, value in state["state"].get(number, {}).items() if key in _KEYS})
+            for param, number in zip(params, numbers, strict=False)  # torch raises an error if one has more
+        ]
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        for param, values in self._loading:
+            if values:
+                optimizer.state[param].update(values)
+        self._loading = []
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the state of the outer optimizer out of a loaded optimizer state. Call it on every rank. Not collective.
@@ -218,7 +239,7 @@ class OuterOptimizer:
         self._require_own(optimizer)
         for param in self._listed():
             state = optimizer.state.get(param, {})
-            anchor, momentum, steps = (state.pop(key, None) for key in (_ANCHOR, _MOMENTUM, _STEP))
+            anchor, momentum, steps = (state.pop(key, None) for key in _KEYS)
             self._anchors[id(param)].copy_(_values(param if anchor is None else anchor))
             self._momenta[id(param)].zero_()
             if momentum is not None:

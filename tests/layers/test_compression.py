@@ -615,6 +615,9 @@ def test_parameters_that_no_step_has_used_have_no_feedback(tmp_path: Path) -> No
     with compression.stored_in(optimizer):
         assert sum("quantized_reduce_feedback" in state for state in optimizer.state.values()) == len(optimizer.state)
         fsdp.save(tmp_path, model, optimizer)
+        taken = optimizer.state_dict()
+    assert all("quantized_reduce_feedback" in state for state in taken["state"].values())
+    assert not any("quantized_reduce_feedback" in state for state in optimizer.state.values())
     fsdp.load(tmp_path, model, optimizer)
     compression.load_from(optimizer)
 

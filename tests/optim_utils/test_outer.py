@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,43 @@ def test_training_goes_on_from_a_checkpoint_of_each_replica_also_with_other_numb
             outer.step()
         for name, value in full_state(again).items():
             torch.testing.assert_close(value, full_state(model)[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("saves", ["file", "state_dict"])
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_16_bit_shards_go_on_with_the_same_bits(form: str, saves: str, tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+
+    def new() -> tuple[Any, torch.optim.Optimizer, OuterOptimizer]:
+        options = {"mesh": mesh["rank"]} if form == "rows" else {"process_group": mesh["rank"].get_group()}
+        torch.manual_seed(0)
+        model = of_form(nn.Linear(5, 3, dtype=torch.bfloat16), form, **options)
+        optimizer = ADAM(model.parameters())
+        return model, optimizer, OuterOptimizer(optimizer, mesh["site"], every=2, lr=0.7, momentum=0.9)
+
+    def go_on(model: Any, optimizer: torch.optim.Optimizer, outer: OuterOptimizer, steps: range) -> None:
+        for step in steps:
+            model(batch_of(step, dist.get_rank()).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+
+    first, again = new(), new()
+    first[2].steps = 254  # bfloat16 has no 257
+    go_on(*first, range(3))
+    own = tmp_path / f"replica {dist.get_rank()}"
+    with first[2].stored_in(first[1]):
+        fsdp.save(own, *first[:2])
+        state = first[1].state_dict()
+    fsdp.load(own, *again[:2])
+    if saves == "state_dict":
+        again[1].load_state_dict(copy.deepcopy(state))
+    again[2].load_from(again[1])
+    assert again[2].steps == 257
+    for trained in (first, again):
+        go_on(*trained, range(3, 6))
+    assert_same(full_state(again[0]), full_state(first[0]))
 
 
 @on_ranks(2)
