@@ -125,12 +125,18 @@ class OuterOptimizer:
             Whether parameters were exchanged.
 
         Raises:
-            RuntimeError: if the inner optimizer has got other parameters since, which would not be exchanged.
+            RuntimeError: if the inner optimizer has got other parameters since, which would not be exchanged; if it has
+                loaded a state that `load_from` has not taken yet.
         """
         if {*map(id, _params(self._optimizer))} != self._anchors.keys():
             raise RuntimeError(
                 f"the {type(self._optimizer).__name__} has other parameters than at the construction of this "
                 "OuterOptimizer, which would leave them out: construct another OuterOptimizer, on all ranks"
+            )
+        if any(_STEP in state for state in self._optimizer.state.values()):
+            raise RuntimeError(
+                f"the {type(self._optimizer).__name__} has loaded the state of an OuterOptimizer, which has not taken "
+                "it yet: call load_from(optimizer) after loading, on all ranks, and step() outside of stored_in()"
             )
         self.steps += 1
         due = [
@@ -229,12 +235,13 @@ class OuterOptimizer:
         self._loading = []
 
     def load_from(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the state of the outer optimizer out of a loaded optimizer state. Call it on every rank. Not collective.
+        """Collective over `group`. Take the state of the outer optimizer out of a loaded optimizer state.
 
         Where the state has none, the parameter's present value is taken, without momentum.
 
         Raises:
             ValueError: for another optimizer than that of the constructor.
+            RuntimeError: on every rank, if replicas have loaded states of different exchanges.
         """
         self._require_own(optimizer)
         for param in self._listed():
@@ -247,6 +254,14 @@ class OuterOptimizer:
             self.steps = self.steps if steps is None else int(steps)
             if not state:
                 optimizer.state.pop(param, None)
+        held = [fingerprint(value) for values in (self._anchors, self._momenta) for value in values.values()]
+        agree_on(
+            (self._comm,),
+            "weights and momenta of the last exchange in the loaded states of an OuterOptimizer, which needs replicas "
+            "that were saved after the same step",
+            str((self.steps, held)),
+            f"those of step {self.steps} (fingerprint {hash(tuple(held)) & 0xFFFFFFFF:08x})",
+        )
 
     def _require_nothing_else(self, stored: Sequence[Any]) -> None:
         """Raise RuntimeError if parameters that are not stored have changed in exchanges."""

@@ -262,6 +262,37 @@ def test_16_bit_shards_go_on_with_the_same_bits(form: str, saves: str, tmp_path:
 
 
 @on_ranks(2)
+def test_replicas_that_were_saved_after_different_steps_are_an_error(tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    model = sharded("orig", mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=2)
+    for number in range(2):
+        train(model, optimizer, outer, range(2 * number, 2 * number + 2))
+        with outer.stored_in(optimizer):
+            fsdp.save(tmp_path / f"{number} {dist.get_rank()}", model, optimizer)
+    fsdp.load(tmp_path / f"{dist.get_rank()} {dist.get_rank()}", model, optimizer)
+    with pytest.raises(RuntimeError, match=r"different weights and momenta .*of step 2 .*of step 4"):
+        outer.load_from(optimizer)
+
+
+@on_ranks(2)
+def test_a_loaded_state_that_was_not_taken_is_an_error(tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    model = sharded("orig", mesh)
+    optimizer = ADAM(model.parameters())
+    outer = OuterOptimizer(optimizer, mesh["site"], every=2)
+    train(model, optimizer, outer, range(1))
+    with outer.stored_in(optimizer):
+        fsdp.save(tmp_path / f"{dist.get_rank()}", model, optimizer)
+    fsdp.load(tmp_path / f"{dist.get_rank()}", model, optimizer)
+    with pytest.raises(RuntimeError, match=r"the AdamW has loaded the state of an OuterOptimizer, which has not taken"):
+        outer.step()
+    outer.load_from(optimizer)
+    assert outer.step()
+
+
+@on_ranks(2)
 def test_parameters_without_gradients_and_buffers_need_nothing() -> None:
     mesh = mesh_of(2)
     torch.manual_seed(0)
