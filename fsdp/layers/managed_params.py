@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.distributed.gather_extension import PLAIN, check_extension, holds_extended, inner_of, is_of_values
@@ -147,6 +148,11 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) ->
         raise TypeError(
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded here. Register it "
             "as a buffer (register_buffer) if it is not trained, or pass it in ignored_parameters."
+        )
+    if is_lazy(param):
+        raise TypeError(
+            f"{fqn} is an UninitializedParameter of a lazy module, which has no shape yet: run the model once "
+            "on an input before sharding"
         )
     check_dtype(f"grad_dtype of {fqn}", None if param.grad_dtype == param.dtype else param.grad_dtype)
     check_placements(fqn, param)
