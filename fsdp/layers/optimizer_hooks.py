@@ -349,8 +349,11 @@ _OF_UNSHARDED_PARAMETERS = re.compile(
 _OF_MORE = {
     re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
     "sees what this rank has of them: ranks take steps of different sizes",
-    re.compile("^(adagc|adai|adams|avagrad)$", re.IGNORECASE): "takes means or norms over all parameters together, and "
-    "sees what this rank has of them: ranks compute different ones",
+    re.compile("^(adagc|adai|adams|avagrad|trac)$", re.IGNORECASE): "takes means or norms over all parameters "
+    "together, and sees what this rank has of them: ranks compute different ones",
+    re.compile("^([agw]|friendly|look)?sam$", re.IGNORECASE): "divides by the norm of all gradients together, and sees "
+    "what this rank has of them: ranks compute different norms, except of the DTensors of fully_shard",
+    re.compile("orthograd", re.IGNORECASE): "projects gradients by whole parameters, and sees this rank's shards",
     re.compile("lora_?rite", re.IGNORECASE): "steps pairs of parameters together, and a rank may have one of a pair",
     re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
 }
@@ -376,6 +379,8 @@ def _mistakes(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[An
         )
     # prodigyopt's and dadaptation's classes add up their estimates over all ranks if they are told to.
     adds_up = all(group.get("fsdp_in_use") for group in optimizer.param_groups)
+    if any({"rho", "adaptive"} <= group.keys() for group in optimizer.param_groups):
+        kind = "SAM"  # its inner optimizer has its groups, and is all that is seen of first_step() and second_step()
     if (reason := impossible(kind)) and not adds_up and any(map(_is_spread, ours)):
         yield (
             f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
@@ -496,7 +501,9 @@ def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, st
 
 
 def _watch_states(optimizer: torch.optim.Optimizer) -> None:
-    if _check_state not in optimizer._optimizer_state_dict_post_hooks.values():
+    # An optimizer around another one, whose constructor does not call torch's, has a state dict of its own.
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if hooks is not None and _check_state not in hooks.values():
         optimizer.register_state_dict_post_hook(_check_state)
 
 

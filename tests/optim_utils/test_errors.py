@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -280,12 +281,45 @@ def test_optimizers_of_whole_parameters_warn_once(form: dict[str, Any]) -> None:
         train(model, prodigy(model.parameters(), lr=0.1), range(1))
     with pytest.warns(UserWarning, match="Adai takes means or norms over all parameters together"):
         train(model, type("Adai", (torch.optim.SGD,), {})(model.parameters(), lr=0.1), range(1))
+    for kind, settings in (("LookSAM", {}), ("SGD", {"rho": 0.05, "adaptive": False})):  # the inner optimizer of SAM
+        optimizer = type(kind, (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+        optimizer.param_groups[0] |= settings
+        with pytest.warns(UserWarning, match="SAM divides by the norm of all gradients together"):
+            train(model, optimizer, range(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind in (LambdaSGD, AdamPlus):
             train(model, kind(model.parameters(), lr=0.1), range(1))
         plain = garden()
         train(plain, Adafactor(plain.parameters(), lr=0.1), range(1), alone=True)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, and has its own state dict, as Lookahead of `pytorch_optimizer`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.defaults = inner, inner.state, inner.defaults
+        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+        self._patch_step_function()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+@on_ranks(2)
+def test_an_optimizer_around_another_one_may_leave_torchs_constructor_out(form: dict[str, Any]) -> None:
+    states = []
+    for around in (Around, lambda inner: inner):
+        model: FullyShardedDataParallel = garden(fully_sharded(**form))
+        train(model, around(torch.optim.Adam(model.parameters(), lr=0.1)), range(2))
+        states.append(model.state_dict())
+    assert_same(*states)
 
 
 @pytest.mark.parametrize("form", ["flat", "original", "fully_shard"])
