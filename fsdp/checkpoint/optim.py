@@ -68,6 +68,7 @@ class Optimizers:
                 raise TypeError(
                     f"{f'number {number} in the list of optimizers is none:' if is_list else needed} {optimizer!r}"
                 )
+            _refuse_other_state(optimizer)
             for param in (param for group in groups_of(optimizer) for param in group["params"]):
                 if self._by_param.setdefault(param, optimizer) is not optimizer:
                     raise ValueError(
@@ -111,6 +112,19 @@ class Optimizers:
                     if isinstance(value, Tensor) and key != "step":  # torch casts all others to the parameter's dtype
                         device = value.device if value.dim() else optimizer.state[param].get(key, value).device
                         optimizer.state[param][key] = value.to(device)
+
+
+def _refuse_other_state(optimizer: Any) -> None:
+    """Raise TypeError for an optimizer around another one that has a state dict of its own."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        return  # it has called torch's constructor
+    keys = optimizer.state_dict().keys()
+    if "state" not in keys:
+        raise TypeError(
+            f"{type(optimizer).__name__}.state_dict() has {', '.join(map(str, keys))} instead of state and "
+            "param_groups: a checkpoint would lack a part of its state. Pass the optimizer inside of it; or save its "
+            "state_dict() by torch.save on each rank, for as many ranks"
+        )
 
 
 def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:

@@ -6,6 +6,7 @@ That training goes on as if it had not stopped is in test_checkpoint_resume.py.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,29 @@ def test_other_state_of_unsharded_parameters_is_saved_by_itself(tmp_path: Path) 
         fsdp.save(tmp_path / "run", model, [lbfgs, others])
     fsdp.save(tmp_path / "run", model, others)
     fsdp.load(tmp_path / "run", model, others)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead of `pytorch_optimizer`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state = inner, defaultdict(dict)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.state, "inner": self.inner.state_dict()}
+
+
+@on_ranks(2)
+def test_an_optimizer_with_state_in_another_one_is_refused(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = Around(torch.optim.Adam(model.parameters()))
+    with pytest.raises(TypeError, match=r"Around.state_dict\(\) has slow, inner instead of state and param_groups"):
+        fsdp.save(tmp_path / "run", model, optimizer)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
