@@ -45,18 +45,14 @@ class Loading:
         self._entered: nn.Module | None = None
         self._exit: ExitStack | None = None  # ends what began when that was entered
         wrapper.register_load_state_dict_post_hook(self._end)
-        for module in filter(self._may_list, own_modules(unit.module)):
-            unit.hooks += [
-                module.register_load_state_dict_pre_hook(self._enter),
-                module.register_load_state_dict_post_hook(self._leave),
-            ]
-
-    def _may_list(self, module: nn.Module) -> bool:
-        """Return whether a module may list parameters of the unit. Wrappers of inner units rarely do."""
-        if not {FSDP_PART, FLATTEN_PART}.isdisjoint(module._modules):
-            places = (place for handle in self._unit.handles for used in handle.places for place in used)
-            return any(place.module is module for place in places)
-        return True
+        listing = {place.module for handle in unit.handles for used in handle.places for place in used}
+        for module in own_modules(unit.module):
+            # Wrappers of inner units list no parameters of this one, as a rule.
+            if module in listing or {FSDP_PART, FLATTEN_PART}.isdisjoint(module._modules):
+                unit.hooks += [
+                    module.register_load_state_dict_pre_hook(self._enter),
+                    module.register_load_state_dict_post_hook(self._leave),
+                ]
 
     def begin(self, wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """The wrapper takes its part of a state dict, as the first module of the unit."""
