@@ -174,7 +174,7 @@ class FlatParameter(ListedParameter):
             parts=tuple(map(MeshPart.of, params)),
             attributes=tuple(map(attributes_of, params)),
             examples=tuple(kind.new_zeros([0] * kind.dim()) if inner_of(kind) else None for kind in kinds),
-            valueless=frozenset(slot for slot, one in enumerate(locals_) if one.is_meta and one.numel()) or NO_SLOTS,
+            valueless=frozenset({slot for slot, one in enumerate(locals_) if one.is_meta and one.numel()}) or NO_SLOTS,
             shard_storage=storage,
             _layout_type=layout_type,
             _dims=dims,

@@ -188,7 +188,7 @@ class GradientBuffer:
         """Set which parameters require gradients from now on; accumulated gradients stay."""
         self._expects, self._expected = expected, sum(expected)
         self.missing = self._expected
-        self._frozen = frozenset(slot for slot, expects in enumerate(expected) if not expects) or NO_SLOTS
+        self._frozen = frozenset({slot for slot, expects in enumerate(expected) if not expects}) or NO_SLOTS
         self._leave_out(self._left_out & self._frozen)
 
     def _leave_out(self, slots: frozenset[int]) -> None:

@@ -171,7 +171,7 @@ class Unit:
         self.ignored = ignored
         ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
         kept = kept_modules(ours, precision)
-        self._kept = frozenset(inner for group in kept.values() for inner in group) or NO_MODULES
+        self._kept = frozenset({inner for group in kept.values() for inner in group}) or NO_MODULES
         # Before our own hooks, which then run around those that keep a module's precision.
         casting = kept if precision.is_mixed else {}
         self.hooks: list[Any] = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]

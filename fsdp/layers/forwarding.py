@@ -58,5 +58,7 @@ def forward_entries(wrapper: nn.Module, unit: Unit) -> None:
 
 def is_forwarded(wrapper: nn.Module, name: str) -> bool:
     """Return whether a wrapper forwards assignments to this name."""
-    entries = (wrapper.__dict__.get(kind) for kind in _KINDS)
-    return any(isinstance(each, Forwarding) and each.forwards(name) for each in entries)
+    for entries in map(wrapper.__dict__.get, _KINDS):
+        if isinstance(entries, Forwarding) and entries.forwards(name):
+            return True
+    return False
