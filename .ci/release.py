@@ -22,6 +22,7 @@ import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
@@ -109,7 +110,9 @@ def build(root: Path, version: str) -> tuple[Path, Path]:
 
 def _unpack(archive: Path, folder: str) -> None:
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        # Python 3.10.12 and 3.11.4 have the filter, and 3.14 has it as the default.
+        safely: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        file.extractall(folder, **safely)
 
 
 def _built(kind: str, source: Path, target: Path) -> str:

@@ -53,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
         shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
     archive = build("sdist", folder / "checkout", folder)
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     unpacked = folder / archive.name.removesuffix(".tar.gz")
     return Distributions(unpacked, build("wheel", unpacked, folder))
 
