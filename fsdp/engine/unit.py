@@ -332,8 +332,8 @@ class Unit:
         """Give a handle the settings and the callback of the unit that runs it."""
         handle.unit_name = self.name
         handle.policy, handle.on_gradient = self.policy, self.on_gradient
-        if self.in_full_precision:
-            handle.in_full_precision = True
+        if handle.in_full_precision is not self.in_full_precision:
+            handle.in_full_precision = self.in_full_precision
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""

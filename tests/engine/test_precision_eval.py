@@ -309,3 +309,14 @@ def test_changing_the_mode_gathers_nothing_twice() -> None:
             with torch.no_grad():
                 model.train(number % 2 == 0)(batch(0))
             assert gathered == [BRAIN if number % 2 == 0 else SINGLE] * units
+
+
+def test_a_handle_computes_in_the_precision_of_the_unit_that_runs_it() -> None:
+    """Of units that share a parameter, another one may run it after a new root."""
+    first, second = (alone(nn.Linear(2, 2), mixed_precision=FULL_IN_EVAL) for _ in range(2))
+    first._unit.compute_in_full(True)
+    (handle,) = first._unit.handles
+    assert handle.dtype == SINGLE
+    first._unit.give_up(handle)
+    second._unit.adopt(handle)
+    assert handle.dtype == BRAIN
