@@ -63,7 +63,7 @@ def teach_dtensor() -> None:
 
     @wraps(torchs)
     def copied(self: Any, memo: dict[int, Any]) -> Any:
-        if "owner" in self.__dict__:
+        if is_ours(self):
             return _copied(self, memo)
         if id(self) in memo or not self.storage_offset():
             return torchs(self, memo)
@@ -73,7 +73,7 @@ def teach_dtensor() -> None:
         return found
 
     def reduced(self: Any, protocol: Any) -> Any:
-        if "owner" in self.__dict__:
+        if is_ours(self):
             raise NotImplementedError(
                 f"{self.fqn} is a DTensor, whose mesh is of these processes: a module under fully_shard cannot be "
                 "pickled. Save it with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with "

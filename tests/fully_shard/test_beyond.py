@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchsOffload
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
 from tests.helpers.dtensor_twins import (
@@ -180,6 +180,16 @@ def test_deepcopy_gives_a_sharded_copy() -> None:
     for name, value in before.items():
         assert_same(wholes(model)[name], value, name)
     assert any(not torch.equal(value, before[name]) for name, value in wholes(copied).items())
+
+
+@on_ranks(2)
+def test_other_dtensors_are_copied_by_torch_whatever_attributes_they_have() -> None:
+    uneven(ours())  # which teaches the class how parameters are copied
+    other: Any = distribute_tensor(torch.arange(4.0), dist.device_mesh.init_device_mesh("cpu", (2,)), [Shard(0)])
+    other.owner = "somebody"
+    copied = copy.deepcopy(other)
+    assert copied.owner == "somebody"
+    assert torch.equal(copied.full_tensor(), other.full_tensor())
 
 
 @on_ranks(1)
