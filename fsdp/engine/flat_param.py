@@ -217,7 +217,7 @@ class FlatParameter(ListedParameter):
             packings=some(self.packings),
             examples=some(self.examples),
             attributes=some(self.attributes),
-            valueless=frozenset(number for number, slot in enumerate(slots) if slot in self.valueless),
+            valueless=frozenset({n for n, slot in enumerate(slots) if slot in self.valueless}) or NO_SLOTS,
             shard_storage=storage,
             group=self.group,
             _layout_type=self._layout_type,

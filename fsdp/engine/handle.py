@@ -97,7 +97,7 @@ class FlatParamHandle:
         gradient_hooks: calls the hooks of users on `listed_params`; None as long as there were none.
     """
 
-    # On the class where most handles have the same: Python stores up to 30 attributes of instances compactly.
+    # Defaults of most handles, kept on the class: CPython stores the attributes of instances compactly up to 30.
     on_gradient: Callable[[FlatParamHandle, int, Tensor], None] | None = None
     in_full_precision = False
     sums_replicas_by = Collective.ALL_REDUCE

@@ -135,7 +135,8 @@ def _reduce_together(handles: Sequence[FlatParamHandle], name: str) -> Pending:
     for handle, one in zip(handles, taken, strict=True):
         handle.gradients.reuse(one)
     what = f"reduce-scatter of {name}"
-    tag = tuple(handle.tags.reduce for handle in handles)  # of ranks that reduce others together it is another one
+    # Of all of them, because ranks that reduce others together must not add those to these.
+    tag = tuple(handle.tags.reduce for handle in handles)
     reduce_scatter = first.reduce_comm.reduce_scatter
     return labelled("reduce_scatter", name, reduce_scatter, together, what, tag, dtype)
 

@@ -177,6 +177,7 @@ class Runtime:
         self._forward_order.begin()
 
     def _require_own_units(self) -> None:
+        """Raise RuntimeError if another root has taken over a unit."""
         for other in self.units:
             if other.runtime is not self:
                 raise RuntimeError(

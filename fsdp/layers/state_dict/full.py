@@ -520,8 +520,7 @@ def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None
     if not isinstance(error, RuntimeError):
         return
     problem = wrapped_problem(state_dict)
-    front = foreign_prefix(state_dict, partial(hasattr, plain))
-    if not problem and front:
+    if not problem and (front := foreign_prefix(state_dict, partial(hasattr, plain))):
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
         problem = prefix_problem(front, remedy)
     if problem:
