@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.distributed.communicator import Group, backend_names, ranks_of
+from fsdp.distributed.communicator import Group, backend_names, made_once_for_groups, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement
 
 
@@ -180,18 +181,21 @@ class MeshPart:
     def dtensor(self, local: Tensor) -> DTensor:
         """A `DTensor` around a local part; shares its memory, and has no graph."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private, see `beside`
 
-        meta = TensorMeta(self.shape, self._stride, local.dtype)
-        made: DTensor = DTensor.__new__(
-            DTensor, local.detach(), DTensorSpec(self.mesh, self.placements, tensor_meta=meta), requires_grad=False
-        )
+        made: DTensor = DTensor.__new__(DTensor, local.detach(), self._spec(local.dtype), requires_grad=False)
         return made
 
-    @cached_property
-    def _stride(self) -> tuple[int, ...]:
-        """The strides of the unsharded tensor; flattened parameters lie in row-major order."""
-        return torch.empty(self.shape, device="meta").stride()
+    def _spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """The specification of a contiguous `DTensor`, which equal parameters share, as results of operators do."""
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private, see `beside`
+
+        key = (id(self.mesh), self.placements, self.shape, dtype)  # meshes of ended process groups may be equal
+        if key not in _specs:
+            if len(_specs) >= 1 << 10:
+                _specs.clear()
+            meta = TensorMeta(self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
+            _specs[key] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return _specs[key]
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it."""
@@ -223,6 +227,9 @@ class MeshPart:
         for sharding in self.shardings:
             value = value.narrow(sharding.dim, *sharding.range(sharding.place))
         return value
+
+
+_specs: dict[Any, DTensorSpec] = made_once_for_groups()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
