@@ -59,14 +59,14 @@ def bring_seen(param: Tensor, memory: int) -> None:
 
 
 def counted(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return a parameter around a plain tensor or a `DTensor` whose ``.data`` shares its version counter."""
+    """Return a parameter whose ``.data`` shares its version counter: `tensor` itself if it is a `DTensor`."""
     if type(tensor) is Tensor:
         return CountedParameter(tensor, requires_grad)
-    param = nn.Parameter(tensor, requires_grad)
-    if is_dtensor(param):
-        _teach(type(param))
-        param.__dict__["__counted__"] = True
-    return param
+    if not is_dtensor(tensor):
+        return nn.Parameter(tensor, requires_grad)
+    _teach(type(tensor))
+    tensor.__dict__.update(_is_param=True, __counted__=True)  # what makes an `nn.Parameter`, without a copy
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def version_of_dtensor(tensor: Tensor) -> int:
