@@ -335,7 +335,7 @@ def _refuse_other_model(path: str) -> None:
     """
     if not dist.is_initialized():
         return
-    key, mine = f"fsdp.save {path}", str(own_rank())
+    key, mine = f"fsdp.save {os.fsencode(path)!r}", str(own_rank())  # the store takes UTF-8 only
     try:
         store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # of all ranks
         first = store.compare_set(key, "", mine).decode()

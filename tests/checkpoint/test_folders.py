@@ -106,6 +106,13 @@ def test_a_limit_must_be_positive(tmp_path: Path) -> None:
         fsdp.save(tmp_path / "run", nested_mlp(), max_file_bytes=0)
 
 
+@on_ranks(2)
+def test_a_path_need_not_be_utf8(tmp_path: Path) -> None:
+    path, model = tmp_path / os.fsdecode(b"caf\xe9"), nested_mlp(fully_sharded())
+    assert fsdp.save(path, model).path == path
+    fsdp.load(path, model)
+
+
 # Several steps
 
 
