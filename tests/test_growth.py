@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -121,3 +122,17 @@ def test_no_part_of_a_unit_has_more_attributes_than_python_stores_compactly(form
 def _is_part(kind: type) -> bool:
     module = kind.__module__
     return isinstance(module, str) and module.startswith("fsdp.engine.") and not issubclass(kind, torch.Tensor)
+
+
+@on_ranks(2)
+def test_equal_row_parameters_share_a_specification_that_ends_with_them() -> None:
+    model: Any = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(3))))
+    spec = model[0].weight._spec
+    assert spec is model[2].weight._spec
+    assert spec is not model[0].bias._spec
+    model(torch.ones(1, 4)).sum().backward()
+    assert spec is model[1].weight.grad._spec
+    ended = weakref.ref(spec)
+    del model, spec
+    gc.collect()
+    assert ended() is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.distributed.communicator import Group, backend_names, made_once_for_groups, ranks_of
+from fsdp.distributed.communicator import Group, backend_names, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,12 +191,11 @@ class MeshPart:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private, see `beside`
 
         key = (id(self.mesh), self.placements, self.shape, dtype)  # meshes of ended process groups may be equal
-        if key not in _specs:
-            if len(_specs) >= 1 << 10:
-                _specs.clear()
+        spec = _specs.get(key)
+        if spec is None:
             meta = TensorMeta(self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
-            _specs[key] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-        return _specs[key]
+            spec = _specs[key] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return spec
 
     def gradient(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient. Collective over the mesh if the gradient is not yet summed over it."""
@@ -229,7 +229,7 @@ class MeshPart:
         return value
 
 
-_specs: dict[Any, DTensorSpec] = made_once_for_groups()
+_specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDictionary()  # as long as they are in use
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
