@@ -98,7 +98,9 @@ CONCERNS = {
         "fully_sharded_data_parallel/api"
     ),
     "layers/pipelines": "integrations/compat_fsdp2 fully_shard/methods",
-    "layers/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
+    "layers/optimizer_hooks": "engine/errors optim_utils/errors engine/gradient_elsewhere",
+    "layers/optimizer_mistakes": "engine/errors optim_utils/errors",
+    "layers/optimizer_states": "optim_utils/errors optim_utils/resume optim_utils/state_of_ranks",
     "layers/sharding_strategy": "layers/sharding_strategy engine/hybrid",
     "layers/deferred_init": "layers/state_dict/meta* layers/state_dict/materialize* fully_shard/starts",
     "layers/extended_params": "fully_shard/pairs fully_shard/subclasses",

@@ -44,7 +44,8 @@ from fsdp.layers.grad_clipping import (
     scale_to,
     unsharded_parameters,
 )
-from fsdp.layers.optimizer_hooks import load_state_dict, shards_among
+from fsdp.layers.listed_shards import shards_among
+from fsdp.layers.optimizer_states import load_state_dict
 
 Tensors = Tensor | Iterable[Tensor]
 

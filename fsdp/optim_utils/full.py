@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp.engine.names import clean_name, plain_name
 from fsdp.engine.unit import unit_of_wrapper
-from fsdp.layers.optimizer_hooks import SHARDS_OF
+from fsdp.layers.optimizer_states import SHARDS_OF
 from fsdp.optim_utils.params import Parameters, Place, parameters_of
 from fsdp.optim_utils.state import ELEMENTWISE, flat_state, options_of
 

@@ -29,13 +29,9 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unit import units_in
 from fsdp.layers.fingerprints import block_sums
-from fsdp.layers.optimizer_hooks import (
-    expect_shards_of,
-    impossible,
-    refuse_shards_of_others,
-    signature_of,
-    watch_optimizers,
-)
+from fsdp.layers.optimizer_hooks import watch_optimizers
+from fsdp.layers.optimizer_mistakes import impossible
+from fsdp.layers.optimizer_states import expect_shards_of, refuse_shards_of_others, signature_of
 from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_requests import require_shards
 from fsdp.layers.verify import require_sharded

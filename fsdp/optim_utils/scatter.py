@@ -21,7 +21,8 @@ from fsdp.distributed.devices import HOST, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.originals import is_ours, taken_over
 from fsdp.engine.unit import Unit, units_in
-from fsdp.layers.optimizer_hooks import keys_with_elements, sign, state_of
+from fsdp.layers.optimizer_hooks import state_of
+from fsdp.layers.optimizer_states import keys_with_elements, sign
 from fsdp.layers.state_dict.full import ensure_agreed
 from fsdp.layers.state_requests import FirstRank
 from fsdp.optim_utils.full import ADDED, Given, given

@@ -27,7 +27,7 @@ from fsdp.distributed.gather_extension import around, inner_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.originals import taken_by
-from fsdp.layers.optimizer_hooks import SHARDS_OF, is_number, keys_with_elements
+from fsdp.layers.optimizer_states import SHARDS_OF, is_number, keys_with_elements
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel
-from fsdp.layers.optimizer_hooks import SHARDS_OF
+from fsdp.layers.optimizer_states import SHARDS_OF
 from tests.helpers.equality import assert_same
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.optimizers import adam, from_first, garden, train

@@ -25,7 +25,7 @@ from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.checkpoint.untrusted import short
 from fsdp.engine.names import plain_name
-from fsdp.layers.optimizer_hooks import is_number
+from fsdp.layers.optimizer_states import is_number
 from fsdp.optim_utils.full import NAMES
 from fsdp.optim_utils.state import Elements, Kind, Number, Value, odd_shape, options_of
 

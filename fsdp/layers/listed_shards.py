@@ -1,0 +1,38 @@
+"""The shards among the parameters that an optimizer, or a function of torch, is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
+from fsdp.engine.originals import is_ours
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def shards_among(params: Iterable[Any]) -> list[Any]:
+    """Return the parameters of which other ranks may have other shards."""
+    return [p for p in params if is_ours(p) and p.owner._is_managed]
+
+
+def is_spread(param: Any) -> bool:
+    """Return whether other ranks have other shards of a parameter, and torch does not know."""
+    return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
+
+
+def shapes_in(param: Any) -> tuple[torch.Size, ...]:
+    return param._shapes if param is param.owner else (param.unsharded_shape,)
+
+
+def names_in(param: Any) -> tuple[str, ...]:
+    return param._names if param is param.owner else (param.fqn,)
+
+
+def name_of(param: Any) -> str:
+    """Return the name of a parameter of ours, or of the first of those in a flat one."""
+    return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")

@@ -1,0 +1,266 @@
+"""Optimizers that cannot train what they are given, or not as the user expects: errors, and warnings.
+
+An optimizer is examined before its first step, and whenever its parameters, its state or the models have changed since
+(`fsdp.layers.optimizer_hooks`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.originals import is_ours, taken_by
+from fsdp.engine.runtime import runtimes
+from fsdp.layers.listed_shards import is_spread, name_of, names_in, shapes_in, shards_among
+
+
+def refuse(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
+    """Raise RuntimeError for an optimizer that cannot step its `params`, of which `ours` are shards."""
+    if isinstance(optimizer, torch.optim.LBFGS) and any(is_spread(param) for param in ours):
+        raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
+            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
+            "that works element by element (Adam, AdamW, SGD, ...)."
+        )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer" and any(is_dtensor(p) or is_spread(p) for p in ours):
+        raise RuntimeError(
+            "ZeroRedundancyOptimizer steps each parameter on one rank and sends it to the others, which have other "
+            "shards. Use the optimizer that it was given as optimizer_class: its state is sharded like the parameters."
+        )
+    _refuse_what_dtensors_lack(optimizer, ours)
+    _refuse_original_parameters(optimizer, params)
+    if ours:
+        _refuse_lonely_scaler(ours)
+    _refuse_mixed_state(optimizer, ours)
+
+
+def _refuse_lonely_scaler(ours: Iterable[Any]) -> None:
+    """Raise RuntimeError for a step that torch's gradient scaler takes: it looks at this rank's shards only.
+
+    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    scaler = None if frame is None else frame.f_locals.get("self")
+    decides_alone = scaler is not None and scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False)
+    if decides_alone and any(map(is_spread, ours)):
+        raise RuntimeError(
+            f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards only: ranks "
+            "would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
+        )
+
+
+def _refuse_what_dtensors_lack(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError for an optimizer whose step needs an operation that `DTensor`s lack (seen in torch 2.13)."""
+    rows = [param for param in ours if is_dtensor(param)]
+    if not rows:
+        return
+    uneven = next((param for param in rows if _is_uneven(param)), None)
+    optim, problem = torch.optim, ""
+    if isinstance(optimizer, (optim.SGD, optim.Adagrad)) and any(
+        group.get("fused") for group in optimizer.param_groups
+    ):
+        problem = "with fused=True has no implementation for DTensors: leave out fused=True"
+    elif isinstance(optimizer, optim.Rprop):
+        problem = (
+            "selects elements by masks, which DTensors do not support: let fsdp.OwnedOptimizer step each rank's rows, "
+            'with {"optimizer": torch.optim.Rprop, "sharded": True}'
+        )
+    elif type(optimizer).__name__ == "Adafactor":  # torch's, and that of transformers
+        problem = (
+            f"combines rows and columns in place, which DTensors such as {name_of(rows[0])} do not support: let it "
+            "step whole parameters by owners, with fsdp.OwnedOptimizer"
+        )
+    elif isinstance(optimizer, optim.Muon) and (few := next(filter(None, map(_fewer_rows_than_ranks, rows)), None)):
+        problem = (
+            f"steps matrices in place, which DTensors such as {few}, do not support: let it step whole parameters by "
+            "owners, with fsdp.OwnedOptimizer"
+        )
+    elif isinstance(optimizer, optim.LBFGS) and uneven is not None:
+        problem = (
+            f"joins parameters in one vector, and DTensors with other numbers of rows on other ranks, such as "
+            f"{name_of(uneven)}, cannot be: use an optimizer that works element by element (Adam, AdamW, SGD, ...)"
+        )
+    elif not isinstance(optimizer, optim.SGD) and type(optimizer).__module__.startswith("torch.optim"):
+        lost = next((each for each in rows if each.is_complex() and each.dim() <= 1 and _is_lost_as_real(each)), None)
+        if lost is not None:
+            problem = (
+                f"steps complex numbers as pairs of real ones, and DTensors lose what is written to those of "
+                f"{name_of(lost)}, since ranks have different numbers of its elements: use FullyShardedDataParallel, "
+                "or hold it as a real parameter (torch.view_as_complex in the forward)"
+            )
+    if problem:
+        raise RuntimeError(f"{type(optimizer).__name__} {problem}.")
+
+
+def _fewer_rows_than_ranks(param: Any) -> str:
+    """Describe a parameter whose rows are fewer than the ranks; torch computes with all rows on each rank then."""
+    for number, placement in enumerate(param.placements):
+        rows, ranks = param.shape[placement.dim] if placement.is_shard() else math.inf, param.device_mesh.size(number)
+        if rows < ranks:
+            return f"{name_of(param)}, of {rows} row{'s' * (rows > 1)} on {ranks} ranks"
+    return ""
+
+
+def _is_lost_as_real(param: Any) -> bool:
+    return param.dim() == 0 or _is_uneven(param)
+
+
+def _is_uneven(param: Any) -> bool:
+    return any(
+        placement.is_shard() and param.shape[placement.dim] % param.device_mesh.size(number)
+        for number, placement in enumerate(param.placements)
+    )
+
+
+def refuse_missing_gradients(optimizer: str, ours: list[tuple[Any, Any]]) -> None:
+    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
+
+    After a first backward, a step without gradients is allowed, and changes nothing.
+    """
+    shards = {owner for param, owner in ours if param.requires_grad}
+    for runtime in runtimes():
+        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
+            raise RuntimeError(
+                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
+                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
+                "takes them as its inputs as well."
+            )
+
+
+def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+    names = [taken_by(param) for param in params]
+    stale = [name for name in names if name is not None]
+    if stale:
+        listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before the model was sharded, or while it was unsharded: it "
+            f"holds parameters that get no gradients ({listing}). Make it after sharding and between steps, from the "
+            "model's parameters(); or hand it over with the method reshard_optimizer of the outermost "
+            "FullyShardedDataParallel."
+        )
+
+
+# Optimizers that look at a parameter's rows and columns, or at its norm or mean, by their classes' names.
+_OF_UNSHARDED_PARAMETERS = re.compile(
+    "adafactor|muon|shampoo|soap|lamb(?!da)|lars|adam_?mini|novograd|sm3|kron|galore|^(a2grad|adalite|adamp|adatam|aida|"
+    "alice|amos|came|conda|dash|emofact|fromage|gravity|mars|nero|racs|ranger|rose|scion(light)?|sgdp|sgdsai|splus|"
+    "stableadamw|stablespam|tam)$",
+    re.IGNORECASE,
+)
+# Optimizers that cannot work with any division of parameters among ranks, with the reason.
+_OF_MORE = {
+    re.compile("prodigy|dadapt", re.IGNORECASE): "estimates the size of its steps from all parameters together, and "
+    "sees what this rank has of them: ranks take steps of different sizes",
+    re.compile("^(adagc|adai|adams|avagrad|trac)$", re.IGNORECASE): "takes means or norms over all parameters "
+    "together, and sees what this rank has of them: ranks compute different ones",
+    re.compile("^([agw]|friendly|look)?sam$", re.IGNORECASE): "divides by the norm of all gradients together, and sees "
+    "what this rank has of them: ranks compute different norms, except of the DTensors of fully_shard",
+    re.compile("orthograd", re.IGNORECASE): "projects gradients by whole parameters, and sees this rank's shards",
+    re.compile("lora_?rite", re.IGNORECASE): "steps pairs of parameters together, and a rank may have one of a pair",
+    re.compile("sophiah|adahessian", re.IGNORECASE): "takes second derivatives, and reduced gradients have no graph",
+}
+
+
+def impossible(kind: str) -> str:
+    """Return why an optimizer of a class of this name cannot train what is sharded; empty if it can."""
+    return next((reason for names, reason in _OF_MORE.items() if names.search(kind)), "")
+
+
+def warnings_of(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> Iterator[str]:
+    """Yield what an optimizer is not likely to do as the user expects."""
+    kind = type(optimizer).__name__
+    flat = [p for p in ours if not is_dtensor(p) and (p.shape,) != p.owner._shapes]  # others are seen as they were
+    if flat and _OF_UNSHARDED_PARAMETERS.search(kind):
+        yield (
+            f"{kind} goes by the rows, columns or norms of whole parameters, and gets flat shards, as that with "
+            f"{flat[0].owner._names[0]}: it does not train as without sharding, and its state may not be saved whole. "
+            "Have it step whole parameters by owners, with fsdp.OwnedOptimizer; use an optimizer that works element by "
+            "element (Adam, AdamW, SGD, ...); or leave the parameters that it needs whole with ignored_parameters, "
+            "summing their gradients over the ranks yourself."
+        )
+    # prodigyopt's and dadaptation's classes add up their estimates over all ranks if they are told to.
+    adds_up = all(group.get("fsdp_in_use") for group in optimizer.param_groups)
+    if any({"rho", "adaptive"} <= group.keys() for group in optimizer.param_groups):
+        kind = "SAM"  # its inner optimizer has its groups, and is all that is seen of first_step() and second_step()
+    if (reason := impossible(kind)) and not adds_up and any(map(is_spread, ours)):
+        yield (
+            f"{kind} {reason}. fsdp.OwnedOptimizer does not help. Use another optimizer, or train without sharding "
+            "(docs/optimizers.md has a table)."
+        )
+    if names := _names_of_mixed_group(optimizer):
+        yield (
+            f"a group of this {kind} has no sharded parameters, and another one has all, matrices and vectors alike "
+            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards are 1-D, and a flat parameter is "
+            "many in one, so rules like `param.ndim >= 2`, or by name, do not tell them apart. Wrap with "
+            "use_orig_params=True and make groups by names, or by `len(param.unsharded_shape)`; or wrap with group_by, "
+            "and make groups by `param.group`."
+        )
+    if not any(is_dtensor(param) or is_spread(param) for param in ours):
+        return
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p)]
+    if apart:
+        ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+        apart = [param for param in apart if id(param) not in ignored]
+    if apart:  # the outermost module was forgotten
+        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        yield (
+            f"this {kind} steps sharded parameters, and {len(apart)} that are not (of shapes {shapes}): nobody "
+            "averages their gradients over the ranks, so each rank trains its own. Shard the outermost module as well, "
+            "with these ignored if you average them yourself."
+        )
+
+
+def _names_of_mixed_group(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names in a group by a rule that took shards of matrices and of biases for the same, both being 1-D.
+
+    The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
+    the shards. A rule by names does the same with flat parameters, whose names say nothing.
+    """
+    for of_shards in optimizer.param_groups:
+        params = of_shards["params"]
+        shapes = [shape for param in shards_among(params) for shape in shapes_in(param)]
+        if any(param.ndim >= 2 for param in params) or len({len(shape) >= 2 for shape in shapes}) < 2:
+            continue
+        for other in optimizer.param_groups:
+            is_empty = not other["params"] and _options(other) != _options(of_shards)
+            decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
+            if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
+                return [name for param in shards_among(params) for name in names_in(param)]
+    return []
+
+
+def _options(group: dict[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _takes_other_dtypes(optimizer: torch.optim.Optimizer) -> bool:
+    takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
+    return takes_them or not type(optimizer).__module__.startswith("torch.optim")
+
+
+def refuse_mixed_gradients(optimizer: torch.optim.Optimizer, param: Any) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on a gradient of another dtype, without a name."""
+    if not _takes_other_dtypes(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
+            f"keep_low_precision_grads=True or the parameters' grad_dtype keeps them in {param.grad.dtype}. Leave it "
+            "out, or use an optimizer that takes both: torch's SGD (not fused), or one of your own."
+        )
+
+
+def _refuse_mixed_state(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on state of another dtype, without a name."""
+    for param in () if _takes_other_dtypes(optimizer) else ours:
+        moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
+        if moment is not None and moment.dtype != param.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: its state 'exp_avg' of {name_of(param)} is {moment.dtype}, and the "
+                f"parameter {param.dtype}, as after a cast of the model. Make a new optimizer from its parameters()."
+            )

@@ -1,0 +1,185 @@
+"""The state dict of a torch optimizer of shards: a signature says which ranks' shards it is of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from fsdp.distributed.dtensor import held_part, is_dtensor
+from fsdp.engine.call_stack import is_called_from
+from fsdp.engine.originals import is_ours
+from fsdp.engine.runtime import runtimes
+from fsdp.layers.listed_shards import name_of, params_of, shapes_in, shards_among
+
+# An optimizer's state dict contains under this key, beside `state` and `param_groups`, which ranks' shards it is of, as
+# pairs of a rank and a number of ranks. Version 0.1.0 wrote such a list into each group.
+SHARDS_OF = "fsdp_shards_of"
+Signature = list[list[int]]
+# Signatures of loaded states. Before the first forward no runtime knows this rank's shards: the next step compares.
+unchecked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Signature] = weakref.WeakKeyDictionary()
+
+
+def load_state_dict(torchs: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state as `torchs` does, but refuse that of the unsharded model and of other ranks."""
+    _refuse_state_functions(self)
+    signature = signature_of(state_dict)
+    refuse_shards_of_others(self, signature)
+    if not signature:
+        _refuse_unsharded_state(self, state_dict)
+    groups = state_dict.get("param_groups", ())
+    if any(SHARDS_OF in group for group in groups):  # torch would copy the key into the optimizer's groups
+        groups = [{key: value for key, value in group.items() if key != SHARDS_OF} for group in groups]
+        state_dict = {**state_dict, "param_groups": groups}
+    torchs(self, state_dict)
+    if shards_among(params_of(self)):
+        watch_states(self)
+    expect_shards_of(self, signature)
+    _become_dtensors(self)
+
+
+def watch_states(optimizer: torch.optim.Optimizer) -> None:
+    # An optimizer around another one, whose constructor does not call torch's, has a state dict of its own.
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if hooks is not None and _check_state not in hooks.values():
+        optimizer.register_state_dict_post_hook(_check_state)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    _refuse_state_functions(optimizer)
+    sign(state_dict, params_of(optimizer))
+
+
+def _refuse_state_functions(optimizer: torch.optim.Optimizer) -> None:
+    """Raise NotImplementedError if torch's `get_optimizer_state_dict` or a similar function uses an optimizer's state.
+
+    These functions take the shards of each rank, which are ordinary tensors, for the same values on all ranks.
+    """
+    if is_called_from("torch.distributed.checkpoint.state_dict"):
+        for param in shards_among(params_of(optimizer)):
+            if param.owner._is_sharded and not is_dtensor(param):
+                raise NotImplementedError(
+                    "torch.distributed.checkpoint's functions for optimizer state do not know the shards of "
+                    f"{name_of(param)}, and would keep those of one rank. Use fsdp.save(path, model, optimizer) and "
+                    "fsdp.load; or shard the model by fsdp.fully_shard, whose parameters are DTensors."
+                )
+
+
+def sign(state_dict: dict[str, Any], params: Iterable[Any]) -> None:
+    """Add to an optimizer's state dict whose shards it is of, if other ranks have other shards of its parameters."""
+    own = _shards_in(params)
+    if any(world_size > 1 for _, world_size in own):
+        state_dict[SHARDS_OF] = own
+
+
+def signature_of(state_dict: Mapping[str, Any]) -> Signature:
+    """Return whose shards an optimizer's state dict is of; empty if that was not known when it was made."""
+    found = [state_dict, *state_dict.get("param_groups", ())]
+    return sorted({tuple(shards): list(shards) for each in found for shards in each.get(SHARDS_OF, ())}.values())
+
+
+def expect_shards_of(optimizer: torch.optim.Optimizer, signature: Signature) -> None:
+    """Note whose shards the loaded state of an optimizer is of, for the next step."""
+    unchecked[optimizer] = signature
+
+
+def refuse_shards_of_others(optimizer: torch.optim.Optimizer, signature: Signature | None) -> None:
+    """Raise RuntimeError if a state is of other shards than this rank's, as far as both are known."""
+    own = _shards_in(params_of(optimizer)) if signature else []
+    if own and own != signature:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature or [], own))
+        raise RuntimeError(
+            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
+            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's shards only. Have every rank load "
+            "what it has saved itself; or save the whole state, with fsdp.save or "
+            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
+        )
+
+
+def _shards_in(params: Iterable[Any]) -> Signature:
+    """Return the ranks' shards, of how many, of parameters; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in shards_among(params) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for handle in runtime.handles) if ours else ()
+    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
+    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
+
+
+def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for state of unsharded parameters, which torch would give to shards or refuse without remedy."""
+    own = [group["params"] for group in optimizer.param_groups]
+    spread = [param for param in shards_among(chain.from_iterable(own)) if param.owner._is_sharded]
+    if not spread:
+        return
+    saved = [group["params"] for group in state_dict["param_groups"]]
+    problem = ""
+    if len(saved) == len(own) and list(map(len, saved)) != list(map(len, own)):
+        problem = f"it has {sum(map(len, saved))} parameters, and the optimizer {sum(map(len, own))}"
+    for number, param in zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False):
+        for key, value in {} if problem else state_dict["state"].get(number, {}).items():
+            if _is_of_unsharded(value, param):
+                problem = f"its {key!r} of {name_of(param)} has the shape of the whole parameter, {tuple(value.shape)}"
+    if problem:
+        remedy = (
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True"
+            if is_dtensor(spread[0])
+            else "fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, full)"
+        )
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict: this rank has its part of the state only, and this state is "
+            f"another optimizer's: {problem}. If it is that of the unsharded model, give it names by "
+            f"fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load that by {remedy} "
+            "(docs/optimizers.md)."
+        )
+
+
+def _is_of_unsharded(value: Any, param: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
+        return False
+    if is_dtensor(param):
+        return not is_dtensor(value) and value.shape == param.shape
+    return value.shape != param.shape and value.shape in shapes_in(param)
+
+
+# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
+# the value for its one element.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_number(
+    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
+) -> bool:
+    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
+
+    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
+    element.
+    """
+    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
+
+
+def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
+    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
+    found: dict[str, bool] = {}
+    for shape, state in states:
+        if shape:
+            for key, value in state.items():
+                found[key] = found.get(key, False) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    return found
+
+
+def _become_dtensors(optimizer: torch.optim.Optimizer) -> None:
+    """Make `DTensor`s of plain tensors in the state of `DTensor`s without dimensions.
+
+    `torch.distributed.checkpoint.state_dict` shards a full state by its shapes, and leaves 0-d tensors as they are.
+    """
+    single = [param for param in shards_among(params_of(optimizer)) if is_dtensor(param) and not param.dim()]
+    states = ((param.shape, state) for param, state in optimizer.state.items())
+    has_elements = keys_with_elements(states) if single else {}
+    for param in single:
+        for key, value in optimizer.state.get(param, {}).items():
+            is_plain = isinstance(value, torch.Tensor) and not is_dtensor(value)
+            if is_plain and not value.dim() and not is_number(key, value.shape, param.shape, has_elements):
+                made = optimizer.state[param][key] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
+                held_part(made).copy_(value)
