@@ -165,7 +165,8 @@ class TorchCollectives(Communicator):
             for peer, tensors in messages.items()
             for tensor in tensors
         ]
-        return Pending(what, dist.batch_isend_irecv(operations) if operations else [], lambda: torch.empty(0))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(what, works, lambda: after_use_of(operations, torch.empty(0)))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size

@@ -87,7 +87,7 @@ class Pending:
 wait_observers: tuple[Callable[[str], Callable[[], None]], ...] = ()
 
 
-def after_use_of(sent: Tensor, result: Tensor) -> Tensor:
+def after_use_of(sent: object, result: Tensor) -> Tensor:
     """Return `result`; the argument `sent` keeps its memory until the collective that reads it is awaited."""
     return result
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp import FullyShardedDataParallel, fully_shard
 from fsdp.distributed.collectives import Communicator, StagedExchange, communicator
 from fsdp.distributed.dtensor import full_tensor
-from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, host_waits
+from tests.helpers.accelerator import ACCELERATOR, AcceleratorRanks, host_waits, later_kernels
 from tests.helpers.on_ranks import on_accelerators
 
 pytestmark = pytest.mark.accelerator
@@ -72,6 +72,18 @@ def _call(call: str, late: int) -> list[float]:
     found = CALLS[call][0](way)
     way.settle()
     return found
+
+
+@on_accelerators(2)
+def test_a_sent_tensor_keeps_its_memory_until_it_has_arrived() -> None:
+    way, rank = communicator(dist.group.WORLD, torch.device(ACCELERATOR)), dist.get_rank()
+    with later_kernels():
+        for number in range(20):
+            arrived = torch.empty(3, device=ACCELERATOR)
+            pending = way.exchange({1 - rank: [arrived]}, {1 - rank: [_own()]}, "values", number)
+            _others = [torch.zeros(3, device=ACCELERATOR) for _ in range(3)]
+            pending.wait()
+            assert arrived.tolist() == [2.0 - rank] * 3
 
 
 @on_accelerators(2, through_host=True)
