@@ -30,6 +30,7 @@ from fsdp.checkpoint.model_tensors import (
     keys_of,
     named_tensors,
     prepared,
+    read_held,
     tensors_in,
 )
 from fsdp.checkpoint.optim import give_state, plan_state, read_state
@@ -316,4 +317,4 @@ def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) 
         for target in targets:
             key = _key(target, files.tensors)
             if key is not None:
-                target.fill(files, key)
+                target.fill(partial(read_held, files, key, target))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
@@ -130,13 +130,12 @@ class SlotTensor:
         self.handle.storage.check_readable(self.handle.name)
         return self.handle.flat_param.vector if self.packing is None else self.handle.flat_param.vector.view(self.dtype)
 
-    def fill(self, files: TensorReader, key: str) -> None:
+    def fill(self, read: Callable[[Tensor], None]) -> None:
+        """Call a function that writes to the vector of the elements that this rank holds."""
         self.handle.storage.check(self.handle.name)
-
-        def read(shard: Tensor, _: int) -> None:
-            read_held(files, key, shard if self.packing is None else shard.view(self.dtype), self)
-
-        self.handle.values.fill(self.slot, read)
+        self.handle.values.fill(
+            self.slot, lambda shard: read(shard if self.packing is None else shard.view(self.dtype))
+        )
         self.handle.storage.release()
 
 
@@ -188,14 +187,14 @@ class UnshardedTensor:
             raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
         return local_part(self.tensor).detach().reshape(-1)
 
-    def fill(self, files: TensorReader, key: str) -> None:
+    def fill(self, read: Callable[[Tensor], None]) -> None:
         if self.tensor.is_meta:
             made = torch.empty_like(self.tensor, device=self.device)
             for entries, name in self.places:
                 entries[name] = made
         local = local_part(self.tensor.detach())
-        flat = local.view(-1) if local.is_contiguous() else local.new_empty(local.numel())
-        read_held(files, key, flat, self)
+        flat = local.contiguous().view(-1)
+        read(flat)
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
         increment_version(self.tensor)
@@ -210,7 +209,7 @@ def _box_of(shape: torch.Size, part: MeshPart | None) -> Box:
     return Box((0,) * len(shape) if part is None else part.offsets, tuple(shape))
 
 
-def read_held(files: TensorReader, key: str, into: Tensor, target: Target) -> None:
+def read_held(files: TensorReader, key: str, target: Target, into: Tensor) -> None:
     """Fill a vector with the elements that this rank holds of a tensor, or with the state for each of them."""
     done = 0
     for first, last in () if target.held is None else target.held.ranges(target.shape):

@@ -400,7 +400,7 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
                     target = plan.tensors[original.name]
                     into = _elements_of(original, one, target, flat)
                     if into is not None:
-                        read_held(files, f"{name}/{key}", into, target)
+                        read_held(files, f"{name}/{key}", target, into)
             else:
                 state[key] = kind.held
         if state:

@@ -81,11 +81,11 @@ class ShardValues:
                 "model lists, not on a new value"
             )
 
-    def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
-        """Let `read` write this rank's shard of a parameter, if any; it gets the shard and its first number."""
+    def fill(self, slot: int, read: Callable[[Tensor], object]) -> None:
+        """Let `read` write this rank's shard of a parameter, if any."""
         interval = self._layout.interval(slot, self._rank)
         if interval is not None:
-            read(self._flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
+            read(self._flat_param.vector[interval.offset : interval.offset + interval.numel])
         self.touch()  # also because memory may be written past its counter
         self.renewed([slot])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,13 +14,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.loader import does_not_fit, misfits
-from fsdp.checkpoint.model_tensors import Target, UnshardedTensor, all_ranks, keys_of, prepared, tensors_in
+from fsdp.checkpoint.model_tensors import all_ranks, keys_of, prepared, tensors_in
 from fsdp.checkpoint.writer import release
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import done_by_all, from_everyone, sent_by_first
-from fsdp.distributed.dtensor import local_part
 from fsdp.layers.state_dict.full import stored_buffers
-from fsdp.weights.plan import Run, WeightPlan, box_view
+from fsdp.weights.plan import Run, WeightPlan
 from fsdp.weights.receiver import Receiver
 from fsdp.weights.sinks import Sink
 
@@ -83,40 +82,17 @@ class ModelSink(Sink):
             held = target.held
             one = replace(self._plan, buckets=((piece,),))
             runs = [] if held is None else one.runs(0, {piece.tensor: replace(held, offset=0)})
-            self._fill(target, [(run, one.run_view(run, tensor)) for run in runs])
-
-    def _fill(self, target: Target, values: list[tuple[Run, Tensor]]) -> None:
-        """Copy values to a tensor of the model. A shard counts as changed on all ranks."""
-        if not isinstance(target, UnshardedTensor):
-            handle = target.handle
-
-            def read(shard: Tensor, _: int) -> None:
-                shard = shard if target.packing is None else shard.view(target.dtype)
-                for run, value in values:
-                    shard[run.start : run.start + run.box.numel].view(run.box.sizes).copy_(value)
-
-            handle.storage.check(handle.name)
-            handle.values.fill(target.slot, read)
-            return
-        if target.tensor.is_meta:
-            target.fill(_Nothing("", {}), "")  # which allocates it
-        held, local = target.held, local_part(target.tensor.detach())
-        local = local if local.dim() else local.view(1)
-        for run, value in values:
-            begin = (run.piece.first, *(0 for _ in run.box.sizes[1:]))
-            offsets = (0,) if held is None or not held.box.offsets else held.box.offsets
-            box_view(local, run.box.moved(begin).moved([-offset for offset in offsets])).copy_(value)
+            # A shard counts as changed on all ranks.
+            target.fill(partial(_copy, [(run, one.run_view(run, tensor)) for run in runs]))
 
     def close(self, error: BaseException | None) -> None:
         self._open.close()
         release(self.units)
 
 
-class _Nothing(TensorReader):
-    """Reads nothing into new memory, which a stream fills."""
-
-    def read(self, name: str, target: Tensor, start: int = 0) -> None:
-        return
+def _copy(values: Sequence[tuple[Run, Tensor]], held: Tensor) -> None:
+    for run, value in values:
+        held[run.start : run.start + run.box.numel].view(run.box.sizes).copy_(value)
 
 
 @during("fsdp.load_stream()")

@@ -430,5 +430,5 @@ def store(values: Values) -> None:
             handle.values.store(slot, value)
             handle.values.note_written([slot])
         elif value._held.lent_by != id(handle.flat_param):  # else nothing was loaded, on no rank
-            handle.values.fill(slot, lambda shard, _, values=value.local: shard.copy_(values))  # type: ignore[misc]
+            handle.values.fill(slot, lambda shard, values=value.local: shard.copy_(values))  # type: ignore[misc]
         handle.storage.release()
