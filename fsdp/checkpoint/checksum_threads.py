@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from concurrent.futures import Future
-from queue import SimpleQueue
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 
 from fsdp.checkpoint.checksums import Fragment, fragment
 
 _MOST_THREADS = 4  # where a host has many more cores than ranks, the others stay free
-_Job = tuple["Future[Fragment]", str, int, memoryview]
 
 
 class ChecksumThreads:
     """Computes the checksums of blocks in the processor cores that the host's ranks do not use.
 
     zlib and isal release Python's global lock, as reads and writes do. A single block, and each block on a host
-    without a free core, is computed by the calling thread, and then no thread is started. An executor of
-    `concurrent.futures` would refuse all work at the interpreter's exit, when the last checkpoint may be written.
+    without a free core, is computed by the calling thread, and then no thread is started.
     """
 
     def __init__(self) -> None:
         self._most = min(_MOST_THREADS, free_cores())
-        self._threads = 0
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._pool: ThreadPoolExecutor | None = None
         self._found: list[Fragment] = []
         self._running: deque[Future[Fragment]] = deque()
         self._last: tuple[str, int, memoryview] | None = None
@@ -48,39 +43,23 @@ class ChecksumThreads:
 
     def close(self) -> None:
         """End the threads; more work starts new ones."""
-        for _ in range(self._threads):
-            self._jobs.put(None)
-        self._threads = 0
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
 
     def _start(self, name: str, begin: int, memory: memoryview) -> None:
-        if self._threads < self._most:
-            self._start_thread()
-        if not self._threads:
-            self._found.append(fragment(name, begin, memory))
-            return
         if len(self._running) > self._most:  # so that few blocks wait in memory
             self._found.append(self._running.popleft().result())
-        future: Future[Fragment] = Future()
-        self._running.append(future)
-        self._jobs.put((future, name, begin, memory))
-
-    def _start_thread(self) -> None:
-        try:
-            Thread(target=_work, args=(self._jobs,), name="fsdp checksums", daemon=True).start()
-        except RuntimeError:  # the interpreter exits, and the last checkpoint is written
-            self._most = self._threads
-        else:
-            self._threads += 1
-
-
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        future, name, begin, memory = job
-        try:
-            future.set_result(fragment(name, begin, memory))
-        except BaseException as error:  # noqa: BLE001 (the future raises it)
-            future.set_exception(error)
-        del job, future, memory  # the memory, while waiting for the next
+        if self._most:
+            try:
+                self._pool = self._pool or ThreadPoolExecutor(self._most, "fsdp checksums")
+                self._running.append(self._pool.submit(fragment, name, begin, memory))
+                return
+            except RuntimeError:  # the interpreter exits, and the last checkpoint is written
+                self._found += [future.result() for future in self._running]
+                self._running.clear()
+                self._most = 0
+        self._found.append(fragment(name, begin, memory))
 
 
 def free_cores() -> int:

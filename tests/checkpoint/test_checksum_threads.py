@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +26,7 @@ CORES = mock.patch.object(checksum_threads, "free_cores", return_value=2)
 
 
 def running() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "fsdp checksums"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fsdp checksums")]
 
 
 def wait_for_their_end() -> None:
@@ -63,6 +65,19 @@ def test_no_more_blocks_wait_in_memory_than_threads_compute() -> None:
         go_on.set()
         adding.join(timeout=60)
         assert len(threads.take()) == 10
+    threads.close()
+    wait_for_their_end()
+
+
+def test_blocks_are_computed_by_the_caller_when_the_interpreter_exits() -> None:
+    with CORES:
+        threads = ChecksumThreads()
+    blocks = [bytes([number]) for number in range(6)]
+    for begin, block in enumerate(blocks):
+        is_exit = begin > 2
+        with mock.patch.object(ThreadPoolExecutor, "submit", side_effect=RuntimeError) if is_exit else nullcontext():
+            threads.add("a", begin, memoryview(block))
+    assert threads.take() == [fragment("a", begin, memoryview(block)) for begin, block in enumerate(blocks)]
     threads.close()
     wait_for_their_end()
 
