@@ -413,14 +413,18 @@ def _crossing(tensors: Mapping[str, Target]) -> str:
     return ""
 
 
-def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
-    """Return the entry of a tensor to save, with the part that this rank writes; `dtype` applies to parameters."""
+def dtype_in_files(target: Target, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is saved or sent: a given `dtype` applies to floating-point parameters."""
     is_cast = isinstance(target.param, nn.Parameter) and target.dtype.is_floating_point
-    kept = dtype if dtype is not None and is_cast else target.dtype
+    return dtype if dtype is not None and is_cast else target.dtype
+
+
+def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
+    """Return the entry of a tensor to save, with the part that this rank writes."""
     vector, held = target.vector(name), target.held
     own = None if held is None else vector[held.offset : held.offset + held.numel]
     part = part_of(target, own) if name in written else None
-    return Entry(name, kept, target.shape, part, target.form)
+    return Entry(name, dtype_in_files(target, dtype), target.shape, part, target.form)
 
 
 def part_of(target: Target, flat: Tensor | None) -> Part | None:

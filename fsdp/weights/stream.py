@@ -1,9 +1,10 @@
 """`stream_weights` sends all weights of a sharded model to a sink, in bounded buckets.
 
-[Note: agreements] Besides the exchange of buckets, the ranks communicate four short messages in each stream: they
-compare their settings, report that their sinks are open, report that all buckets are consumed, and report that their
-sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank waits for it. A rank whose sink
-has failed continues to exchange buckets, because the other ranks do not know of the failure yet.
+[Note: agreements] Besides the exchange of buckets, the ranks communicate five short messages in each stream: they
+report that they are ready, compare their settings, report that their sinks are open, report that all buckets are
+consumed, and report that their sinks are closed. An exception on a rank is therefore raised on all ranks, and no rank
+waits for it. A rank whose sink has failed continues to exchange buckets, because the other ranks do not know of the
+failure yet.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.model_tensors import (
     Held,
-    SlotTensor,
     Target,
     UnshardedTensor,
     all_ranks,
+    dtype_in_files,
     handles_of,
     named_tensors,
     outermost_units,
@@ -34,8 +35,8 @@ from fsdp.checkpoint.model_tensors import (
 )
 from fsdp.checkpoint.writer import release
 from fsdp.distributed.collectives import LONE_RANK, communicator, during
-from fsdp.distributed.communicator import Communicator, OtherRankError, default_group
-from fsdp.distributed.consensus import Ranks, agree_on_outcome, from_everyone, number_among, size_of
+from fsdp.distributed.communicator import Communicator, default_group
+from fsdp.distributed.consensus import Ranks, agree_on_outcome, done_by_all, from_everyone, number_among, size_of
 from fsdp.distributed.devices import HOST
 from fsdp.engine.names import plain_name
 from fsdp.engine.unit import Unit
@@ -75,11 +76,6 @@ class Settings:
             raise TypeError(f"rename must return a name for {name}, got {new!r}")
         return new
 
-    def dtype_of(self, target: Target) -> torch.dtype:
-        """Return the dtype in which a tensor is sent: `dtype` applies to floating-point parameters."""
-        is_cast = isinstance(target.param, nn.Parameter) and target.dtype.is_floating_point
-        return self.dtype if self.dtype is not None and is_cast else target.dtype
-
 
 @dataclass(frozen=True)
 class _Content:
@@ -109,8 +105,7 @@ class _Content:
             for each in sent:
                 if taken.setdefault(each, name) != name:
                     raise ValueError(f"rename gives {taken[each]} and {name} the same name {each}")
-            form = target.form if isinstance(target, SlotTensor) else ""
-            tensors.append(PlannedTensor(sent, settings.dtype_of(target), target.shape, form))
+            tensors.append(PlannedTensor(sent, dtype_in_files(target, settings.dtype), target.shape, target.form))
         held = {number: target.held for number, target in enumerate(targets.values())}
         return cls(targets, tuple(tensors), groups, {number: one for number, one in held.items() if one is not None})
 
@@ -216,7 +211,7 @@ class Stream:
     ) -> None:
         self._units, self._ranks, self._rank, self._since = units, ranks, number_among(ranks), since
 
-        def look() -> None:
+        def look() -> str:
             self._sink, asked = sink_of(sink), settings()
             if since is not None and not (isinstance(since, Snapshot) and getattr(self._sink, "takes_changes", False)):
                 raise TypeError(
@@ -225,50 +220,39 @@ class Stream:
                 )
             self._content = _Content.of(model, units, asked)
             self._buckets = in_buckets(self._content.tensors, asked.bucket_bytes, self._content.groups)
-            self._common = _digest((asked.bucket_bytes, self._content.tensors, self._content.groups))
+            return _digest((asked.bucket_bytes, self._content.tensors, self._content.groups))
 
-        error: Exception | None = None
-        try:
-            look()
-        except Exception as raised:  # noqa: BLE001 (the ranks raise it together)
-            error = raised
+        common = done_by_all([ranks], _WHAT, look)
         known = _plans.setdefault(model, {})
-        key = "" if error else f"{self._common} {_digest(self._content.held)}"
-        kind = "" if error or self._sink is None else getattr(self._sink, "receives", "buckets")
-        own = f"{type(error).__name__}: {error}" if error else ""
+        key = f"{common} {_digest(self._content.held)}"
+        kind = "" if self._sink is None else getattr(self._sink, "receives", "buckets")
         comm = _comm_of(ranks)
-        base = "" if since is None or error else since.base(key)
-        told = (own, "" if error else self._common, key in known, kind, secrets.token_hex(8), comm.rank, base)
-        heard = from_everyone(ranks, told)
-        self._require_agreement(error, heard)
-        if not all(has_plan for _, _, has_plan, *_ in heard):
+        base = "" if since is None else since.base(key)
+        heard = from_everyone(ranks, (common, key in known, kind, secrets.token_hex(8), comm.rank, base))
+        self._require_agreement(heard)
+        if not all(has_plan for _, has_plan, *_ in heard):
             known[key] = self._planned()
             while len(known) > _MOST_PLANS:
                 del known[next(iter(known))]
         self._known = known[key]
-        self._key, base = key, base if all(each[6] == base for each in heard) else ""
-        self.plan = replace(self._known.plan, rank=self._rank, stream=heard[0][4], base=base)
-        self._kinds = [each[3] for each in heard]
-        self._comm, self._places = comm, [each[5] for each in heard]
+        self._key, base = key, base if all(each[5] == base for each in heard) else ""
+        self.plan = replace(self._known.plan, rank=self._rank, stream=heard[0][3], base=base)
+        self._kinds = [each[2] for each in heard]
+        self._comm, self._places = comm, [each[4] for each in heard]
 
-    def _require_agreement(self, error: Exception | None, heard: Sequence[Any]) -> None:
-        """Raise the error of this rank, or an error about another rank."""
-        if error is not None:
-            raise error
-        for rank, (text, common, _, kind, *_) in enumerate(heard):
-            if text:
-                raise OtherRankError(f"rank {self._rank}: rank {rank} could not {_WHAT}. {text}")
-            if common != heard[0][1]:
+    def _require_agreement(self, heard: Sequence[Any]) -> None:
+        for rank, (common, _, kind, *_) in enumerate(heard):
+            if common != heard[0][0]:
                 raise RuntimeError(
                     f"rank {self._rank}: rank {rank} has other tensors or settings to stream than rank 0. Every rank "
                     "must pass the same arguments except for the sink"
                 )
-            if "parts" in (kind, heard[0][3]) and kind != heard[0][3]:
+            if "parts" in (kind, heard[0][2]) and kind != heard[0][2]:
                 raise TypeError(
                     f"rank {self._rank}: rank {rank} has a different kind of sink than rank 0. A sink that receives "
                     "parts (files, sockets, shared memory) must be passed on every rank"
                 )
-        if not any(each[3] for each in heard):
+        if not any(each[2] for each in heard):
             raise ValueError("sink is None on every rank: pass it on the ranks that are to receive the weights")
 
     def _planned(self) -> _Known:
