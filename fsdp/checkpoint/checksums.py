@@ -98,17 +98,11 @@ def _product(one: int, other: int) -> int:
 
 
 @cache
-def _squared(times: int) -> int:
-    return _ONE >> 1 if times == 0 else _product(_squared(times - 1), _squared(times - 1))
-
-
-@cache
 def _power(exponent: int) -> int:
-    found = _ONE
-    for bit in range(exponent.bit_length()):
-        if exponent >> bit & 1:
-            found = _product(_squared(bit), found)
-    return found
+    if exponent < 2:
+        return _ONE >> exponent
+    half = _power(exponent // 2)
+    return _product(_product(half, half), _power(exponent % 2))
 
 
 class HoleError(Exception):
