@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from fsdp.checkpoint.parked_tensors import Named, addresses
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, units_in
 from fsdp.optim_utils.owned import OwnedOptimizer
+from fsdp.optim_utils.state import groups_of
 from fsdp.state_dict_utils.stager import tensors_in
 
 # The optimizers of torch that update each parameter from its own gradient, state and options: stepping the parameters
@@ -41,7 +42,7 @@ class UnitStates:
 
     def divide(self) -> None:
         """Look again for the parameters that the optimizer has."""
-        groups = self._groups
+        groups = groups_of(self._optimizer)
         owners: dict[int, FlatParamHandle] = {}
         for _, unit in units_in(self._root) if self.is_divided else ():
             owners.update((id(param), handle) for handle in unit.handles for param in handle.listed_params)
@@ -59,13 +60,8 @@ class UnitStates:
         return list(self.params)
 
     @property
-    def _groups(self) -> Sequence[dict[str, Any]]:
-        found = self._optimizer
-        return found.stepped_groups if isinstance(found, OwnedOptimizer) else found.param_groups
-
-    @property
     def _listed(self) -> list[Any]:
-        return [param for group in self._groups for param in group["params"]]
+        return [param for group in groups_of(self._optimizer) for param in group["params"]]
 
     def named(self, handle: FlatParamHandle | None) -> Iterator[Named]:
         state = self._optimizer.state
