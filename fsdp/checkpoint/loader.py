@@ -189,10 +189,10 @@ def load(
             done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
             _compare(source.model, everyone)
         state = None
-        if plan is not None and source.optimizer is not None:
-            what, files = f"read the optimizer's state in {source.path}", source.optimizer
-            state = done_by_all(everyone, what, partial(read_state, plan, files))
-            _compare(files, everyone)
+        if plan is not None:
+            what = f"read the optimizer's state in {source.path}"
+            state = done_by_all(everyone, what, partial(read_state, plan))
+            _compare(plan.files, everyone)
 
     def give() -> None:  # to optimizers and modules, whose hooks and methods are the user's
         if plan is not None and state is not None:

@@ -300,6 +300,7 @@ class StatePlan:
 
     optimizers: Optimizers
     tensors: Mapping[str, Target]  # of the model
+    files: TensorReader  # of the checkpoint
     states: list[tuple[OptimParam, dict[Original, str], Kinds]]  # the originals' names in the checkpoint
     options: list[Any]  # of each group those that were saved, encoded; None for a group without parameters
     groups: Groups
@@ -324,7 +325,7 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
         groups, lambda each: saved_in.get(names[each]), "that of the checkpoint", rest.get("has_groups", True), empty
     )
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
-    plan = StatePlan(optimizers, tensors, [], options, groups, problems)
+    plan = StatePlan(optimizers, tensors, files, [], options, groups, problems)
     for one in chain.from_iterable(groups):
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
@@ -383,7 +384,7 @@ def _misfits(
 
 
 @torch.no_grad()
-def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
+def read_state(plan: StatePlan) -> dict[nn.Parameter, dict[str, Any]]:
     """Return this rank's shard of the state, by parameter. State is read into existing tensors of the same kind."""
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for one, names, kinds in plan.states:
@@ -392,7 +393,7 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
             if isinstance(kind, Elements) and one.is_owned:
                 state[key] = one.memory(held.get(key), kind.dtype, kind.shape)
                 for name in names.values() if state[key].numel() else ():
-                    files.read(f"{name}/{key}", state[key].view(-1), 0)
+                    plan.files.read(f"{name}/{key}", state[key].view(-1), 0)
             elif isinstance(kind, Elements):
                 state[key] = one.memory(held.get(key), kind.dtype)
                 flat = values_of(local_part(state[key])).view(-1)
@@ -400,7 +401,7 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
                     target = plan.tensors[original.name]
                     into = _elements_of(original, one, target, flat)
                     if into is not None:
-                        read_held(files, f"{name}/{key}", target, into)
+                        read_held(plan.files, f"{name}/{key}", target, into)
             else:
                 state[key] = kind.held
         if state:
