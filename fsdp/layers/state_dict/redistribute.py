@@ -19,16 +19,21 @@ def is_first(handle: FlatParamHandle) -> bool:
     return handle.comm.rank == 0 and handle.replicas.rank == 0
 
 
+def make_readable(handle: FlatParamHandle, what: str) -> None:
+    """Store new values of users in the shard, and raise an error if the values cannot be read."""
+    handle.storage.check_readable(handle.name)
+    handle.absorb()
+    handle.follow_shard()
+    handle.presentation.refuse_lent(what, handle.unit_name)
+
+
 def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     """Collective. Return copies of the parameters as modules see them, in the shard's dtype.
 
     Peers may still be receiving from the shard: call `handle.settle` before writing to it. If only the first rank
     needs the parameters (`at_first`), the other ranks get tensors on the meta device.
     """
-    handle.storage.check_readable(handle.name)
-    handle.absorb()
-    handle.follow_shard()
-    handle.presentation.refuse_lent("put whole parameters together", handle.unit_name)
+    make_readable(handle, "put whole parameters together")
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
     is_at_hand &= not any(handle.flat_param.packings)  # classes need not be able to copy themselves
     is_at_hand &= handle.unsharded.is_exact

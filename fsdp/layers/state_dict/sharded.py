@@ -27,6 +27,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.unit import Unit, own_modules, units_in
 from fsdp.layers.deferred_init import Uninitialized, memory_to_load_into, uninitialized_beside
+from fsdp.layers.state_dict.redistribute import make_readable
 from fsdp.layers.state_dict.summon import (
     Exposure,
     LoadTarget,
@@ -306,7 +307,7 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
 
 
 def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart]:
-    _require_shards(handle)
+    make_readable(handle, "save or load its shards")
     flats = handle.layout.local_shards(handle.flat_param.vector, handle.comm.rank)
     found = []
     for slot, flat in enumerate(flats):
@@ -324,13 +325,6 @@ def _show_blank(blank: Uninitialized, device: torch.device, rank: int) -> None:
         part = Part.of_whole(given.shape, blank.places[0][1], rank)
         own = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
         blank.put(nn.Parameter(own, given.requires_grad) if isinstance(given, nn.Parameter) else own)
-
-
-def _require_shards(handle: FlatParamHandle) -> None:
-    handle.storage.check_readable(handle.name)
-    handle.absorb()
-    handle.presentation.refuse_lent("save or load its shards", handle.unit_name)
-    handle.follow_shard()
 
 
 def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) -> Any:
@@ -375,7 +369,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     """
     everyone, rank = root.everyone, number_among(root.everyone)
     for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
-        _require_shards(handle)
+        make_readable(handle, "save or load its shards")
 
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
         packing = handle.flat_param.packings[slot]
