@@ -73,7 +73,7 @@ def note_stale(
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
     """Record the new flat parameters of the originals: by number, the new flat parameter and the number in it."""
     for key, taken in _taken.items():
-        if taken.flat_param is not None and taken.flat_param() is old:
+        if taken.flat_param is not None and taken.flat_param() is old and taken.slot in now:
             flat_param, slot = now[taken.slot]
             times_taken[0] += 1
             _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)

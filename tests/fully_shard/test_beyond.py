@@ -50,6 +50,20 @@ def tied_units(wrap: Wrap) -> nn.Module:
     return Net(lambda net, x: net.second(torch.tanh(net.first(x))), first=wrap(first), second=wrap(second))
 
 
+def blocks_with_tied_weights(wrap: Wrap) -> nn.Module:
+    first, second = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2))
+    second[0].weight, second[2].weight = first[0].weight, first[2].weight
+    return Net(lambda net, x: net.second(net.first(x)), first=wrap(first), second=wrap(second))
+
+
+@on_ranks(1, 2)
+def test_several_parameters_tied_across_units_stay_tied() -> None:
+    """The layers that `peft` repeats by `layer_replication` are such."""
+    assert_trains_as_plain(partial(seeded, blocks_with_tied_weights))
+    model: Any = seeded(blocks_with_tied_weights, ours())
+    assert all(model.first[at].weight is model.second[at].weight for at in (0, 2))
+
+
 @on_ranks(1, 2)
 def test_a_parameter_tied_across_units_stays_tied() -> None:
     assert_trains_as_plain(partial(seeded, tied_units))
