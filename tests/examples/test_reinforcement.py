@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -162,8 +163,7 @@ def test_an_engine_that_does_not_answer_is_ended(tmp_path: Path) -> None:
         assert engine.start()
         assert not engine.start()
         engine.ask("generate")
-        example.PATIENCE = 0.3
-        with pytest.raises(ConnectionError, match="took too long"):
+        with mock.patch.object(example, "PATIENCE", 0.3), pytest.raises(ConnectionError, match="took too long"):
             engine.answer()
         engine.close()
         assert engine.start()
