@@ -139,7 +139,7 @@ def load(
 
     Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but have no checksums. The model must be the
     value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/checkpoints.md has the
-    rules).
+    rules). So are folders that ``accelerate``, and the Trainer of ``transformers``, have written with torch's FSDP.
 
     Args:
         path: its folder. A complete checkpoint that a killed save has left there is also found.
@@ -213,11 +213,13 @@ def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimi
         place = os.fspath(path)
         with reading(place):
             if found(place) is None and os.path.exists(place):
-                from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp  # loaded only for such a folder
+                from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, read_accelerate
+                from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp  # loaded only for such folders
                 from fsdp.checkpoint.formats.trees import Choices
 
-                if is_dcp(place):
-                    return read_dcp(place, Choices(only=None if with_optimizer else "model"))
+                for is_at, read_at in ((is_dcp, read_dcp), (is_accelerate, read_accelerate)):
+                    if is_at(place):
+                        return read_at(place, Choices(only=None if with_optimizer else "model"))
             return read_ours(place, with_optimizer=with_optimizer)
 
     source = done_by_all(everyone, f"open the checkpoint {path}", look)

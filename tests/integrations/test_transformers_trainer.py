@@ -6,6 +6,7 @@ The data set is as large as a few global batches, which have the same rows at ev
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,39 @@ def _train_half(folder: Path, form: str) -> None:
         trainer = trainer_of(sharded("llama", form), folder, **SAVING)
         trainer.add_callback(Stop())
         trainer.train()
+
+
+@pytest.mark.parametrize(("kind", "form"), [("SHARDED_STATE_DICT", "original"), ("FULL_STATE_DICT", "fully_shard")])
+def test_a_training_with_torchs_fsdp_is_resumed(ranks: RankPool, tmp_path: Path, kind: str, form: str) -> None:
+    expected = alone(ranks, tmp_path / "plain", "llama", None, SAVING)
+    ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", "original")
+    ranks(2, timeout=PATIENCE).run(_save_as_accelerate, tmp_path / "run" / "checkpoint-2", kind)
+    found = ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", form, SAVING, True)[0]
+    assert_close_trainings(found, expected)
+
+
+def _save_as_accelerate(folder: Path, kind: str) -> None:
+    """Save the same model and optimizer as `accelerate` does, and so the Trainer, of torch's `fully_shard`."""
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+    from torch.distributed.fsdp import StateDictType
+
+    plain = made("llama")[0]
+    names = {id(param): name for name, param in plain.named_parameters()}
+    groups = trainer_of(plain, folder.parent, **SAVING).create_optimizer().param_groups
+    named = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in groups]
+    model: Any = torch.distributed.fsdp.fully_shard(plain)
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW({**group, "params": [params[name] for name in group["params"]]} for group in named)
+    fsdp.load(folder, model, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json"):
+            (folder / name).unlink()
+    config = SimpleNamespace(rank0_only=kind == "FULL_STATE_DICT", offload_to_cpu=True)
+    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=StateDictType[kind], state_dict_config=config)
+    job = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    save_fsdp_model(plugin, job, model, folder)
+    save_fsdp_optimizer(plugin, job, optimizer, model, folder)
 
 
 @on_ranks(2, timeout=PATIENCE)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fsdp.checkpoint.folder import found as found_ours
 from fsdp.checkpoint.folder import is_left_behind, newest
+from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, parts_of, read_accelerate
 from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp, read_dcp
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
 from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1, rank_files
@@ -85,6 +86,20 @@ def _examine_dcp(path: str, start: Start, problems: list[str]) -> tuple[int, str
     return _examine_archives(folder.archives(), folder.nbytes, start, problems)
 
 
+def _examine_accelerate(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
+    archives: list[Callable[[], TorchArchive]] = []
+    nbytes = 0
+    for part in parts_of(path).values():
+        if isinstance(part, DcpFolder):
+            problems += part.misplaced()
+            archives += part.archives()
+            nbytes += part.nbytes
+        else:
+            archives.append(partial(TorchArchive, part.path))
+            nbytes += os.path.getsize(part.path)
+    return _examine_archives(archives, nbytes, start, problems)
+
+
 # The first that fits is taken.
 FORMATS = (
     Format(
@@ -95,6 +110,13 @@ FORMATS = (
         examine_ours,
     ),
     Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, _examine_dcp),
+    Format(
+        "accelerate",
+        "a folder of accelerate, or of the Trainer of transformers, with torch's FSDP",
+        is_accelerate,
+        read_accelerate,
+        _examine_accelerate,
+    ),
     Format(
         "fairscale",
         "a file of each rank, with FairScale's local_state_dict() and local_metadata_dict()",

@@ -17,6 +17,7 @@ the end the tree is also checked, because a walk visits shared objects once per 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import os
@@ -169,6 +170,11 @@ class TorchArchive:
             return Unpickler(self._pickle, self._tensor).load()
         except BROKEN as error:
             raise ValueError(self._broken(error)) from None
+
+    @property
+    def identity(self) -> str:
+        """Return a text that is the same for files with the same contents."""
+        return hashlib.sha256(repr([(name, each.checksum) for name, each in self.records.items()]).encode()).hexdigest()
 
     def _tensor(
         self, storage: Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype | None = None
