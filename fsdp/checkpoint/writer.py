@@ -360,7 +360,13 @@ def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[F
     senders = Senders(ranks, unseen, destination.folder)
 
     def write_own() -> list[list[Fragment]]:
-        return [write_parts(destination.folder, each.files, each.entries) if is_seen else [] for each in found.sets]
+        fragments: list[list[Fragment]] = [[] for _ in found.sets]
+        files = [(number, file) for number, each in enumerate(found.sets) for file in each.files] if is_seen else []
+        # Ranks begin with different files: most file systems let one process write to a file at a time.
+        first = number_among(ranks) * len(files) // size_of(ranks)
+        for number, file in files[first:] + files[:first]:
+            fragments[number] += write_parts(destination.folder, [file], found.sets[number].entries)
+        return fragments
 
     fragments = done_by_all([ranks], f"write to {destination.folder}", write_own)
     for number, each in enumerate(found.sets if senders.ranks else ()):

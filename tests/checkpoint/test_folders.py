@@ -22,6 +22,7 @@ from torch import Tensor
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_utils
 from fsdp.checkpoint.checksums import HoleError, by_name, fragment, joined, merged, of_tensor, spans
+from fsdp.checkpoint.safetensors import write_parts
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same, assert_same_state
@@ -104,6 +105,20 @@ def test_files_of_the_last_checkpoint_do_not_stay(tmp_path: Path) -> None:
 def test_a_limit_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_file_bytes must be a positive number"):
         fsdp.save(tmp_path / "run", nested_mlp(), max_file_bytes=0)
+
+
+@on_ranks(2)
+def test_ranks_begin_with_different_files(tmp_path: Path) -> None:
+    """Most file systems let one process write to a file at a time."""
+    model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    with mock.patch("fsdp.checkpoint.writer.write_parts", wraps=write_parts) as write:
+        fsdp.save(tmp_path / "run", model, optimizer)
+    names = [file.name for call in write.call_args_list for file in call.args[1]]
+    order = ["model.safetensors", "optimizer.safetensors"]
+    assert names == (order if dist.get_rank() == 0 else order[::-1])
 
 
 @on_ranks(2)
