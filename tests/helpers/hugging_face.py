@@ -12,13 +12,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, fully_shard, module_wrap_policy
+from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, fully_shard, load, module_wrap_policy
 from fsdp.state_dict_utils import gather_state_dict
 
 FAMILIES = ["llama", "gpt2"]  # the second ties its head to its embedding
@@ -87,6 +88,29 @@ def sharded(family: str, form: str = "flat", seed: int = 0, **options: Any) -> A
         if isinstance(module, layer):
             fully_shard(module)
     return fully_shard(model)
+
+
+def save_with_torchs_fsdp(folder: Path, kind: str, model: Any, optimizer: Any) -> None:
+    """Collective. Replace a checkpoint in a folder by what `accelerate` saves of the same with torch's `fully_shard`.
+
+    `kind` is the name of a `StateDictType`; model and optimizer are of torch's `fully_shard`.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+    from torch.distributed.fsdp import StateDictType
+
+    load(folder, model, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json"):
+            (folder / name).unlink()
+    config = SimpleNamespace(rank0_only=kind == "FULL_STATE_DICT", offload_to_cpu=True)
+    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=StateDictType[kind], state_dict_config=config)
+    job = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    with as_launched():
+        PartialState()  # which its messages need
+        save_fsdp_model(plugin, job, model, folder)
+        save_fsdp_optimizer(plugin, job, optimizer, model, folder)
 
 
 def whole_state(model: Any) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
@@ -26,6 +27,7 @@ from tests.helpers.hugging_face import (
     plain_of,
     recipe,
     rows,
+    save_with_torchs_fsdp,
     sharded,
     whole_state,
 )
@@ -158,6 +160,17 @@ def test_bf16_computes_under_autocast_and_a_plain_model_is_treated_as_ever() -> 
 def test_a_state_is_loaded_by_another_number_of_ranks(ranks: RankPool, tmp_path: Path, form: str, other: str) -> None:
     saved = ranks(2, timeout=PATIENCE).run(_save_state, tmp_path / "run", form)[0]
     ranks(3, timeout=PATIENCE).run(_load_state, tmp_path / "run", other, saved)
+
+
+def test_a_state_of_torchs_fsdp_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks(2, timeout=PATIENCE).run(_save_state, tmp_path / "run", "original")[0]
+    ranks(2, timeout=PATIENCE).run(_save_with_torchs_fsdp, tmp_path / "run")
+    ranks(3, timeout=PATIENCE).run(_load_state, tmp_path / "run", "flat", saved)
+
+
+def _save_with_torchs_fsdp(folder: Path) -> None:
+    model = torchs_fully_shard(made("llama")[0])
+    save_with_torchs_fsdp(folder, "SHARDED_STATE_DICT", model, optimizer_of(model))
 
 
 def _save_state(folder: Path, form: str) -> dict[str, Any]:

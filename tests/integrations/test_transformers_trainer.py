@@ -6,13 +6,13 @@ The data set is as large as a few global batches, which have the same rows at ev
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
@@ -31,6 +31,7 @@ from tests.helpers.hugging_face import (
     plain_of,
     recipe,
     rows,
+    save_with_torchs_fsdp,
     sharded,
     trainer_of,
 )
@@ -155,33 +156,19 @@ def _train_half(folder: Path, form: str) -> None:
 def test_a_training_with_torchs_fsdp_is_resumed(ranks: RankPool, tmp_path: Path, kind: str, form: str) -> None:
     expected = alone(ranks, tmp_path / "plain", "llama", None, SAVING)
     ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", "original")
-    ranks(2, timeout=PATIENCE).run(_save_as_accelerate, tmp_path / "run" / "checkpoint-2", kind)
+    ranks(2, timeout=PATIENCE).run(_save_with_torchs_fsdp, tmp_path / "run" / "checkpoint-2", kind)
     found = ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", form, SAVING, True)[0]
     assert_close_trainings(found, expected)
 
 
-def _save_as_accelerate(folder: Path, kind: str) -> None:
-    """Save the same model and optimizer as `accelerate` does, and so the Trainer, of torch's `fully_shard`."""
-    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
-    from torch.distributed.fsdp import StateDictType
-
+def _save_with_torchs_fsdp(folder: Path, kind: str) -> None:
     plain = made("llama")[0]
     names = {id(param): name for name, param in plain.named_parameters()}
     groups = trainer_of(plain, folder.parent, **SAVING).create_optimizer().param_groups
     named = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in groups]
-    model: Any = torch.distributed.fsdp.fully_shard(plain)
-    params = dict(model.named_parameters())
+    params = dict(torchs_fully_shard(plain).named_parameters())
     optimizer = torch.optim.AdamW({**group, "params": [params[name] for name in group["params"]]} for group in named)
-    fsdp.load(folder, model, optimizer)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for name in ("model.safetensors", "optimizer.safetensors", "checkpoint.json"):
-            (folder / name).unlink()
-    config = SimpleNamespace(rank0_only=kind == "FULL_STATE_DICT", offload_to_cpu=True)
-    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=StateDictType[kind], state_dict_config=config)
-    job = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
-    save_fsdp_model(plugin, job, model, folder)
-    save_fsdp_optimizer(plugin, job, optimizer, model, folder)
+    save_with_torchs_fsdp(folder, kind, plain, optimizer)
 
 
 @on_ranks(2, timeout=PATIENCE)
