@@ -52,7 +52,7 @@ from fsdp.checkpoint.model_tensors import (
     written_here,
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, write_at, write_parts
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, store_at, write_parts
 from fsdp.distributed.collectives import during
 from fsdp.distributed.communicator import CollectiveError, own_rank
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
@@ -427,7 +427,7 @@ class Senders:
                 number, first = places[name]
                 if problem is None:
                     try:
-                        write_at(fds[number], chunk.numpy().data, first + begin)
+                        store_at(fds[number], chunk.numpy().data, first + begin)
                     except OSError as error:
                         error.filename = error.filename or os.path.join(folder, files[number].name)
                         problem = error

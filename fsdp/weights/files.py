@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.folder import sync
-from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, write_at
+from fsdp.checkpoint.safetensors import INDEX_SUFFIX, Entry, PlannedFile, create, store_at
 from fsdp.checkpoint.safetensors import plan as planned_files
 from fsdp.weights.plan import WeightPlan
 from fsdp.weights.sinks import Sink
@@ -69,7 +69,7 @@ class SafetensorsSink(Sink):
             box = run.box.moved((run.piece.first, *(0 for _ in planned.sizes[1:])))
             for start, stop in box.ranges(planned.sizes, 0, box.numel):
                 count = (stop - start) * size
-                write_at(self._fd(file.name), memory[:count], file.begins[planned.name] + start * size)
+                store_at(self._fd(file.name), memory[:count], file.begins[planned.name] + start * size)
                 memory = memory[count:]
         if number == len(self._plan.buckets) - 1:
             for fd in self._fds.values():

@@ -1,13 +1,18 @@
-"""Where tensors are to lie in safetensors files."""
+"""Where tensors are to lie in safetensors files, and when the disk stores them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from fsdp.checkpoint.safetensors import Entry, PlannedFile, plan
+from fsdp.checkpoint.safetensors import Entry, Part, PlannedFile, create, plan, write_parts
+from tests.helpers.equality import assert_same
 
 _ODD_AND_EVEN = [(3,), (16,), (5, 5), (64, 3), (), (1024,), (7, 16), (0,)]
 
@@ -41,6 +46,20 @@ def test_a_tensor_of_more_dimensions_than_can_be_read_is_not_written() -> None:
     plan([Entry("x", torch.float32, torch.Size([1] * 64))], "model")
     with pytest.raises(ValueError, match="x has 65 dimensions, and a file can hold 64"):
         plan([Entry("x", torch.float32, torch.Size([1] * 65))], "model")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such hint")
+@pytest.mark.parametrize("error", [None, OSError("no such hint here")])
+def test_the_disk_begins_to_store_large_blocks_at_once(tmp_path: Path, error: OSError | None) -> None:
+    values = {"large": torch.randn(3 << 18), "small": torch.randn(5)}  # 3 MiB
+    entries = [Entry(name, each.dtype, each.shape, Part.whole(each)) for name, each in values.items()]
+    (file,) = plan(entries, "model")
+    create(str(tmp_path), file)
+    with mock.patch("os.posix_fadvise", side_effect=error) as advise:
+        write_parts(str(tmp_path), [file], entries)
+    ((_, begin, count, _), _), *others = advise.call_args_list
+    assert (begin, count, others) == (file.begins["large"], 3 << 20, [])
+    assert_same(load_file(tmp_path / file.name), values)
 
 
 def _planned(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[PlannedFile, list[Entry]]:

@@ -31,7 +31,7 @@ from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, TensorSet
 from fsdp.checkpoint.optim import kinds_from_json
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, plan, write_at, write_parts
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, plan, store_at, write_parts
 from fsdp.optim_utils.state import Elements
 from fsdp.state_dict_utils.tree import leaves
 
@@ -228,7 +228,7 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
                 checksums[place.begin] = 0
                 own = Entry("", tensor.dtype, tensor.shape, Part.whole(tensor.contiguous().view(-1)))
                 for begin, memory in entries.get(id(tensor), own).chunks():
-                    write_at(fd, memory, place.begin + begin)
+                    store_at(fd, memory, place.begin + begin)
                     checksums[place.begin] = crc32(memory, checksums[place.begin])
                     advance(len(memory) if id(tensor) in entries else 0)
     finally:
