@@ -23,6 +23,7 @@ import fsdp
 from benchmarks._contestants import FSDP1_FLAT, FSDP2, OURS
 from benchmarks.optim_state import ways as full_ways
 from fsdp.checkpoint import Saver
+from fsdp.checkpoint.safetensors import store_at
 
 BACKGROUND = "ours-background"
 DCP, DCP_MERGED, DCP_ASYNC = "dcp", "dcp-merged", "dcp-async"
@@ -144,7 +145,7 @@ def disk_way(nbytes: int) -> FileWay:
         folder.mkdir(exist_ok=True)
         with open(folder / f"rank{dist.get_rank()}", "wb", buffering=0) as file:
             for start in range(0, share, _BLOCK):
-                file.write(memory[start : start + _BLOCK])
+                store_at(file.fileno(), memory[start : start + _BLOCK], start)
             os.fsync(file.fileno())
         return _done
 

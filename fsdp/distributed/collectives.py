@@ -23,7 +23,7 @@ used: they are matched by their order alone, and two matched collectives of diff
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -76,9 +76,9 @@ if dist.is_available():
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-# Ranks send each other a header before a payload: its length, and the public call that they are in.
-_LENGTH_BYTES = 8
-_CALL_BYTES = 56
+# The first message of `all_gather_bytes`: the length of the payload, the public call that the rank is in, and the
+# beginning of the payload.
+_LENGTH_BYTES, _CALL_BYTES, _BEGIN_BYTES = 8, 56, 448
 _TRAINING = "forward or backward"
 _TALK = "what ranks tell each other"
 
@@ -345,12 +345,28 @@ class DirectExchange(TorchCollectives):
         return tensor if host is tensor else tensor.copy_(host)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See `Communicator`. One exchange if all payloads are short, and another one for the rest of long payloads."""
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
-        header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
+        begin = payload[:_BEGIN_BYTES].ljust(_BEGIN_BYTES, b"\0")
+        header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call + begin)
         works, received = self._swap(self._talk, "header", "", [header] * self.world_size)
         finish(works, self._talk)
         headers = list(map(as_bytes, received))
-        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() or _TRAINING for each in headers]
+        self._require_one_call(each[_LENGTH_BYTES:-_BEGIN_BYTES] for each in headers)
+        lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in headers]
+        rests = [blank(max(0, length - _BEGIN_BYTES)) for length in lengths]
+        rests[self.rank] = as_tensor(payload[_BEGIN_BYTES:])
+        incoming = {peer: [rests[peer]] for peer in self._peers if len(rests[peer])}
+        outgoing = {peer: [rests[self.rank]] for peer in self._peers if len(rests[self.rank])}
+        if incoming or outgoing:
+            asked, sent = self._post(self._talk, "body", "", incoming, outgoing)
+            finish(asked + sent, self._talk)
+        begins = (each[-_BEGIN_BYTES:][:length] for each, length in zip(headers, lengths, strict=True))
+        return [begin + as_bytes(rest) for begin, rest in zip(begins, rests, strict=True)]
+
+    def _require_one_call(self, encoded: Iterable[bytes]) -> None:
+        """Raise RuntimeError if ranks are in different calls of this library, which then exchange other payloads."""
+        calls = [each.decode(errors="replace").strip() or _TRAINING for each in encoded]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
@@ -358,13 +374,6 @@ class DirectExchange(TorchCollectives):
                     f"rank {own_rank()}: the ranks are in different calls, rank {ranks[0]} in {calls[0]} and rank "
                     f"{ranks[number]} in {call}. Make the same calls on every rank, in the same order."
                 )
-        bodies = [blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in headers]
-        bodies[self.rank] = as_tensor(payload)
-        incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
-        outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
-        asked, sent = self._post(self._talk, "body", "", incoming, outgoing)
-        finish(asked + sent, self._talk)
-        return [as_bytes(each) for each in bodies]
 
     def meet(self, what: str, tag: Tag) -> None:
         works, _ = self._swap(what, "meeting", tag, [blank(1)] * self.world_size)
