@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from fsdp.distributed.devices import HOST, accelerator, current_device
 
@@ -17,7 +19,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
     """Collective. Create the process group of the ranks that torchrun started, and return the device of this rank.
 
     The device is the accelerator with the number ``LOCAL_RANK``, which becomes the current device of this process, or
-    the CPU where there is no accelerator. At the end of the program call `torch.distributed.destroy_process_group`.
+    the CPU where there is no accelerator. Ranks that torchrun restarts on one machine (``--max-restarts``) do not read
+    the addresses of the previous ranks. At the end of the program call `torch.distributed.destroy_process_group`.
 
     Args:
         backend: the backend of the process group. Default: NCCL for CUDA devices, gloo for CPUs.
@@ -33,8 +36,22 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
             "the program with: torchrun --nproc-per-node 2 train.py. Under another launcher set them for each process."
         )
     device = _device_of_this_rank()
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, **_store_of_this_start(timeout or default_pg_timeout))
     return device
+
+
+def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Return the store, and the place of this rank in it, if torchrun keeps its store across restarts on one machine.
+
+    The addresses of the processes before a restart are still in that store, so each start has a prefix. The agents of
+    several machines count restarts differently, and their ranks use the store as torch does.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    place = {"rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
+    kept = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
+    return {"store": dist.PrefixStore(f"start_{environment['TORCHELASTIC_RESTART_COUNT']}", kept), **place}
 
 
 def _device_of_this_rank() -> torch.device:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp.distributed import start
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 
 def test_ranks_with_the_environment_of_torchrun_meet(ranks: RankPool) -> None:
@@ -21,9 +21,22 @@ def test_ranks_with_the_environment_of_torchrun_meet(ranks: RankPool) -> None:
     assert found == [("cpu", "cpu:gloo", 2)] * 2
 
 
-def _meet(port: int) -> tuple[str, str, int]:
+def test_ranks_that_torchrun_starts_again_meet(ranks: RankPool) -> None:
+    """torchrun keeps its store, in which the addresses of the ranks before are."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RankError, match="exited with status 3"):
+        ranks(2, backend=None).run(_meet_and_end, store.port)
+    assert ranks(2, backend=None).run(_meet, store.port, restarts=1) == [("cpu", "cpu:gloo", 2)] * 2
+
+
+def _meet_and_end(port: int) -> None:
+    _meet(port)
+    os._exit(3)
+
+
+def _meet(port: int, restarts: int = 0) -> tuple[str, str, int]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.update(address)
+    os.environ.update(address, GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT=str(restarts))
     device = fsdp.init_distributed()
     dist.all_reduce(total := torch.ones(1, device=device))
     return device.type, str(dist.get_backend_config()), int(total)
