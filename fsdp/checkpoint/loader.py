@@ -48,9 +48,11 @@ from fsdp.distributed.consensus import (
     size_of,
 )
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.names import foreign_prefix, prefix_problem
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.names import foreign_prefix, plain_name, prefix_problem
 from fsdp.engine.unit import Unit
 from fsdp.layers.state_dict.full import stored_buffers
+from fsdp.optim_utils.state import groups_of
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def load(
 
     Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but have no checksums. The model must be the
     value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/checkpoints.md has the
-    rules). So are folders that ``accelerate``, and the Trainer of ``transformers``, have written with torch's FSDP.
+    rules). So are folders that ``accelerate``, and the Trainer of ``transformers``, have written, with torch's FSDP or
+    without sharding. Without sharding, parameters of the optimizer go by numbers: those of its groups, in their order.
 
     Args:
         path: its folder. A complete checkpoint that a killed save has left there is also found.
@@ -169,7 +172,7 @@ def load(
         agree_on(ranks, "settings to load a checkpoint", settings)
     if not weights and optimizer is None:
         raise ValueError("fsdp.load(weights=False) loads an optimizer only, and none was given: pass the optimizer")
-    with closing(_opened(path, everyone, optimizer is not None)) as source:
+    with closing(_opened(path, everyone, model, optimizer)) as source:
         states = None
         if generators:
             states = done_by_all(everyone, f"read {source.path}", lambda: _generators(source, everyone))
@@ -206,26 +209,59 @@ def load(
     return Loaded(Path(source.path), decoded(source.values), missing, unexpected, states is not None, source.world_size)
 
 
-def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:
+def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], model: nn.Module, optimizer: Any) -> Source:
     """Collective. Open the checkpoint, which all ranks must have."""
 
     def look() -> Source:
         place = os.fspath(path)
         with reading(place):
             if found(place) is None and os.path.exists(place):
-                from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, read_accelerate
-                from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp  # loaded only for such folders
-                from fsdp.checkpoint.formats.trees import Choices
-
-                for is_at, read_at in ((is_dcp, read_dcp), (is_accelerate, read_accelerate)):
-                    if is_at(place):
-                        return read_at(place, Choices(only=None if with_optimizer else "model"))
-            return read_ours(place, with_optimizer=with_optimizer)
+                other = _of_others(place, model, optimizer)
+                if other is not None:
+                    return other
+            return read_ours(place, with_optimizer=optimizer is not None)
 
     source = done_by_all(everyone, f"open the checkpoint {path}", look)
     for ranks in everyone:
         agree_on(ranks, "checkpoints", source.identity, source.path)
     return source
+
+
+def _of_others(place: str, model: nn.Module, optimizer: Any) -> Source | None:
+    """Open the folder of another library; None if it is not of a format that is loaded without being converted."""
+    from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, read_accelerate  # loaded for such folders only
+    from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp
+    from fsdp.checkpoint.formats.plain_folder import plain_optimizer, read_plain
+    from fsdp.checkpoint.formats.trees import Choices
+
+    choices = Choices(only=None if optimizer is not None else "model")
+    if is_dcp(place):
+        return read_dcp(place, choices)
+    if is_accelerate(place):
+        return read_accelerate(place, choices)
+    plain = plain_optimizer(place)
+    if plain is None:
+        return None
+    return read_plain(place, plain, choices, None if optimizer is None else _names_of(plain, model, optimizer))
+
+
+def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
+    """Return the names of the parameters in an optimizer's groups, in whose order plain optimizers number them.
+
+    Raises:
+        ValueError: for flat parameters, which are several in one.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if len(given) != 1:
+        raise ValueError(f"{place} has the state of one optimizer, and {len(given)} were given")
+    groups = [group["params"] for group in groups_of(given[0])]
+    if any(isinstance(param, FlatParameter) for params in groups for param in params):
+        raise ValueError(
+            f"{place} numbers the parameters of an unsharded model, and flat parameters are several in one: shard with "
+            "fully_shard or use_orig_params=True, or load the model alone, without the optimizer"
+        )
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    return [[names.get(id(param), "a parameter that the model does not have") for param in params] for params in groups]
 
 
 def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:

@@ -12,6 +12,7 @@ from fsdp.checkpoint.folder import is_left_behind, newest
 from fsdp.checkpoint.formats.accelerate_folder import is_accelerate, parts_of, read_accelerate
 from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp, read_dcp
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
+from fsdp.checkpoint.formats.plain_folder import plain_optimizer, read_plain
 from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1, rank_files
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
@@ -42,9 +43,14 @@ def _is_safetensors(path: str) -> bool:
 
 
 def _read_safetensors(path: str, choices: Choices) -> Source:
+    optimizer = plain_optimizer(path)
+    if optimizer is not None and choices.param_order is not None:
+        return read_plain(path, optimizer, choices)
     files = SafetensorsFiles(path)
     beside = os.path.join(os.path.dirname(files.path), f"optimizer{SUFFIX}")
     notes = [f"{beside} is left out: it is no model"] if os.path.isfile(beside) and beside != files.path else []
+    if optimizer is not None:
+        notes.append(f"{optimizer} is left out: pass the names of its parameters (--param-order)")
     return Source("safetensors", files.path, files, notes=tuple(notes))
 
 

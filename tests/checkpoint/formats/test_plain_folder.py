@@ -1,0 +1,101 @@
+"""Folders of a training without sharding: a model in safetensors, and a plain optimizer, which goes by numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fsdp
+from fsdp import fully_shard
+from fsdp.checkpoint.cli import main
+from tests.helpers.convert_formats import command, converted
+from tests.helpers.equality import assert_same
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.parity import fully_sharded
+
+
+def linears() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Biases are in the second group, so numbers are in another order than names."""
+    named = list(model.named_parameters())
+    groups = [[param for name, param in named if name.endswith("bias") is last] for last in (False, True)]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.1)
+
+
+def saved(folder: Path, name: str = "optimizer.pt") -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Every rank has such a folder."""
+    model = linears()
+    optimizer = optimizer_of(model)
+    model(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / name)
+    return model, optimizer
+
+
+def shard(form: str) -> Any:
+    model = linears()
+    return fully_shard(model) if form == "rows" else fully_sharded(use_orig_params=form == "orig")(model)
+
+
+@pytest.mark.parametrize(("form", "name"), [("orig", "optimizer.pt"), ("rows", "optimizer.bin")])
+@on_ranks(2)
+def test_ranks_load_model_and_optimizer(tmp_path: Path, form: str, name: str) -> None:
+    folder = tmp_path / f"of_{torch.distributed.get_rank()}"
+    plain, its = saved(folder, name)
+    model = shard(form)
+    optimizer = optimizer_of(model)
+    fsdp.load(folder, model, optimizer)
+    fsdp.save(tmp_path / "ours", model, optimizer)
+    other = linears()
+    others = optimizer_of(other)
+    fsdp.load(tmp_path / "ours", other, others)
+    assert_same(other.state_dict(), plain.state_dict())
+    assert_same(others.state_dict(), its.state_dict())
+
+
+@on_ranks(2)
+def test_flat_parameters_have_no_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / f"of_{torch.distributed.get_rank()}"
+    plain, _ = saved(folder)
+    model = shard("flat")
+    with pytest.raises(ValueError, match="shard with fully_shard or use_orig_params=True, or load the model alone"):
+        fsdp.load(folder, model, torch.optim.AdamW(model.parameters()))
+    fsdp.load(folder, model)
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@on_ranks(1)
+def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    model = shard("rows")
+    message = r"has parameter groups of \[2, 2\] parameters, and the given optimizer of \[4\]: make it with the same"
+    with pytest.raises(ValueError, match=message):
+        fsdp.load(tmp_path / "saved", model, torch.optim.AdamW(model.parameters()))
+    several = [torch.optim.AdamW([param]) for param in model.parameters()]
+    with pytest.raises(ValueError, match="has the state of one optimizer, and 4 were given"):
+        fsdp.load(tmp_path / "saved", model, several)
+
+
+def test_the_command_converts_both_with_the_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = saved(tmp_path / "saved")
+    said = command(capsys, "convert", tmp_path / "saved", tmp_path / "alone")
+    assert "optimizer.pt is left out: pass the names of its parameters (--param-order)" in said.out + said.err
+    (tmp_path / "order.txt").write_text("0.weight\n1.weight\n0.bias\n1.bias\n")
+    converted(tmp_path / "saved", tmp_path / "ours", "--param-order", str(tmp_path / "order.txt"))
+    other = linears()
+    its = optimizer_of(other)
+    fsdp.load(tmp_path / "ours", other, its)
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(its.state_dict(), optimizer.state_dict())
+    assert main(["verify", str(tmp_path / "ours")]) == 0
