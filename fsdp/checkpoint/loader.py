@@ -142,7 +142,7 @@ def load(
     Folders of ``torch.distributed.checkpoint`` are also loaded by ranges, but have no checksums. The model must be the
     value of ``model`` or the whole tree, and the optimizer the value of ``optimizer`` (docs/checkpoints.md has the
     rules). So are folders that ``accelerate``, and the Trainer of ``transformers``, have written, with torch's FSDP or
-    without sharding. Without sharding, parameters of the optimizer go by numbers: those of its groups, in their order.
+    without sharding. Without sharding, the optimizer's state has numbers, the positions of parameters in its groups.
 
     Args:
         path: its folder. A complete checkpoint that a killed save has left there is also found.

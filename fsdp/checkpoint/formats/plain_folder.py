@@ -1,7 +1,7 @@
 """Folders with a model in safetensors files and a plain optimizer in a file of `torch.save`, by numbers.
 
 The Trainer of `transformers` writes them without sharding (``optimizer.pt``), and so does `accelerate`
-(``optimizer.bin``). The numbers are those of the parameters in the optimizer's groups, one after another.
+(``optimizer.bin``). The numbers count the parameters in the optimizer's groups, one group after another.
 """
 
 from __future__ import annotations
