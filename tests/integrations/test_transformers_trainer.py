@@ -137,7 +137,7 @@ def test_a_checkpoint_with_other_parameter_groups_is_refused(ranks: RankPool, tm
         ranks(2, timeout=PATIENCE).run(train, tmp_path / "run", "llama", "original", SAVING, True)
 
 
-def _train_half(folder: Path, form: str | None) -> None:
+def _train_half(folder: Path, form: str | None, family: str = "llama") -> None:
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def _train_half(folder: Path, form: str | None) -> None:
             control.should_training_stop = state.global_step == 2
 
     with as_launched():
-        trainer = trainer_of(model_of("llama", form), folder, **SAVING)
+        trainer = trainer_of(model_of(family, form), folder, **SAVING)
         trainer.add_callback(Stop())
         trainer.train()
 
@@ -171,11 +171,11 @@ def _save_with_torchs_fsdp(folder: Path, kind: str) -> None:
     save_with_torchs_fsdp(folder, kind, plain, optimizer)
 
 
-@pytest.mark.parametrize("form", ["original", "fully_shard"])
-def test_a_training_without_sharding_is_resumed(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    expected = alone(ranks, tmp_path / "plain", "llama", None, SAVING)
-    ranks(1, timeout=PATIENCE).run(_train_half, tmp_path / "run", None)
-    found = ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", form, SAVING, True)[0]
+@pytest.mark.parametrize(("family", "form"), [("gpt2", "original"), ("llama", "fully_shard")])
+def test_a_training_without_sharding_is_resumed(ranks: RankPool, tmp_path: Path, family: str, form: str) -> None:
+    expected = alone(ranks, tmp_path / "plain", family, None, SAVING)
+    ranks(1, timeout=PATIENCE).run(_train_half, tmp_path / "run", None, family)
+    found = ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", family, form, SAVING, True)[0]
     assert_close_trainings(found, expected)
 
 
