@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp.checkpoint.cli import main
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     BATCH,
@@ -115,7 +116,15 @@ def _evaluate(folder: Path, form: str | None, count: int = 5) -> float:
 
 # Checkpoints
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch", "learning_rate": 0.01}
+SAVING: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "max_steps": 4,
+    "optim": "adamw_torch",
+    "learning_rate": 0.01,
+}
+
+DECAYING = {**SAVING, "weight_decay": 0.5}
 
 
 @pytest.mark.parametrize(("form", "other"), [("flat", "flat"), ("original", "fully_shard")])
@@ -128,6 +137,16 @@ def test_resuming_with_more_ranks_goes_on_as_if_nothing_had_happened(
     assert_close_trainings(found, expected)
 
 
+@pytest.mark.parametrize("form", ["original", "fully_shard"])
+def test_a_plain_trainer_goes_on_with_a_converted_optimizer(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    """docs/leaving.md has the command."""
+    expected = alone(ranks, tmp_path / "plain", "gpt2", None, DECAYING)
+    ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", form, "gpt2", DECAYING)
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    assert main(["convert", checkpoint, f"{checkpoint}/optimizer.pt", "--only", "optimizer", "--by-number"]) == 0
+    assert_close_trainings(alone(ranks, tmp_path / "run", "gpt2", None, DECAYING, True), expected)
+
+
 def test_a_checkpoint_with_other_parameter_groups_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """The Trainer makes groups by names, and flat parameters are in one group whatever their names."""
     ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", "flat")
@@ -137,7 +156,7 @@ def test_a_checkpoint_with_other_parameter_groups_is_refused(ranks: RankPool, tm
         ranks(2, timeout=PATIENCE).run(train, tmp_path / "run", "llama", "original", SAVING, True)
 
 
-def _train_half(folder: Path, form: str | None, family: str = "llama") -> None:
+def _train_half(folder: Path, form: str | None, family: str = "llama", options: dict[str, Any] = SAVING) -> None:
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
@@ -147,7 +166,7 @@ def _train_half(folder: Path, form: str | None, family: str = "llama") -> None:
             control.should_training_stop = state.global_step == 2
 
     with as_launched():
-        trainer = trainer_of(model_of(family, form), folder, **SAVING)
+        trainer = trainer_of(model_of(family, form), folder, **options)
         trainer.add_callback(Stop())
         trainer.train()
 
