@@ -205,7 +205,7 @@ def plan(
         TypeError: for an option that `FullyShardedDataParallel` does not have.
         ValueError: for an option that is not modelled, a model that is sharded already, numbers of ranks that do
             not fit, or a bandwidth that is not positive.
-        RuntimeError: if the model cannot compute on the meta device, as one that looks at values.
+        RuntimeError: if the model cannot compute on the meta device, for example because it reads values.
     """
     if bandwidth is not None and not 0 < bandwidth < math.inf:
         raise ValueError(f"bandwidth is a positive number of bytes per second, got {bandwidth:g}")
@@ -321,9 +321,18 @@ def _on_meta(sample: Any, live: LiveBytes) -> Any:
 
 
 def _call(model: nn.Module, sample: Any) -> Any:
-    if isinstance(sample, Mapping):
-        return model(**sample)
-    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+    try:
+        if isinstance(sample, Mapping):
+            return model(**sample)
+        return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+    except RuntimeError as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise RuntimeError(
+            f"{error}: the model reads values of a tensor, and plan() computes without values (the first traceback has "
+            "the line). Pass a sample with which it reads none, for models of transformers an attention_mask with four "
+            "dimensions (docs/memory.md), or no sample"
+        ) from error
 
 
 def _sum_of(output: Any) -> Tensor:

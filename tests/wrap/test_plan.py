@@ -482,6 +482,23 @@ def test_what_the_meta_device_does_not_follow_is_an_error() -> None:
         fsdp.plan(nn.Linear(2, 2).requires_grad_(False), 2, sample=torch.zeros(1, 2))
 
 
+class ReadingValues(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if (inputs == 0).all() else inputs
+
+
+class SelectingByValues(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs[inputs[:, 0] > 0])
+
+
+@pytest.mark.parametrize("kind", [ReadingValues, SelectingByValues])
+def test_a_model_that_reads_values_is_an_error_with_a_remedy(kind: type[nn.Linear]) -> None:
+    with pytest.raises(RuntimeError, match=r"the model reads values of a tensor.*attention_mask with four dimensions"):
+        fsdp.plan(kind(2, 2), 2, sample=torch.zeros(1, 2))
+    assert fsdp.plan(kind(2, 2), 2).parameter_bytes == 12
+
+
 def test_a_model_of_a_thousand_million_parameters_is_planned_without_its_memory() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=10, num_heads=16, width=3072, context=1024))
