@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -90,7 +90,7 @@ def collect(
             else:
                 _check(fqn, param, with_values, takes_all)
             kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
-    _refuse_aliases(found | (tied or {}))
+    refuse_aliases({param: places[0].fqn for param, places in (found | (tied or {})).items()})
     return found
 
 
@@ -119,17 +119,18 @@ def _refuse_standalone(fqn: str, shard: FlatParameter) -> None:
         )
 
 
-def _refuse_aliases(found: Found) -> None:
-    seen: dict[int, Places] = {}
-    for param, places in found.items():
+def refuse_aliases(named: Mapping[nn.Parameter, str]) -> None:
+    """Raise ValueError if two parameters, given with their names, have the same memory."""
+    seen: dict[int, str] = {}
+    for param, name in named.items():
         if is_packed(param) and type(param) is not nn.Parameter:
             continue  # its class has the memory, and bytes are copied from there
         local = local_part(param)
         local = next(iter(inner_of(local)), local)
-        other = seen.setdefault(local.data_ptr(), places) if local.numel() and not local.is_meta else places
-        if other is not places:
+        other = seen.setdefault(local.data_ptr(), name) if local.numel() and not local.is_meta else name
+        if other != name:
             raise ValueError(
-                f"{places[0].fqn} is a parameter of its own in the memory of {other[0].fqn}: sharded, they would no "
+                f"{name} is a parameter of its own in the memory of {other}: sharded, they would no "
                 "longer change together. Tie them by making them one parameter (b.weight = a.weight), or give each its "
                 "memory (.clone())."
             )

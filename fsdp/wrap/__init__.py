@@ -31,6 +31,7 @@ from fsdp.distributed.devices import accelerator
 from fsdp.engine.forward_hooks import has_forward
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import join
+from fsdp.layers.managed_params import refuse_aliases
 
 _log = logging.getLogger("fsdp.wrap")
 
@@ -538,6 +539,9 @@ def wrap_units(
     wrapped or not, and the number of elements that now belong to units.
     """
     plan = make_plan(graph, policy, module_is_root)
+    # Each unit compares its own parameters. Between units, frozen ones remain equal without being tied.
+    named = ((param, name) for name, param in graph.root.named_parameters() if param in graph.holders)
+    refuse_aliases({param: name for param, name in named if param.requires_grad})
     _log_ties(graph, plan)
     root = graph.root
     for unit, its_own in plan.units.items():

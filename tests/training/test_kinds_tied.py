@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, get_fsdp_instances
+import fsdp
+from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, get_fsdp_instances, module_wrap_policy
 from fsdp.engine.names import clean_name
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Net, Wrap
@@ -236,3 +237,21 @@ def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:
         ValueError, match=r"1\.weight is a parameter of its own in the memory of 0\.weight.*b\.weight = a"
     ):
         fully_sharded(process_group=Alone())(nn.Sequential(first, second))
+
+
+def tied_by_memory() -> nn.Module:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight.data = first.weight.data
+    return nn.Sequential(first, nn.ReLU(), second)
+
+
+def test_parameters_that_are_tied_by_their_memory_across_units_are_refused() -> None:
+    """Each unit alone would train its parameter, and the tie would be lost without an error."""
+    expected = r"2\.weight is a parameter of its own in the memory of 0\.weight.*b\.weight = a"
+    with pytest.raises(ValueError, match=expected):
+        fsdp.shard(tied_by_memory(), units={nn.Linear}, process_group=Alone())
+    wrapping = enable_wrap(wrapper_cls=FullyShardedDataParallel, process_group=Alone())
+    with wrapping, pytest.raises(ValueError, match=expected):
+        auto_wrap(tied_by_memory(), module_wrap_policy({nn.Linear}))
+    frozen = tied_by_memory().requires_grad_(False)
+    assert fsdp.shard(frozen, units={nn.Linear}, process_group=Alone())(torch.ones(1, 3)).shape == (1, 3)
