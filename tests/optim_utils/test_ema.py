@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,6 +39,7 @@ from tests.helpers.memory import live_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.pairs import Case, parametrize_cases, parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch
 
 DECAY = 0.8  # small, so that four steps show a mistake
@@ -243,6 +245,31 @@ def test_its_state_dict_is_that_of_the_unwrapped_average_and_loads_into_both(opt
     plain.update_parameters(twins.plain)
     assert_close_state(again.module.state_dict(), plain.module.state_dict())
     assert_same_state(state_of(again), state_of(ema))
+
+
+@pytest.mark.parametrize("form", ["flat", "original", "fully_shard"])
+def test_a_checkpoint_of_it_is_loaded_by_any_number_of_ranks(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    expected = ranks(2).run(_averaged, form, tmp_path, None)[0]
+    assert_same_state(ranks(3).run(_averaged, form, None, tmp_path)[0], expected)
+
+
+def _averaged(form: str, target: Path | None, source: Path | None) -> dict[str, Tensor]:
+    """The average after two updates, which is saved, or loaded into one without updates."""
+    model: Any = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    if form == "fully_shard":
+        fsdp.fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(model, use_orig_params=form == "original")
+    ema = fsdp.EMA(model, DECAY)
+    if source is not None:
+        fsdp.load(source / "ema", ema)
+    for number in range(2 if source is None else 0):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), number)
+        ema.update_parameters(model)
+    if target is not None:
+        fsdp.save(target / "ema", ema)
+    assert ema.n_averaged == 2
+    return {name: full_tensor(value) for name, value in ema.module.state_dict().items()}
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle])
