@@ -159,7 +159,17 @@ def kind_to_json(kind: Kind, where: str) -> list[Any]:
 
 def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
     """Return the state of a parameter as it is in the manifest, as `kind_to_json` does."""
-    return {key: kind_to_json(kind, f"the optimizer's state '{key}' of {name}") for key, kind in kinds.items()}
+    found = {}
+    for key, kind in kinds.items():
+        where = f"the optimizer's state '{key}' of {name}"
+        try:
+            found[key] = kind_to_json(kind, where)
+        except TypeError as error:
+            raise TypeError(
+                f"{error} Or save the model without the optimizer, and optimizer.state_dict() of each rank with "
+                "torch.save, which the same number of ranks can load."
+            ) from None
+    return found
 
 
 def kinds_from_json(saved: Any, name: str) -> Kinds:

@@ -282,6 +282,24 @@ def test_an_argument_that_one_rank_refuses_is_an_error_on_every_rank(
         save(**arguments | options if dist.get_rank() == 1 else arguments)
 
 
+class KeepingObjects(torch.optim.SGD):
+    """Has an object of its own for each parameter, as ScalableShampoo of `pytorch_optimizer` has."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["statistics"] = object()
+        return super().step(closure)
+
+
+def test_objects_in_the_state_of_an_optimizer_are_an_error_with_a_remedy(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = KeepingObjects(model.parameters(), lr=0.1)
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"'statistics' of weight is a .*object.*optimizer\.state_dict\(\)"):
+        fsdp.save(tmp_path / "run", model, optimizer)
+
+
 # Loading
 
 
