@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import Choices, is_optimizer_state, source_of_tree
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
 from fsdp.checkpoint.untrusted import reading, short
@@ -28,7 +28,7 @@ def plain_optimizer(path: str) -> str | None:
     if not any(os.path.isfile(os.path.join(path, name)) for name in _MODELS):
         return None
     places = (os.path.join(path, name) for name in _OPTIMIZERS)
-    return next((place for place in places if os.path.isfile(place) and is_torch_file(place)), None)
+    return next((place for place in places if os.path.isfile(place)), None)
 
 
 def read_plain(path: str, optimizer: str, choices: Choices, groups: Sequence[Sequence[str]] | None = None) -> Source:
