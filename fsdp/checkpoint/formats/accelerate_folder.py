@@ -11,9 +11,9 @@ import hashlib
 import os
 from dataclasses import replace
 
-from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp
+from fsdp.checkpoint.formats.dcp import DcpFolder
 from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import Choices, source_of_tree
 from fsdp.checkpoint.untrusted import reading
 
@@ -27,25 +27,25 @@ def is_accelerate(path: str) -> bool:
 
 
 def _places(path: str) -> dict[str, str]:
-    """Return the paths of the model and of the optimizer, as far as they are there."""
-    sharded = {part: os.path.join(path, name) for part, name in _SHARDED.items()}
-    if is_dcp(sharded[_MODEL]):
-        return {part: place for part, place in sharded.items() if is_dcp(place)}
-    full = {part: os.path.join(path, name) for part, name in _FULL.items()}
-    return {part: place for part, place in full.items() if os.path.isfile(place) and is_torch_file(place)}
+    """Return the paths of the model and of the optimizer, as far as they are there, complete or not."""
+    for names, is_there in ((_SHARDED, os.path.isdir), (_FULL, os.path.isfile)):
+        places = {part: os.path.join(path, name) for part, name in names.items()}
+        if is_there(places[_MODEL]):
+            return {part: place for part, place in places.items() if is_there(place)}
+    return {}
 
 
-def parts_of(path: str) -> dict[str, DcpFolder | TorchArchive]:
-    """Open the model and the optimizer, if that is there."""
+def parts_of(path: str, only: str | None = None) -> dict[str, DcpFolder | TorchArchive]:
+    """Open the model and the optimizer, if that is there, or one of them only."""
     return {
-        part: DcpFolder(place) if os.path.isdir(place) else TorchArchive(place) for part, place in _places(path).items()
+        part: DcpFolder(place) if os.path.isdir(place) else TorchArchive(place)
+        for part, place in _places(path).items()
+        if only in (None, part)
     }
 
 
 def read_accelerate(path: str, choices: Choices) -> Source:
-    parts = parts_of(path)
-    if choices.only == _MODEL:
-        parts.pop(_OPTIMIZER, None)
+    parts = parts_of(path, choices.only)
     tree, identities, world_size = {}, [], None
     for part, found in parts.items():
         with reading(found.path):

@@ -79,6 +79,8 @@ class DcpFolder:
     def __init__(self, path: str) -> None:
         self.path = path
         self._place = os.path.join(path, _METADATA)
+        if not is_dcp(path):
+            raise ValueError(f"{path} is incomplete: {_METADATA}, which is written last, is missing. Take another one.")
         with reading(self._place):
             content = content_of(self._place)
             self.identity = hashlib.sha256(content).hexdigest()  # the same for the same files

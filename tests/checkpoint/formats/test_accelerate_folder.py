@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -103,3 +104,39 @@ def test_verify_reads_both(tmp_path: Path, kind: str, capsys: pytest.CaptureFixt
     flip(place, place.read_bytes().index(optimizer.state[model.wide.weight]["exp_avg"].numpy().tobytes()))
     assert main(["verify", str(folder)]) == 1
     assert OPTIMIZER[kind] in capsys.readouterr().out
+
+
+def cut(place: Path) -> None:
+    """Leave what is there when a save is killed: a folder without the file that is written last, or a short file."""
+    if place.is_dir():
+        (place / ".metadata").unlink()
+    else:
+        place.write_bytes(b"")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [MODEL, OPTIMIZER], ids=["model", "optimizer"])
+def test_a_part_that_was_not_saved_to_its_end_is_no_absent_part(
+    tmp_path: Path, kind: str, parts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = trained()
+    folder = saved(tmp_path / "saved", kind, model, optimizer)
+    save_file(linears().state_dict(), folder / "model.safetensors")  # another model
+    cut(folder / parts[kind])
+    with pytest.raises(ValueError, match=rf"{parts[kind]} is (incomplete|no file of torch.save)"):
+        fsdp.load(folder, model, optimizer)
+    assert main(["verify", str(folder)]) == 1
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 1
+    captured = capsys.readouterr()
+    assert parts[kind] in captured.out
+    assert parts[kind] in captured.err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_is_read_beside_an_incomplete_optimizer(tmp_path: Path, kind: str) -> None:
+    model, optimizer = trained()
+    folder = saved(tmp_path / "saved", kind, model, optimizer)
+    cut(folder / OPTIMIZER[kind])
+    other = kinds(seed=1)
+    fsdp.load(folder, other)
+    assert_same(other.state_dict(), model.state_dict())
