@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from fsdp.distributed.devices import HOST, accelerator, current_device
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_starts = count()  # of this process; ranks start together, and so equally often
 
 
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> torch.device:
@@ -43,15 +45,17 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
 def _store_of_this_start(timeout: timedelta) -> dict[str, Any]:
     """Return the store, and the place of this rank in it, if torchrun keeps its store across restarts on one machine.
 
-    The addresses of the processes before a restart are still in that store, so each start has a prefix. The agents of
-    several machines count restarts differently, and their ranks use the store as torch does.
+    The addresses of the processes before a restart, and of earlier starts in this process, are still in that store, so
+    each start has a prefix. The agents of several machines count restarts differently, and their ranks use the store as
+    torch does.
     """
     environment = os.environ
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_WORLD_SIZE") != "1":
         return {}
     place = {"rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
     kept = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout=timeout)
-    return {"store": dist.PrefixStore(f"start_{environment['TORCHELASTIC_RESTART_COUNT']}", kept), **place}
+    prefix = f"start_{environment['TORCHELASTIC_RESTART_COUNT']}_{next(_starts)}"
+    return {"store": dist.PrefixStore(prefix, kept), **place}
 
 
 def _device_of_this_rank() -> torch.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -29,6 +31,20 @@ def test_ranks_that_torchrun_starts_again_meet(ranks: RankPool) -> None:
     assert ranks(2, backend=None).run(_meet, store.port, restarts=1) == [("cpu", "cpu:gloo", 2)] * 2
 
 
+def test_ranks_that_start_twice_in_one_process_meet(ranks: RankPool) -> None:
+    """The addresses of their first start are still in torchrun's store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks(2, backend=None).run(_meet_twice, store.port) == [("cpu", "cpu:gloo", 2)] * 2
+
+
+def _meet_twice(port: int) -> tuple[str, str, int]:
+    _meet(port)
+    is_late = dist.get_rank() == 1
+    dist.destroy_process_group()
+    time.sleep(is_late)  # so that the other rank looks for addresses first
+    return _meet(port)
+
+
 def _meet_and_end(port: int) -> None:
     _meet(port)
     os._exit(3)
@@ -37,7 +53,7 @@ def _meet_and_end(port: int) -> None:
 def _meet(port: int, restarts: int = 0) -> tuple[str, str, int]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(address, GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT=str(restarts))
-    device = fsdp.init_distributed()
+    device = fsdp.init_distributed(timeout=timedelta(seconds=20))
     dist.all_reduce(total := torch.ones(1, device=device))
     return device.type, str(dist.get_backend_config()), int(total)
 
