@@ -31,7 +31,7 @@ def _places(path: str) -> dict[str, str]:
     for names, is_there in ((_SHARDED, os.path.isdir), (_FULL, os.path.isfile)):
         places = {part: os.path.join(path, name) for part, name in names.items()}
         if is_there(places[_MODEL]):
-            return {part: place for part, place in places.items() if is_there(place)}
+            return {part: place for part, place in places.items() if os.path.lexists(place)}
     return {}
 
 

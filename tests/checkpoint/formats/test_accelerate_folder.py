@@ -140,3 +140,10 @@ def test_the_model_is_read_beside_an_incomplete_optimizer(tmp_path: Path, kind: 
     other = kinds(seed=1)
     fsdp.load(folder, other)
     assert_same(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_link_to_an_optimizer_that_is_gone_is_no_absent_optimizer(tmp_path: Path, kind: str) -> None:
+    folder = saved(tmp_path / "saved", kind, trained()[0])
+    (folder / OPTIMIZER[kind]).symlink_to(tmp_path / "gone")
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 1
