@@ -187,7 +187,7 @@ def test_a_result_may_go_to_any_device() -> None:
 # Memory
 
 
-@parametrize_pairs(rows=[24, 25], dim=[0, 1])
+@parametrize_pairs(rows=[72, 73], dim=[0, 1])
 @on_ranks(3)
 def test_ranks_hold_their_result_and_at_most_one_tensor_more(rows: int, dim: int) -> None:
     mesh = mesh_of(3)
@@ -201,7 +201,7 @@ def test_ranks_hold_their_result_and_at_most_one_tensor_more(rows: int, dim: int
     result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
     allowed = result + beside if dist.get_rank() == 0 else 0
     # Much less than a part: torch keeps a mesh's ranks, and before the gather each rank hears a header from each.
-    slack = 128 + 64 * dist.get_world_size()
+    slack = 128 + 512 * dist.get_world_size()
     assert slack < whole.nbytes // dist.get_world_size() // 2
     assert result <= gathers.bytes <= allowed + slack
 
