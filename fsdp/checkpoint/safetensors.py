@@ -54,8 +54,8 @@ _LENGTH_BYTES = 8  # of the header's length, before it
 _FORM = "form of "  # begins the key of a tensor's form in a header's metadata
 # Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
 # the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
-_STORED_AT_ONCE = 1 << 20  # bytes; smaller writes share pages
 _LINE = 64
+_STORED_AT_ONCE = 1 << 20  # bytes: the disk begins to store larger writes at once; small ones share pages
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
