@@ -33,14 +33,13 @@ from fsdp.checkpoint.model_tensors import (
     read_held,
     tensors_in,
 )
-from fsdp.checkpoint.optim import give_state, plan_state, read_state
+from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
 from fsdp.checkpoint.safetensors import CheckedFiles, SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import (
     Ranks,
     agree_on,
-    agree_on_outcome,
     done_by_all,
     from_everyone,
     number_among,
@@ -172,59 +171,93 @@ def load(
         agree_on(ranks, "settings to load a checkpoint", settings)
     if not weights and optimizer is None:
         raise ValueError("fsdp.load(weights=False) loads an optimizer only, and none was given: pass the optimizer")
-    with closing(_opened(path, everyone, model, optimizer)) as source:
-        states = None
-        if generators:
-            states = done_by_all(everyone, f"read {source.path}", lambda: _generators(source, everyone))
-        targets, extra = tensors_in(model, units), extra_states(model) if weights else {}
-        missing, unexpected, problems = misfits(targets, source.model, strict) if weights else ([], [], [])
-        if strict and weights:
-            both = {"missing": extra.keys() - source.extra.keys(), "unexpected": source.extra.keys() - extra.keys()}
+    opened = done_by_all(everyone, f"open the checkpoint {path}", lambda: _opened(path, model, optimizer))
+    with closing(opened) as source:
+        for ranks in everyone:  # must have the same
+            agree_on(ranks, "checkpoints", source.identity, source.path)
+
+        def look() -> _Plan:
+            states = _generators(source, everyone) if generators else None
+            return _planned(source, model, units, optimizer, states, strict=strict, weights=weights)
+
+        plan = done_by_all(everyone, f"load {source.path}", look)
+        state = done_by_all(everyone, f"read {source.path}", plan.read)
+        _compare(source, everyone)
+    done_by_all(everyone, f"load {source.path}", lambda: plan.give(state))
+    return Loaded(
+        *(Path(source.path), decoded(source.values), plan.missing, plan.unexpected),
+        *(plan.generators is not None, source.world_size),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The parts of a checkpoint that a model and its optimizers receive."""
+
+    source: Source
+    units: Sequence[Unit]
+    targets: Sequence[Target]
+    modules: Mapping[str, nn.Module]  # by the name of their extra state in the checkpoint
+    missing: list[str]
+    unexpected: list[str]
+    state: StatePlan | None
+    generators: GeneratorStates | None
+
+    def read(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Read the weights into the model, and return this rank's shard of the optimizer's state."""
+        read(self.targets, self.units, self.source.model)
+        return {} if self.state is None else read_state(self.state)
+
+    def give(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Call the methods and hooks of optimizers and modules, which are the user's."""
+        if self.state is not None:
+            give_state(self.state, state)
+        for name, module in self.modules.items():
+            module.set_extra_state(decoded(self.source.extra[name]))
+        if self.generators is not None:
+            self.generators.set()
+
+
+def _planned(
+    source: Source,
+    model: nn.Module,
+    units: Sequence[Unit],
+    optimizer: Any,
+    generators: GeneratorStates | None,
+    *,
+    strict: bool,
+    weights: bool,
+) -> _Plan:
+    """Return what is to be loaded; raise RuntimeError for all mismatches together."""
+    targets: list[Target] = []
+    modules: dict[str, nn.Module] = {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    problems: list[str] = []
+    if weights:
+        targets, modules = tensors_in(model, units), extra_states(model)
+        missing, unexpected, problems = misfits(targets, source.model, strict)
+        both = {"missing": modules.keys() - source.extra.keys(), "unexpected": source.extra.keys() - modules.keys()}
+        if strict:
             problems += [f"{what}: {readable(', '.join(sorted(names)))}" for what, names in both.items() if names]
-        plan = None
-        if optimizer is not None:
-            named = partial(named_tensors, model, units)
-            plan = done_by_all(everyone, f"load {source.path}", lambda: plan_state(optimizer, named(), source))
-            problems += plan.problems
-        problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
-        agree_on_outcome(everyone, f"load {source.path}", problem)
-        if weights:
-            done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
-            _compare(source.model, everyone)
-        state = None
-        if plan is not None:
-            what = f"read the optimizer's state in {source.path}"
-            state = done_by_all(everyone, what, partial(read_state, plan))
-            _compare(plan.files, everyone)
-
-    def give() -> None:  # to optimizers and modules, whose hooks and methods are the user's
-        if plan is not None and state is not None:
-            give_state(plan, state)
-        for name in extra.keys() & source.extra.keys():
-            extra[name].set_extra_state(decoded(source.extra[name]))
-        if states is not None:
-            states.set()
-
-    done_by_all(everyone, f"load {source.path}", give)
-    return Loaded(Path(source.path), decoded(source.values), missing, unexpected, states is not None, source.world_size)
+    state = None
+    if optimizer is not None:
+        state = plan_state(optimizer, named_tensors(model, units), source)
+        problems += state.problems
+    if problems:
+        raise RuntimeError(does_not_fit(source.path, model, problems))
+    known = {name: module for name, module in modules.items() if name in source.extra}
+    return _Plan(source, units, targets, known, missing, unexpected, state, generators)
 
 
-def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], model: nn.Module, optimizer: Any) -> Source:
-    """Collective. Open the checkpoint, which all ranks must have."""
-
-    def look() -> Source:
-        place = os.fspath(path)
-        with reading(place):
-            if found(place) is None and os.path.exists(place):
-                other = _of_others(place, model, optimizer)
-                if other is not None:
-                    return other
-            return read_ours(place, with_optimizer=optimizer is not None)
-
-    source = done_by_all(everyone, f"open the checkpoint {path}", look)
-    for ranks in everyone:
-        agree_on(ranks, "checkpoints", source.identity, source.path)
-    return source
+def _opened(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> Source:
+    place = os.fspath(path)
+    with reading(place):
+        if found(place) is None and os.path.exists(place):
+            other = _of_others(place, model, optimizer)
+            if other is not None:
+                return other
+        return read_ours(place, with_optimizer=optimizer is not None)
 
 
 def _of_others(place: str, model: nn.Module, optimizer: Any) -> Source | None:
@@ -264,12 +297,19 @@ def _names_of(place: str, model: nn.Module, optimizer: Any) -> list[list[str]]:
     return [[names.get(id(param), "a parameter that the model does not have") for param in params] for params in groups]
 
 
-def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:
+def _compare(source: Source, everyone: Sequence[Ranks]) -> None:
     """Collective. Compare the blocks of which ranks have read different ranges, if there are checksums."""
-    if not isinstance(files, CheckedFiles):
+    checked = [files for files in (source.model, source.optimizer) if isinstance(files, CheckedFiles)]
+    if not checked:
         return
-    heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, files.fragments)]
-    done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(chain(*heard)))
+    own = [files.fragments for files in checked]
+    heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, own)]
+
+    def compare() -> None:
+        for number, files in enumerate(checked):
+            files.compare_fragments(chain.from_iterable(each[number] for each in heard))
+
+    done_by_all(everyone, f"find {source.path} undamaged", compare)
 
 
 def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | None:
